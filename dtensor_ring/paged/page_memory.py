@@ -25,7 +25,7 @@ from dtensor_ring.compute.memory import Numbers
 from dtensor_ring.paged.block_pool import BlockPool
 from dtensor_ring.quantised import kept_tokens
 from dtensor_ring.quantised.block_scales import Format, Quantised, dequantise
-from dtensor_ring.quantised.kept_tokens import BLOCKS_AT_ONCE, KINDS
+from dtensor_ring.quantised.kept_tokens import KINDS, blocks_at_once
 
 Pair = tuple[Tensor, Tensor]
 # Shapes of keys and of values: `(layers, pages, tokens of a page, N, H)`.
@@ -187,16 +187,16 @@ class QuantisedPages(PageMemory):
         slots = self._slot[units]
         out[_indices(slots >= 0, out)] = opened[_indices(slots[slots >= 0], opened)]
         at = np.flatnonzero(slots < 0)
-        for begin in range(0, len(at), BLOCKS_AT_ONCE):
-            some = at[begin : begin + BLOCKS_AT_ONCE]
+        for begin in range(0, len(at), step := _at_once(out)):
+            some = at[begin : begin + step]
             rows = _indices(units[some], out)
             out[_indices(some, out)] = dequantise(_rows(q, rows), out.dtype)
         return out
 
     def _close(self, units: np.ndarray, content: list[Tensor]) -> None:
         for q, quantise, x in zip(self._closed, KINDS.values(), content, strict=True):
-            for begin in range(0, len(units), BLOCKS_AT_ONCE):
-                part = slice(begin, begin + BLOCKS_AT_ONCE)
+            for begin in range(0, len(units), step := _at_once(x)):
+                part = slice(begin, begin + step)
                 new, rows = quantise(x[part], self._format, self._unit), _indices(units[part], x)
                 for into, y in zip(_tensors(q), _tensors(new), strict=True):
                     into[rows] = y
@@ -288,6 +288,11 @@ def _rows(q: Quantised, rows: Tensor) -> Quantised:
     data = q.data.view(torch.uint8)[rows].view(q.data.dtype)
     means = None if q.means is None else q.means[rows]
     return replace(q, data=data, scales=q.scales[rows], means=means)
+
+
+def _at_once(content: Tensor) -> int:
+    """Return how many units `(U, N, unit, H)` are rounded, or read, at a time."""
+    return blocks_at_once(content.shape[1:].numel(), content.device)
 
 
 def _indices(numbers: np.ndarray, like: Tensor) -> Tensor:

@@ -30,8 +30,19 @@ from dtensor_ring.quantised.block_scales import (
 SEQUENCE = 2  # the dim of the tokens
 KINDS: dict[str, Callable[..., Quantised]] = {"keys": quantise_keys, "values": quantise_values}
 
-# Blocks that are rounded, or read, at a time: what is computed between takes their memory only.
-BLOCKS_AT_ONCE = 64
+# Numbers that are rounded, or read, at a time. What is computed between stays in the cache of a CPU
+# then, and takes little memory of a GPU.
+AT_ONCE_ON_CPU, AT_ONCE = 2**18, 2**24
+
+
+def blocks_at_once(num_in_block: int, device: torch.device) -> int:
+    """Return how many blocks of so many numbers are rounded, or read, at a time.
+
+    >>> blocks_at_once(8 * 64 * 128, torch.device("cpu"))
+    4
+    """
+    most = AT_ONCE_ON_CPU if device.type == "cpu" else AT_ONCE
+    return max(1, most // max(1, num_in_block))
 
 
 def format_named(kv_dtype: str | None) -> Format | None:
@@ -216,7 +227,7 @@ class QuantisedTokens(KeptTokens):
 
     def read(self) -> Tensor:
         out = self.open.new_empty(*self.open.shape[:2], self.num_tokens, self.open.shape[3])
-        for begin in range(0, self._num_closed, step := BLOCKS_AT_ONCE * self.block_size):
+        for begin in range(0, self._num_closed, step := self._at_once):
             part = _part(self.closed, begin, min(begin + step, self._num_closed))
             into = out.narrow(SEQUENCE, begin, part.data.shape[SEQUENCE])
             into.copy_(dequantise(part, out.dtype))
@@ -229,7 +240,7 @@ class QuantisedTokens(KeptTokens):
         if not num_full:
             return replace(self, open=open)
         quantise = KINDS["keys" if self.closed.means is None else "values"]
-        parts = open[:, :, :num_full].split(BLOCKS_AT_ONCE * self.block_size, SEQUENCE)
+        parts = open[:, :, :num_full].split(self._at_once, SEQUENCE)
         new = [quantise(part, self.format, self.block_size) for part in parts]
         closed = _changed(lambda same: torch.cat(same, SEQUENCE), self.closed, *new)
         return replace(self, closed=closed, open=open[:, :, num_full:].clone())
@@ -250,6 +261,13 @@ class QuantisedTokens(KeptTokens):
 
     def drop(self, num_tokens: int) -> QuantisedTokens:
         return self._of(_part(self.closed, num_tokens, self._num_closed), self.open)
+
+    @property
+    def _at_once(self) -> int:
+        """Return how many tokens are rounded, or read, at a time."""
+        batch, heads, _, head_dim = self.open.shape
+        num_in_block = batch * heads * self.block_size * head_dim
+        return self.block_size * blocks_at_once(num_in_block, self.open.device)
 
     @property
     def _num_closed(self) -> int:

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor
 
+from dtensor_ring.quantised import kept_tokens
 from dtensor_ring.quantised.block_scales import FORMATS
 from dtensor_ring.quantised.kept_tokens import (
     KINDS,
     KeptTokens,
     QuantisedTokens,
+    blocks_at_once,
     format_named,
     kept_bytes,
     no_tokens,
@@ -92,10 +95,12 @@ def test_rows_and_the_beginning(kind: str, name: str | None) -> None:
 @every_kind
 @every_format
 def test_long_texts_are_read_in_parts(kind: str, name: str | None) -> None:
-    x = tokens(64 * 65 + 3, head_dim=2)
+    x = tokens(64 * 5 + 3)
     expected = Rounded(x, name, kind)
     expected.append(x)
-    assert torch.equal(kept(x, name, kind, [1]).read(), expected.read())
+    with patch.object(kept_tokens, "AT_ONCE_ON_CPU", 2 * x[:, :, :64].numel()):
+        assert blocks_at_once(x[:, :, :64].numel(), x.device) == 2
+        assert torch.equal(kept(x, name, kind, [1]).read(), expected.read())
 
 
 @every_kind

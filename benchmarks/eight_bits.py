@@ -1,21 +1,29 @@
-"""Measure the error of attention at keys and values of eight bits, for docs/numerics.md.
+"""Measure what eight bits of keys and values cost in accuracy, for docs/numerics.md.
 
 The experiment of flash attention 3's paper (Shah et al., 2024, arXiv 2407.08608): numbers from
 N(0, 1) + N(0, 100) * Bernoulli(0.001), head dim 128. Errors are the root of the mean squared
 error against float64. Run ``python -m benchmarks.eight_bits``; ``--write`` puts the table into the
 page. It takes a minute or two on two cores.
+
+With ``--generate``, the small Llama of the examples is trained, reads texts that it has not seen
+byte by byte, with caches in each format, and says the next byte. It takes some minutes on one core.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator
+from copy import deepcopy
 from functools import partial
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor.parallel import parallelize_module
 
 from docs.marked import table_row, write_part
 from dtensor_ring.quantised.block_scales import (
@@ -25,6 +33,9 @@ from dtensor_ring.quantised.block_scales import (
     quantise_keys,
     quantise_values,
 )
+from examples.small_models import small_model
+from examples.text import read_standard_library
+from parallel_plans.huggingface import ContextParallelCache, context_parallel_plan
 
 PAGE = Path(__file__).parent.parent / "docs" / "numerics.md"
 MARKERS = (
@@ -34,6 +45,12 @@ MARKERS = (
 SHAPE = 1, 4, 2048, 128
 CHANCES = {"outliers": 0.001, "normal": 0.0}
 BLOCK_SIZES = 32, 64, 128
+GENERATED = (
+    "<!-- eight bits generate: written by benchmarks/eight_bits.py -->\n",
+    "<!-- end of eight bits generate -->\n",
+)
+TRAINING_STEPS, BATCH, TRAINED_LENGTH = 300, 8, 512
+PROMPT, READ = 256, 256
 
 Pair = tuple[Tensor, Tensor]
 
@@ -113,14 +130,87 @@ def _row(
     return table_row(name, format, title, *errors)
 
 
+def trained(text: Tensor) -> Any:
+    """Return the small Llama after some steps, always the same."""
+    model = small_model("llama", PROMPT + READ)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    for step in range(TRAINING_STEPS):
+        tokens = _rows(text, TRAINED_LENGTH, step)
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.eval()
+
+
+def _rows(text: Tensor, length: int, seed: int) -> Tensor:
+    """Draw sequences of a text, `(BATCH, length)`."""
+    generator = torch.Generator().manual_seed(seed)
+    starts = torch.randint(0, len(text) - length, (BATCH,), generator=generator)
+    return torch.stack([text[start : start + length] for start in starts]).long()
+
+
+class Reading(NamedTuple):
+    """What a model says of the next bytes.
+
+    Attributes:
+        logits: of each byte after the prompt, `(BATCH, READ, 256)`.
+        num_bytes: what its cache keeps in the end.
+    """
+
+    logits: Tensor
+    num_bytes: int
+
+
+@torch.no_grad()
+def read(model: Any, mesh: DeviceMesh, tokens: Tensor, kv_dtype: str | None) -> Reading:
+    """Read a prompt at once, and then the given bytes one by one."""
+    plan = context_parallel_plan(model, cache_dtype=kv_dtype)
+    ours: Any = parallelize_module(model, mesh, plan)
+    cache = ContextParallelCache(ours)
+    found = [ours(tokens[:, :PROMPT], logits_to_keep=1, cache=cache).logits]
+    for position in range(PROMPT, PROMPT + READ - 1):
+        found.append(ours(tokens[:, position : position + 1], cache=cache).logits)
+    return Reading(torch.cat(found, 1), cache.usage().used[0])
+
+
+def generated() -> Iterator[str]:
+    """The lines of the table of `--generate`, in Markdown."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("cp",))
+    text = read_standard_library()
+    seen, unseen = text[: len(text) * 9 // 10], text[len(text) * 9 // 10 :]
+    model, tokens = trained(seen), _rows(unseen, PROMPT + READ, 0)
+    following = tokens[:, PROMPT:]
+    yield table_row("cache", "bytes", "same greedy byte", "perplexity", "change")
+    yield table_row("---", *["---:"] * 4)
+    exact = read(deepcopy(model), mesh, tokens, None)
+
+    def perplexity(logits: Tensor) -> float:
+        return F.cross_entropy(logits.flatten(0, 1).double(), following.flatten()).exp().item()
+
+    before = perplexity(exact.logits)
+    yield table_row("float32", f"{exact.num_bytes:,}", "", f"{before:.4f}", "")
+    for kv_dtype in FORMATS:
+        found = read(deepcopy(model), mesh, tokens, kv_dtype)
+        same = (found.logits.argmax(-1) == exact.logits.argmax(-1)).double().mean().item()
+        now = perplexity(found.logits)
+        change = f"{100 * (now / before - 1):+.3f} %"
+        yield table_row(
+            kv_dtype, f"{found.num_bytes:,}", f"{100 * same:.2f} %", f"{now:.4f}", change
+        )
+
+
 def main() -> None:
-    """Print the table, or replace that of the page."""
+    """Print a table, or replace that of the page."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--write", action="store_true", help="replace the table in the page")
-    if parser.parse_args().write:
-        write_part(PAGE, *MARKERS, table())
+    parser.add_argument("--generate", action="store_true", help="read texts with rounded caches")
+    options = parser.parse_args()
+    lines, markers = (generated(), GENERATED) if options.generate else (table(), MARKERS)
+    if options.write:
+        write_part(PAGE, *markers, lines)
     else:
-        print(*table(), sep="\n")
+        print(*lines, sep="\n")
 
 
 if __name__ == "__main__":

@@ -110,6 +110,7 @@ $(OLDEST)/.installed: constraints-oldest.txt
 # The stamp goes first and comes back last: an install that fails half-way is done again.
 # Constraints go through the environment because -c does not reach the build backend;
 # older pips read the first variable for it, newer ones the second.
+# Python compiles what it imports; to compile all files of all packages takes half a minute.
 # By its path (compat): else a script beside a checkout of the package's name imports that folder.
 $(VENV)/.installed $(OLDEST)/.installed: pyproject.toml
 	@rm -f $@
@@ -117,6 +118,6 @@ $(VENV)/.installed $(OLDEST)/.installed: pyproject.toml
 		"Python 3.11 or newer is needed: make PYTHON=python3.x ...")'
 	@$(@D)/bin/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(@D)
 	PIP_CONSTRAINT=$(filter constraints%,$^) PIP_BUILD_CONSTRAINT=$(filter constraints%,$^) \
-		$(@D)/bin/python -m pip install --disable-pip-version-check \
+		$(@D)/bin/python -m pip install --disable-pip-version-check --no-compile \
 		--config-settings editable_mode=compat -e '.[$(EXTRAS)]'
 	@touch $@

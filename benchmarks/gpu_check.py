@@ -31,6 +31,7 @@ from gpu_steps.machine import Finding, Machine
 from gpu_steps.messages import messages
 from gpu_steps.over_ranks import agreement, differing, hops, right, speed
 from gpu_steps.public import public
+from gpu_steps.quantising import eight_bits
 from gpu_steps.skips import skips
 from gpu_steps.suite import sanitized, suite
 from gpu_steps.tiles import tiles
@@ -50,13 +51,14 @@ class Planned(NamedTuple):
 
 ALONE = {
     "installed": Planned("versions, and kernels that run", 5, installed),
-    "threads": Planned("whole rings of 8 ranks on one GPU, against float64", 110, by_threads),
     "public": Planned("public calls: autocast, compiled, CUDA graphs, no waits", 60, public),
-    "bandwidth": Planned("how fast parts are merged", 15, bandwidth),
-    "bound": Planned("the tiles of 8 x 8k tokens by kernel, arrivals there", 60, bound),
-    "tiles": Planned("tiles next to one launch", 40, tiles),
-    "messages": Planned("a rank's messages to itself, beside attention", 30, messages),
+    "bandwidth": Planned("how fast parts are merged", 10, bandwidth),
+    "eight_bits": Planned("keys and values in eight bits: speed, rings", 20, eight_bits),
+    "bound": Planned("the tiles of 8 x 8k tokens by kernel, arrivals there", 40, bound),
+    "tiles": Planned("tiles next to one launch", 20, tiles),
+    "messages": Planned("a rank's messages to itself, beside attention", 20, messages),
     "processes": Planned("4 processes on one GPU: every call, agreement", 90, by_processes),
+    "threads": Planned("whole rings of 8 ranks on one GPU, against float64", 240, by_threads),
     "card": Planned("rings of 4 and 8 ranks, PyTorch's, emulated links", 220, None),
     "tests": Planned("all tests that need a GPU", 240, suite),
     "sanitizer": Planned("two small rings under compute-sanitizer, by --sanitize", 600, sanitized),

@@ -125,7 +125,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Measurement:
-    """Seconds by strategy, stage and repeat; of a calibration the machine instead."""
+    """Seconds by strategy, direction and repeat; of a calibration the machine instead."""
 
     case: Case
     seconds: dict[str, list[list[float]]] = field(default_factory=dict)
@@ -202,8 +202,9 @@ def measure(case: Case, mesh: DeviceMesh) -> Measurement:
     seconds = {name: [[] for _ in STAGES] for name in contenders}
     for repeat in range(-1, case.repeats):  # the first warms up
         for name, stages in contenders.items():
-            for times, ended in zip(seconds[name], watch.laps(*stages), strict=True):
-                times += [ended] * (repeat >= 0)
+            # One by one, as simulated: else a rank that is done early begins its backward early.
+            for times, stage in zip(seconds[name], stages, strict=True):
+                times += watch.laps(stage) * (repeat >= 0)
     return Measurement(case, seconds)
 
 
@@ -248,7 +249,10 @@ def simulated(measurements: list[Measurement]) -> tuple[list[Row], list[Choice]]
     rows, choices = [], []
     for case, seconds, _ in ((m.case, m.seconds, m.machine) for m in measurements if not m.machine):
         machine = files[case.place]
-        medians = {name: [median(x) for x in stages] for name, stages in seconds.items()}
+        medians = {
+            name: (median(ahead), median(x + y for x, y in zip(ahead, back, strict=True)))
+            for name, (ahead, back) in seconds.items()
+        }
         for strategy, times in medians.items():
             found = simulate_attention(**case.problem, strategy=strategy, machine=machine)
             totals = found.seconds[0], found.total

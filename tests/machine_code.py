@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any
@@ -157,17 +158,20 @@ class Compiling:
 
 
 @contextmanager
-def compiling(architecture: str) -> Iterator[Compiling]:
+def compiling(
+    architecture: str,
+    module: str = "dtensor_ring.compute.merge_triton",
+    kernel: str = "_accumulate_sums",
+) -> Iterator[Compiling]:
     """The launches of a block are compiled for GPUs of that architecture."""
     from triton.runtime import driver
 
-    from dtensor_ring.compute import merge_triton
-
-    found = Compiling(merge_triton._accumulate_sums)
+    launching = import_module(module)
+    found = Compiling(getattr(launching, kernel))
     found.kernel.device_caches.clear()
     with (
         patch.object(driver, "_active", NoDriver(architecture)),
-        patch.object(merge_triton, "_accumulate_sums", found),
+        patch.object(launching, kernel, found),
         patch.object(torch.cuda, "device_of", lambda x: nullcontext()),
     ):
         yield found

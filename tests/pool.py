@@ -94,8 +94,7 @@ class Pool:
         if self._workers:
             return
         self._folder = mkdtemp()
-        context = mp.get_context("forkserver")
-        context.set_forkserver_preload(PRELOADED)
+        context = starting()
         for _ in range(self._size):
             ours, theirs = context.Pipe()
             where = theirs, self._store.port, Path(self._folder)
@@ -143,6 +142,18 @@ class Pool:
         os.kill(process.pid, signal.SIGUSR1)
         time.sleep(0.5)  # it writes at once, whatever it waits for
         return _stacks_file(Path(self._folder), process.pid).read_text()
+
+
+def starting() -> Any:
+    """How processes start: forked from a server that has imported torch, if there is no GPU.
+
+    What the server imports asks CUDA for GPUs, and no fork of a process that did can use one.
+    """
+    if torch.cuda.is_available():
+        return mp.get_context("spawn")
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    return context
 
 
 def settle() -> None:

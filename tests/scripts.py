@@ -19,9 +19,8 @@ from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import torch
-import torch.multiprocessing as mp
 
-from tests.pool import PRELOADED
+from tests.pool import starting
 
 
 class Ended(NamedTuple):
@@ -50,8 +49,7 @@ def run_script(
         env: variables that it sees beside those of this process.
         timeout: in seconds, after which it has failed.
     """
-    context = mp.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
+    context = starting()
     places = _torchrun(ranks) if ranks else [{}]
     with TemporaryDirectory() as folder:
         files = [Path(folder, str(rank)) for rank in range(len(places))]

@@ -39,8 +39,8 @@ def _modules() -> list[ModuleType]:
     found = [*pkgutil.walk_packages(dtensor_ring.__path__, "dtensor_ring.")]
     found += pkgutil.iter_modules(parallel_plans.__path__, "parallel_plans.")
     found += pkgutil.walk_packages(huggingface.__path__, "parallel_plans.huggingface.")
-    others = ("parallel_plans.torchtitan", "dtensor_ring.compute.merge_triton")
-    names = [info.name for info in found if info.name not in others]
+    names = [info.name for info in found if info.name != "parallel_plans.torchtitan"]
+    names = [name for name in names if not name.endswith("_triton")]
     return [importlib.import_module(name) for name in ("dtensor_ring", *names)]
 
 

@@ -65,6 +65,7 @@ def test_every_step_runs(pool: Pool, modules: Any, capsys: pytest.CaptureFixture
     assert found["messages"]["message to itself, in a CUDA graph"] == "arrived"
     assert len(found["threads"]) == 2 * 4, "two kernels"
     assert len(found["processes"]) == 9
+    assert len(found["eight_bits"]) == 1 + 2 * (4 + 1), "a copy; each format's speeds, and a ring"
     assert len(found["bound"]) == 5
     measured = json.loads((folder / "gpu.json").read_text())
     assert [row["torch"] is not None for row in measured["rows"]] == [True, False]
@@ -95,7 +96,7 @@ def test_as_a_script(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=tmp_path, timeout=300, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
-    assert len(lines) == 2 + 11 + 5
+    assert len(lines) == 2 + 12 + 5
     assert lines[1] == "  installed     5 s  versions, and kernels that run"
 
 

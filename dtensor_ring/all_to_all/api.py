@@ -22,6 +22,7 @@ from dtensor_ring.ops.checks import check_all_to_all, check_strided
 from dtensor_ring.planning.layout import Contiguous, Layout
 from dtensor_ring.planning.ranges import as_count
 from dtensor_ring.planning.run_table import PerBatch, as_layout
+from dtensor_ring.planning.tile import FULL
 
 
 def exchange(
@@ -101,6 +102,7 @@ def exchange(
         seq_len=length,
         num_tokens=None,
         group_name=group.group_name,
+        mask=FULL,
         is_back=is_back,
         is_compiled=torch.compiler.is_compiling(),
     )

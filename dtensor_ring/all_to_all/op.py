@@ -69,11 +69,11 @@ class AllToAllArgs(NamedTuple):
         seq_len: the global length in tokens.
         num_tokens: tokens of this rank afterwards; `None` derives them from the layout.
         group_name: the process group of the axis.
+        mask: the mask of the attention.
         is_back: whether this is the reverse exchange.
         forward_call: the number of the forward call that this is the backward of; 0 if unknown.
         is_compiled: whether a compiler relies on `tokens_after`.
         mask_tensors: the boundaries or slices of the attention.
-        mask: the mask of the attention.
         key_seq_len: the attention's global key length in tokens. `None` if the exchange is not
             part of an attention; then `mask` is ignored.
     """
@@ -87,11 +87,11 @@ class AllToAllArgs(NamedTuple):
     seq_len: Length | None
     num_tokens: Length | None
     group_name: str | None
+    mask: Mask  # without a default: torch 2.11 does not trace one that is an object
     is_back: bool = False
     forward_call: int = 0
     is_compiled: bool = False
     mask_tensors: MaskTensors = MaskTensors()
-    mask: Mask = FULL
     key_seq_len: Length | None = None
 
     @classmethod
@@ -115,6 +115,7 @@ class AllToAllArgs(NamedTuple):
             seq_len=seq_len,
             num_tokens=None,
             group_name=group.group_name,
+            mask=FULL,
             is_compiled=torch.compiler.is_compiling(),
         )
 

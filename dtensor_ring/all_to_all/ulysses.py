@@ -22,10 +22,11 @@ from dtensor_ring.all_to_all.op import (
 )
 from dtensor_ring.all_to_all.plan import head_shard_of
 from dtensor_ring.ops.checks import check_inputs
-from dtensor_ring.ops.nodes import autocast_dtype, cast
-from dtensor_ring.ops.options import Call, flatten, group_named
+from dtensor_ring.ops.nodes import autocast_dtype, cast, is_traced
+from dtensor_ring.ops.options import Call, Length, Place, flatten, group_named
 from dtensor_ring.ops.ring_op import ring_backward_op, ring_op
 from dtensor_ring.planning.strategy import Strategy, as_strategy, why_not
+from dtensor_ring.planning.tile import FULL
 
 
 def ulysses_heads(strategy: str, group_name: str) -> int:
@@ -57,6 +58,7 @@ class HeadExchange:
 
     def __init__(self, call: Call, query: Tensor, key: Tensor) -> None:
         place: Any = call.place
+        self._is_traced = is_traced(query)
         self._num_heads, self._lengths = (
             (query.shape[1], key.shape[1]),
             (query.shape[2], key.shape[2]),
@@ -71,20 +73,9 @@ class HeadExchange:
         (runs, key_runs), (seq_len, key_seq_len) = self._sides(call, query.shape[0])
         # Keys with another length or layout need an exchange of their own.
         self._are_alike = key_runs is runs and seq_len == key_seq_len
-        self._args = tuple(
-            AllToAllArgs(
-                batch_runs=BatchRuns(of_side, of_side),
-                layout=place.layout,
-                to=place.layout,
-                heads=self._heads,
-                num_heads=(),
-                num_key_heads=self._num_heads[1],
-                seq_len=length,
-                num_tokens=None,
-                group_name=place.group_name,
-                is_compiled=torch.compiler.is_compiling(),
-            )
-            for of_side, length in ((runs, seq_len), (key_runs, key_seq_len))
+        self._args = (
+            self._args_of(place, runs, seq_len),
+            self._args_of(place, key_runs, key_seq_len),
         )
         batch = call.batch
         self._mask_options = {
@@ -98,13 +89,29 @@ class HeadExchange:
         runs, key_runs, place = call.batch.runs, call.batch.key_runs, call.place
         if key_runs is None:
             return (runs, runs), (place.seq_len, place.key_seq_len)
-        if torch.compiler.is_compiling():
+        if self._is_traced:
             raise ValueError(
                 "key_runs say the lengths of what is exchanged, which a compiler has to know: "
                 f"leave this attention uncompiled, or use another strategy than {place.strategy!r}"
             )
         seq_len = call.request(batch).seq_len  # with `key_runs`, both belong to one sequence
         return (runs, key_runs), (seq_len, seq_len)
+
+    def _args_of(self, place: Place, runs: Tensor | None, seq_len: Length | None) -> AllToAllArgs:
+        """Return the options of an exchange of tensors with these runs and this global length."""
+        return AllToAllArgs(
+            batch_runs=BatchRuns(runs, runs),
+            layout=place.layout,
+            to=place.layout,
+            heads=self._heads,
+            num_heads=(),
+            num_key_heads=self._num_heads[1],
+            seq_len=seq_len,
+            num_tokens=None,
+            group_name=place.group_name,
+            mask=FULL,
+            is_compiled=self._is_traced,
+        )
 
     def to_heads(self, queries: Sequence[Tensor], keys: Sequence[Tensor]) -> list[Tensor]:
         """Exchange tensors shaped like query or key to the group's tokens and some of the heads."""

@@ -71,6 +71,17 @@ class CalibratedProblem(NamedTuple):
         ]
         return list(dict.fromkeys(found))
 
+    def tiles(self, device: torch.device) -> list[tuple[Kernel, str]]:
+        """Return the forms of tiles that each kernel serves, the preferred kernel first.
+
+        Raises:
+            ValueError: if the kernel is unknown, or does not serve this problem here.
+        """
+        *plain, windowed = self.kernels(device)
+        # The others have no windows: the kernel of windows would not be a second one if they had.
+        forms = [(kernel, form) for kernel in plain for form in reversed(FORMS[1:])]
+        return [*forms, *((windowed, form) for form in reversed(FORMS))]
+
     def with_fewer_heads(self) -> list[CalibratedProblem]:
         """Return this problem, and those of groups of 2 and 4 ranks after an all-to-all."""
         query, key = self.heads
@@ -180,12 +191,12 @@ def kernel_points(problem: CalibratedProblem, device: torch.device) -> dict[str,
             else:
                 yield tile.flops * BACKWARD_FLOPS / FORWARD_FLOPS, tile.backward
 
-    every = product(problem.kernels(device), FORMS, problem.with_fewer_heads(), DIRECTIONS)
+    every = product(problem.tiles(device), problem.with_fewer_heads(), DIRECTIONS)
     return {
         series_name(kernel.name, form, asked.heads[0], direction): tiles(
             asked, kernel, form, direction
         )
-        for kernel, form, asked, direction in every
+        for (kernel, form), asked, direction in every
     }
 
 
@@ -200,7 +211,7 @@ def kernel_speeds(
         times: what was measured, by name.
         launch: seconds of the host that are part of each time, and not of the speeds.
     """
-    every = product(problem.kernels(device), reversed(FORMS), problem.with_fewer_heads())
+    every = product(problem.tiles(device), problem.with_fewer_heads())
     return tuple(
         KernelSpeed(
             *(kernel.name, problem.dtype_name, problem.head_dim, form),
@@ -210,7 +221,7 @@ def kernel_speeds(
             ),
             heads=asked.heads[0],
         )
-        for kernel, form, asked in every
+        for (kernel, form), asked in every
     )
 
 

@@ -29,7 +29,7 @@ from dtensor_ring.command.calibrate_links import (
     measure_beside,
 )
 from dtensor_ring.command.doctor import versions
-from dtensor_ring.command.stopwatch import Series, Stopwatch
+from dtensor_ring.command.stopwatch import Points, Series, Stopwatch
 from dtensor_ring.simulate.machine import Curve, Links, Machine
 from dtensor_ring.simulate.presets import PRESETS
 
@@ -131,9 +131,10 @@ def _measured(
     points = kernel_points(problem, watch.device)
     points["merge"] = merge_points(problem, watch.device)
     points["pack"] = pack_points(problem, watch.device)
+    links: dict[str, Points] = {}
     for axis, messages in axes.items():
-        points |= {f"{kind} {axis}": of for kind, of in link_points(messages).items()}
-    return watch.measure(points)
+        links |= {f"{kind} {axis}": of for kind, of in link_points(messages).items()}
+    return watch.measure(points | links, cold=links)
 
 
 def _measured_links(

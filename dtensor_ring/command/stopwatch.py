@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from math import ceil
 from statistics import median
@@ -19,6 +20,9 @@ Call = Callable[[], object]
 
 # Sizes and their calls.
 Points = Iterable[tuple[float, Call]]
+
+# Returns the seconds of a call that is repeated.
+Timer = Callable[[Call, int], float]
 
 
 class Effort(NamedTuple):
@@ -37,6 +41,10 @@ class Effort(NamedTuple):
 
 FULL_EFFORT = Effort(repeats=5, shortest=0.01, longest=0.06)
 QUICK_EFFORT = Effort(repeats=2, shortest=0.0, longest=0.005)
+
+# Bytes that a CPU passes over before a call whose tensors caches would not have, and the largest
+# number of such calls within one time.
+PASSED, MAX_COLD = 2**26, 8
 
 # Cycles that a GPU sleeps for each call that the host queues meanwhile: about 50 us.
 CYCLES = 100_000
@@ -87,7 +95,9 @@ class Stopwatch:
         self.device, self.effort = device, effort
         self.on_gpu = device.type == "cuda"
 
-    def measure(self, points: Mapping[str, Points]) -> dict[str, Series]:
+    def measure(
+        self, points: Mapping[str, Points], cold: Collection[str] = ()
+    ) -> dict[str, Series]:
         """Time calls of several kinds by size, each kind until a call takes too long.
 
         All calls are timed in turns: what disturbs the machine for some seconds disturbs each of
@@ -96,23 +106,28 @@ class Stopwatch:
         Args:
             points: for each kind, sizes and their calls, ascending; they are made when their turn
                 comes.
+            cold: kinds whose calls come after kernels in an attention. On a CPU they find little
+                of their tensors in caches then, and here, too.
         """
-        known = {kind: list(self._grown(of)) for kind, of in points.items()}
-        calls = [(call, count) for of in known.values() for _, call, count in of]
-        rounds = [
-            self._slowest([self._timed(call, count) for call, count in calls])
-            for _ in range(self.effort.repeats)
+        known = {
+            kind: list(self._grown(of, self._timer(kind in cold))) for kind, of in points.items()
+        }
+        calls = [
+            partial(self._timer(kind in cold), call, count)
+            for kind, of in known.items()
+            for _, call, count in of
         ]
+        rounds = [self._slowest([timed() for timed in calls]) for _ in range(self.effort.repeats)]
         seconds = iter(zip(*rounds, strict=True))
         return {
             kind: Series(tuple(size for size, _, _ in of), tuple(islice(seconds, len(of))))
             for kind, of in known.items()
         }
 
-    def _grown(self, points: Points) -> Iterator[tuple[float, Call, int]]:
+    def _grown(self, points: Points, timed: Timer) -> Iterator[tuple[float, Call, int]]:
         """Yield sizes and calls, and how often a call is repeated within one time."""
         for size, call in points:
-            first = min(self._slowest([self._timed(call, 1) for _ in range(2)]))
+            first = min(self._slowest([timed(call, 1) for _ in range(2)]))
             yield size, call, max(1, ceil(self.effort.shortest / max(first, 1e-6)))
             if first > self.effort.longest:
                 return
@@ -157,10 +172,25 @@ class Stopwatch:
         if self.on_gpu:
             torch.cuda.synchronize(self.device)
 
+    def _timer(self, is_cold: bool) -> Timer:
+        """Return what times calls of a kind."""
+        return self._timed_cold if is_cold and not self.on_gpu else self._timed
+
+    def _timed_cold(self, call: Call, count: int) -> float:
+        """Return the seconds of one of up to `count` calls, each after a pass over other memory."""
+        call()
+        count, passed, found = min(count, MAX_COLD), torch.zeros(PASSED // 4), 0.0
+        for _ in range(count):
+            passed.add_(1)
+            self._barrier()
+            begin = self._mark()
+            call()
+            found += self._between(begin, self._mark())
+        return found / count
+
     def _timed(self, call: Call, count: int) -> float:
         """Return the seconds of one of `count` calls, after one that is not timed."""
-        # Other calls ran before, so that caches hold nothing of this one. A message, for one, was
-        # packed or received just before it is sent.
+        # Calls of other kinds ran before this one.
         call()
         self._barrier()
         if self.on_gpu:

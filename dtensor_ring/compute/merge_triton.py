@@ -98,16 +98,16 @@ def _pointers(one: Accumulation, strides: Sequence[Strides], unit: int) -> tuple
     return (
         tensors,
         # In units, so that the compiler knows the alignment of rows without their strides.
-        tuple(_plain([x // unit for x in stride]) for stride in strides),
+        tuple(plain([x // unit for x in stride]) for stride in strides),
         tl.constexpr(head_dim),
         lses,
-        tuple(_plain(x.stride()) for x in lses if x is not None),
+        tuple(plain(x.stride()) for x in lses if x is not None),
         one.sinks,
-        tuple(_plain((*batches, *rows)) for batches, rows in spans),
+        tuple(plain((*batches, *rows)) for batches, rows in spans),
     )
 
 
-def _plain(numbers: Sequence[int]) -> tuple[int, ...]:
+def plain(numbers: Sequence[int]) -> tuple[int, ...]:
     """Encode numbers that change between batches, so Triton does not recompile for them."""
     # Triton specializes on 1 and multiples of 16 in a tuple; `4 * n + 2` is neither.
     return tuple(number << 2 | 2 for number in numbers)
@@ -203,8 +203,8 @@ def _put(
     tl.debug_barrier()  # in place: all warps must have read before one of them writes
     if len(lses) > 0:
         merged = tl.where(is_seen, base + tl.log(total), -float("inf"))
-        tl.store(lses[0] + _offset(lse_strides[0], batch, head, rows), merged, mask=is_row)
-    at = _offset(strides[0], batch, head, rows)[:, None] * UNIT + dims[None, :]
+        tl.store(lses[0] + offset_of(lse_strides[0], batch, head, rows), merged, mask=is_row)
+    at = offset_of(strides[0], batch, head, rows)[:, None] * UNIT + dims[None, :]
     tl.store(tensors[0] + at, result.to(tensors[0].dtype.element_ty), mask=is_row[:, None] & is_dim)
 
 
@@ -242,11 +242,11 @@ def _rows_of(strides, span, batch, head, rows):
     first_batch, end_batch = span[0] >> 2, span[1] >> 2
     first_row, end_row = span[2] >> 2, span[3] >> 2
     end_row = tl.where(batch < first_batch, 0, tl.where(batch < end_batch, end_row, 0))
-    at = _offset(strides, batch - first_batch, head, rows - first_row)
+    at = offset_of(strides, batch - first_batch, head, rows - first_row)
     return at, (rows >= first_row) & (rows < end_row)
 
 
 @triton.jit
-def _offset(strides, batch, head, rows):
+def offset_of(strides, batch, head, rows):
     """Return the offsets of rows, in the unit of the strides."""
     return batch * (strides[0] >> 2) + head * (strides[1] >> 2) + rows * (strides[2] >> 2)

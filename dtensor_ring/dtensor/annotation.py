@@ -31,7 +31,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.utils._python_dispatch import _disable_current_modes
 
 from dtensor_ring.compute.kernels import check_kernel
-from dtensor_ring.ops.options import Place
+from dtensor_ring.ops.options import Place, group_named
 from dtensor_ring.planning.layout import Contiguous, Layout
 from dtensor_ring.planning.run_table import PerBatch
 from dtensor_ring.planning.strategy import AUTO, as_strategy, check_strategy
@@ -222,7 +222,7 @@ class Annotation:
         """
         return self.config or UNANNOTATED
 
-    def assumed(self, config: AxisConfig = UNANNOTATED) -> AxisConfig:
+    def assumed(self, config: AxisConfig) -> AxisConfig:
         """Return the configuration; without one, record that of the first use for good."""
         if self.config is None:
             self.config, self.is_assumed = config, True
@@ -243,16 +243,34 @@ _LAST: list[ref[ProcessGroup]] = []
 
 def annotation_of(group: ProcessGroup) -> Annotation:
     """Return the record of the axis that a group spans."""
+    if torch.compiler.is_compiling():
+        _has_record(group.group_name)
     found = _BY_GROUP.get(group)
-    if found is None:
-        world = dist.group.WORLD
-        assert world is not None, "a mesh has a world"
-        _begin(world)
-        ranks = tuple(dist.get_process_group_ranks(group))
-        found = _AXES.setdefault(world, {}).setdefault(ranks, Annotation(ranks))
-        # Two meshes over the same ranks have two groups, but are one axis.
-        _BY_GROUP[group], found.group_name = found, group.group_name
+    return _new_record(group) if found is None else found
+
+
+def _new_record(group: ProcessGroup) -> Annotation:
+    world = dist.group.WORLD
+    assert world is not None, "a mesh has a world"
+    _begin(world)
+    ranks = tuple(dist.get_process_group_ranks(group))
+    found = _AXES.setdefault(world, {}).setdefault(ranks, Annotation(ranks))
+    # Two meshes over the same ranks have two groups, but are one axis.
+    _BY_GROUP[group], found.group_name = found, group.group_name
     return found
+
+
+def _has_record(group_name: str) -> bool:
+    """Make the record of an axis that is first used in a compiled function.
+
+    It is made while that is traced, because torch 2.11 cannot do it after the graph has run.
+    """
+    group = group_named(group_name)
+    return group in _BY_GROUP or bool(_new_record(group))
+
+
+# Constant while the group is alive, see `ulysses_heads`.
+_has_record._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _begin(world: ProcessGroup) -> None:
@@ -373,7 +391,8 @@ def config_of_call(group: ProcessGroup, with_runs: bool) -> AxisConfig:
     """
     here = annotation_of(group)
     if here.config is None:
-        # Module constants, because a compiler cannot trace how a configuration is made.
+        # Module constants, because a compiler cannot trace how a configuration is made; nor does
+        # that of torch 2.11 trace one as the default of an argument.
         return here.assumed(PER_BATCH if with_runs else UNANNOTATED)
     here.config.check_runs(with_runs, here.how)
     return here.config

@@ -28,7 +28,7 @@ from torch import Tensor
 from dtensor_ring.balanced.work import visible_pairs
 from dtensor_ring.dtensor.annotation import Annotation, annotation_of
 from dtensor_ring.dtensor.axis_machine import machine_of
-from dtensor_ring.ops.nodes import autocast_dtype
+from dtensor_ring.ops.nodes import autocast_dtype, is_traced
 from dtensor_ring.ops.options import Call, Place, group_named
 from dtensor_ring.planning.lru import cached_bytes
 from dtensor_ring.planning.mask import Documents, Mask
@@ -92,7 +92,7 @@ def chosen(call: Call, query: Tensor, value: Tensor) -> Call:
     place: Any = call.place
     if place.strategy != AUTO:
         return call
-    is_compiling = torch.compiler.is_compiling()
+    is_compiling = is_traced(query)
     if place.seq_len is None or (is_compiling and call.batch.runs is not None):
         return call._replace(place=place._replace(strategy=Strategy.default))
     batch, num_heads, _, head_dim = query.shape

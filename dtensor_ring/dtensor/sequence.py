@@ -8,13 +8,19 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._prims_common import make_contiguous_strides_for
 from torch.distributed import DeviceMesh, ProcessGroup
 from torch.distributed.tensor import DTensor, Shard
 
 from dtensor_ring.balanced.balanced import Balanced
+from dtensor_ring.compute.memory import strides
 from dtensor_ring.dtensor import varlen_attention as _varlen  # noqa: F401 - registers its rules
-from dtensor_ring.dtensor.annotation import annotate, annotation_of, axis_group, group_of
+from dtensor_ring.dtensor.annotation import (
+    UNANNOTATED,
+    annotate,
+    annotation_of,
+    axis_group,
+    group_of,
+)
 from dtensor_ring.dtensor.flex.flex_attention import install_flex
 from dtensor_ring.dtensor.gather import gathered, whole_of
 from dtensor_ring.dtensor.sdpa import install_sdpa
@@ -89,13 +95,15 @@ def from_local_tokens(local: Tensor, mesh: DeviceMesh, dim: int, seq_len: int) -
     dim %= local.ndim
     # Pass the global shape: `from_local` would assume shards of equal length.
     shape = (*local.shape[:dim], seq_len, *local.shape[dim + 1 :])
+    # Those of PyTorch, which torch 2.11 does not trace: an empty dim counts as one of length 1.
+    stride = strides([max(length, 1) for length in shape], tuple(range(len(shape))))
     return DTensor.from_local(
         local,
         mesh,
         [Shard(dim)],
         run_check=False,
         shape=torch.Size(shape),
-        stride=make_contiguous_strides_for(shape),
+        stride=stride,
     )
 
 
@@ -250,7 +258,7 @@ def _chosen_layout(group: ProcessGroup, given: Balanced | None) -> Layout:
             f"the axis {here}, so the order of its tokens belongs to a batch: pass the Balanced "
             "layout of this one, layout=..."
         )
-    return given or here.assumed().layout
+    return given or here.assumed(UNANNOTATED).layout
 
 
 def canonical(dim: int, name: str, x: Tensor) -> int:

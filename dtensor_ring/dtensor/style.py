@@ -189,7 +189,7 @@ def _shard(name: str, x: Any, *, axis: SequenceAxis, defaults: dict[str, Any]) -
         return x
     if x.ndim != 4:
         raise ValueError(f"{name} must be (B, N, L, H), got shape {tuple(x.shape)}")
-    if torch.compiler.is_exporting():
+    if torch.compiler._is_exporting_flag:  # torch 2.11 compiles `is_exporting()` as true
         raise ValueError(
             "torch.export cannot make DTensors of local tensors, as ContextParallel does; call "
             "dtensor_ring.ring_attention(query, key, value, mesh=mesh) in the module instead"

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 from torch._functorch.utils import enable_single_level_autograd_function
+from torch._subclasses.fake_tensor import is_fake
 from torch.autograd import forward_ad
 from torch.autograd.forward_ad import _set_fwd_grad_enabled
 from torch.autograd.function import _SingleLevelFunction
@@ -129,9 +130,21 @@ def autocast_dtype(device_type: str) -> torch.dtype | None:
     return torch.get_autocast_dtype(device_type) if is_on else None
 
 
-@torch.compiler.assume_constant_result  # torch 2.11 cannot trace it
 def _has_autocast(device_type: str) -> bool:
     return torch.amp.is_autocast_available(device_type)
+
+
+# Torch 2.11 cannot trace it. `torch.compiler.assume_constant_result` sets the same, but loads dynamo.
+_has_autocast._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def is_traced(x: Tensor) -> bool:
+    """Return whether a compiler traces the call of which `x` is a tensor.
+
+    Handlers of DTensors run in Python meanwhile. Before torch 2.15, only a tensor without content
+    tells them.
+    """
+    return torch.compiler.is_compiling() or is_fake(x)
 
 
 def cast(x: Tensor, device_type: str, dtype: torch.dtype) -> Tensor:

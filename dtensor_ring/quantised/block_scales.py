@@ -1,4 +1,6 @@
-"""Keys and values in eight bits, with scales by block: plain PyTorch, the same bits on all ranks.
+"""Keys and values in eight bits, with scales by block: the same bits on all ranks.
+
+Plain PyTorch defines them. On GPUs `quantise_triton.py` computes them in one launch each.
 
 Note [Incoherent processing]: a few large channels would set the scale of a block, and the others
 would be rounded to nothing. So keys are multiplied by a random orthogonal matrix before they are
@@ -14,12 +16,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import sqrt
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from dtensor_ring.compute.memory import TOKEN_MAJOR, empty
+from dtensor_ring.compute.merge import has_triton
 
 BLOCK_SIZE = 64
 
@@ -31,16 +35,18 @@ class Format(NamedTuple):
         name: what users call it.
         dtype: its dtype.
         largest: its largest number.
+        capability: the oldest GPUs whose Triton kernels convert to it.
     """
 
     name: str
     dtype: torch.dtype
     largest: float
+    capability: tuple[int, int] = (0, 0)
 
 
 FORMATS = {
     "int8": Format("int8", torch.int8, 127.0),
-    "fp8": Format("fp8", torch.float8_e4m3fn, 448.0),
+    "fp8": Format("fp8", torch.float8_e4m3fn, 448.0, (8, 9)),
 }
 
 
@@ -70,11 +76,14 @@ def quantise_keys(x: Tensor, format: Format, block_size: int = BLOCK_SIZE) -> Qu
         block_size: tokens of a block.
 
     Raises:
-        ValueError: if the head dim is 0, or `block_size` is less than 1.
+        ValueError: if the head dim is 0, `block_size` is less than 1, or the GPU lacks the format.
 
     >>> quantise_keys(torch.ones(1, 2, 100, 8), FORMATS["int8"]).scales.shape
     torch.Size([1, 2, 2, 1])
     """
+    _check_sizes(x, block_size)
+    if _has_kernel(x, block_size):
+        return _by_kernel(x, format, block_size, is_keys=True)
     blocks = _blocked(_hadamard(x.float() * _signs(x)), block_size)
     scales = _positive(blocks.abs().amax((3, 4), keepdim=True) / format.largest)
     return Quantised(_rounded(blocks, scales, x, format), scales.squeeze(3), None, block_size)
@@ -89,15 +98,21 @@ def quantise_values(x: Tensor, format: Format, block_size: int = BLOCK_SIZE) -> 
         block_size: tokens of a block.
 
     Raises:
-        ValueError: if the head dim is 0, or `block_size` is less than 1.
+        ValueError: if the head dim is 0, `block_size` is less than 1, or the GPU lacks the format.
 
     >>> quantise_values(torch.ones(1, 2, 100, 8), FORMATS["int8"]).means.shape
     torch.Size([1, 2, 2, 8])
     """
+    _check_sizes(x, block_size)
+    if _has_kernel(x, block_size):
+        return _by_kernel(x, format, block_size, is_keys=False)
     blocks = _blocked(x.float(), block_size)
     is_token = _blocked(torch.ones_like(x[:1, :1, :, :1], dtype=torch.float32), block_size)
+    # In float64, so that the order of the sum, which devices choose, does not show once rounded.
+    means = blocks.sum(3, keepdim=True, dtype=torch.float64)
+    means *= 1.0 / is_token.sum(3, keepdim=True, dtype=torch.float64)
     # Rounded before they are subtracted, so that adding them restores the numbers.
-    means = (blocks.sum(3, keepdim=True) / is_token.sum(3, keepdim=True)).bfloat16()
+    means = means.float().bfloat16()
     blocks = (blocks - means.float()) * is_token
     scales = _positive((blocks.abs().amax(3, keepdim=True) / format.largest).bfloat16())
     data = _rounded(blocks, scales.float(), x, format)
@@ -112,6 +127,12 @@ def dequantise(q: Quantised, dtype: torch.dtype) -> Tensor:
     >>> bool(error.abs().max() < 0.05)
     True
     """
+    if _has_kernel(q.data, 1):
+        from dtensor_ring.quantised import quantise_triton
+
+        out = empty(q.data, q.data.shape, TOKEN_MAJOR, dtype)
+        quantise_triton.dequantise((q.data, q.scales, q.means), out, q.block_size)
+        return out
     length = q.data.shape[2]
 
     def of_tokens(x: Tensor) -> Tensor:
@@ -141,12 +162,44 @@ def num_bytes(shape: Sequence[int], format: Format, block_size: int, kind: str) 
     return batch * heads * (num_tokens * head_dim * format.dtype.itemsize + num_blocks * of_block)
 
 
-def _blocked(x: Tensor, block_size: int) -> Tensor:
-    """Return `(B, N, blocks, block_size, H)`; the last block is filled up with zeros."""
+def _check_sizes(x: Tensor, block_size: int) -> None:
     if block_size < 1:
         raise ValueError(f"a block has {block_size} tokens: choose a block_size of 1 or more")
     if not x.shape[3]:
         raise ValueError("keys and values of head dim 0 have no eight bits: leave kv_dtype out")
+
+
+def _has_kernel(x: Tensor, block_size: int) -> bool:
+    """Return whether a launch on a GPU serves blocks of this size, which its registers bound."""
+    if not (x.is_cuda and has_triton()):
+        return False
+    from dtensor_ring.quantised import quantise_triton
+
+    return quantise_triton.fits(block_size, x.shape[3])
+
+
+def _by_kernel(x: Tensor, format: Format, block_size: int, is_keys: bool) -> Quantised:
+    """Quantise in one launch, into memory in the order in which packets travel."""
+    from dtensor_ring.quantised import quantise_triton
+
+    found = torch.cuda.get_device_capability(x.device)
+    if found < format.capability:
+        needed, has = (".".join(map(str, version)) for version in (format.capability, found))
+        raise ValueError(
+            f"kv_dtype={format.name!r} needs a GPU of compute capability {needed} or newer, and "
+            f"this one has {has}: choose kv_dtype='int8'"
+        )
+    batch, heads, num_tokens, head_dim = x.shape
+    of_blocks = (batch, heads, -(-num_tokens // block_size), 1 if is_keys else head_dim)
+    data = empty(x, x.shape, TOKEN_MAJOR, format.dtype)
+    scales = empty(x, of_blocks, TOKEN_MAJOR, torch.float32 if is_keys else torch.bfloat16)
+    means = None if is_keys else torch.empty_like(scales)
+    quantise_triton.quantise(x, (data, scales, means), format.largest, block_size)
+    return Quantised(data, scales, means, block_size)
+
+
+def _blocked(x: Tensor, block_size: int) -> Tensor:
+    """Return `(B, N, blocks, block_size, H)`; the last block is filled up with zeros."""
     padded = F.pad(x, (0, 0, 0, -x.shape[2] % block_size))
     return padded.unflatten(2, (padded.shape[2] // block_size, block_size))
 
@@ -191,10 +244,11 @@ def _butterflies(x: Tensor) -> Tensor:
     width, half = x.shape[-1], 1
     # Channels first: sums of two channels are of contiguous tokens then.
     rows = x.movedim(-1, 0).clone(memory_format=torch.contiguous_format)
+    rows.mul_(width**-0.5)  # first, as a sum of large numbers might overflow
     while half < width:
         first, second = rows.unflatten(0, (width // (2 * half), 2, half)).unbind(1)
         difference = first - second
         first += second
         second.copy_(difference)
         half *= 2
-    return rows.mul_(1 / sqrt(width)).movedim(0, -1)
+    return rows.movedim(0, -1)

@@ -54,8 +54,8 @@ class Clock:
 
     The host of a GPU runs ahead: a kernel begins when the host has launched it and the kernels
     before it are done. Each rank has a port to send and one to receive within its host, and the
-    same between hosts. A message takes both ports once both ranks have posted it and all messages
-    before it have left the ports.
+    same between hosts. A message begins once both ranks have posted it and the hops before have
+    left both ports. All messages of a hop are under way at once, and share the ports.
 
     Args:
         machine: what each takes.
@@ -101,7 +101,7 @@ class Clock:
         return np.maximum(self.free, self._host)
 
     def move(self, rounds: list[Moves], posted: np.ndarray, slower: np.ndarray) -> np.ndarray:
-        """Send the messages of a hop in their order; return when each rank's last one is done.
+        """Send the messages of a hop at once; return when each rank's last one is done.
 
         Args:
             rounds: the messages.
@@ -109,16 +109,22 @@ class Clock:
             slower: how many times longer its messages take, see `beside`.
         """
         done = np.full(len(self._ranks), -np.inf)
-        for senders, receivers, levels, latency, busy in rounds:
-            begins = np.maximum(posted[senders], posted[receivers])
-            for side, ranks in enumerate((senders, receivers)):
-                begins = np.maximum(begins, self._ports[side, levels, ranks])
-            factor = np.maximum(slower[senders], slower[receivers])
-            free, ends = begins + busy * factor, begins + (busy + latency) * factor
-            for side, ranks in enumerate((senders, receivers)):
-                self._ports[side, levels, ranks] = free
-                done[ranks] = np.maximum(done[ranks], ends)
-                self._note("message", ("send", "receive")[side], ranks, begins, ends)
+        factors = [np.maximum(slower[x.senders], slower[x.receivers]) for x in rounds]
+        load, before = np.zeros_like(self._ports), self._ports.copy()
+        for x, factor in zip(rounds, factors, strict=True):
+            for side, ranks in enumerate((x.senders, x.receivers)):
+                load[side, x.levels, ranks] += x.busy * factor
+        for x, factor in zip(rounds, factors, strict=True):
+            ends_of = (0, x.levels, x.senders), (1, x.levels, x.receivers)
+            begins = np.maximum(posted[x.senders], posted[x.receivers])
+            begins = np.maximum(begins, np.maximum(*(before[at] for at in ends_of)))
+            # What shares a port is done when all of it is: nothing says which message is first.
+            busy = np.maximum(*(load[at] for at in ends_of))
+            ends = begins + busy + x.latency * factor
+            for stream, at in zip(("send", "receive"), ends_of, strict=True):
+                self._ports[at] = np.maximum(self._ports[at], begins + load[at])
+                done[at[2]] = np.maximum(done[at[2]], ends)
+                self._note("message", stream, at[2], begins, ends)
         return done
 
     def wait(self, what: str, done: np.ndarray) -> None:

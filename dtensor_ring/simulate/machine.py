@@ -270,8 +270,7 @@ class Machine:
         Raises:
             ValueError: if there is no such kernel or dtype.
         """
-        alike = next((types for types in SAME_SPEED if dtype in types), {dtype})
-        known = [x for x in self.kernels if x.dtype in alike]
+        known = self._of_dtype(dtype)
         if kernel is not None:
             known = [x for x in known if x.kernel in (kernel, "any")]
         forms = FORMS[FORMS.index(form) :]
@@ -288,6 +287,23 @@ class Machine:
             return abs(x.head_dim - head_dim), forms.index(x.form), of_heads
 
         return min(known, key=distance)
+
+    def kernel_for(self, dtype: str, is_banded: bool) -> str | None:
+        """Return the first kernel that serves an attention, `None` if no speed is known.
+
+        Args:
+            dtype: of query, key and value, such as "bfloat16".
+            is_banded: whether there are windows or documents. They need a kernel with rows of
+                "window" tiles, if any kernel has some: cuDNN, for one, takes neither.
+        """
+        known = self._of_dtype(dtype)
+        banded = [x for x in known if x.form == FORMS[0]]
+        return next((x.kernel for x in (banded if is_banded and banded else known)), None)
+
+    def _of_dtype(self, dtype: str) -> list[KernelSpeed]:
+        """Return the rows of a dtype, and of those that are as fast."""
+        alike = next((types for types in SAME_SPEED if dtype in types), {dtype})
+        return [x for x in self.kernels if x.dtype in alike]
 
     def dtype_like(self, dtype: str) -> str:
         """Return a dtype whose speed is known: this one, one as fast, or that of the first kernel.

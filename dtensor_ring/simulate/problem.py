@@ -56,6 +56,12 @@ class SimulatedProblem(NamedTuple):
             raise ValueError(f"the strategy {strategy.spec!r} cannot run this attention: {reason}")
         return strategy
 
+    @property
+    def is_banded(self) -> bool:
+        """Whether there are windows, documents or slices."""
+        is_windowed = self.mask is not None and self.mask.left is not None
+        return is_windowed or self.documents is not None or self.slices is not None
+
     def inputs(self, strategy: Strategy) -> PlanInputs:
         """Return what the plans of all ranks begin with."""
         mask = FULL if self.mask is None else self.mask

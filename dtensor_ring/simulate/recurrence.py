@@ -90,6 +90,8 @@ class RingTimes:
         self._size = problem.world_size
         inputs = problem.inputs(strategy)
         self._transfers = transfers_of(inputs, strategy.route)
+        # All tiles of an attention have one kernel.
+        self._kernel = problem.kernel or machine.kernel_for(problem.dtype, problem.is_banded)
         kernel = self._speed(FORMS[-1]).kernel
         self._table = launch_table(
             inputs, self._transfers, problem.sizes.batch, has_segments(kernel)
@@ -247,7 +249,7 @@ class RingTimes:
     def _speed(self, form: str, heads: int | None = None) -> KernelSpeed:
         """Return the speed of the kernel for tiles of a form, with so many query heads."""
         problem, dim = self._problem, self._sizes.head_dims[0]
-        return self._machine.speed(problem.dtype, dim, form, problem.kernel, heads)
+        return self._machine.speed(problem.dtype, dim, form, self._kernel, heads)
 
     def _launches(self, step: int, direction: int) -> Iterator[_Launch]:
         """Yield the first launch of all ranks, then the second, and so on."""

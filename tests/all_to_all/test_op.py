@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from dtensor_ring import BlockCyclic, Contiguous, RingError, Striped, ZigZag
+from dtensor_ring import BlockCyclic, Contiguous, Mask, RingError, Striped, ZigZag
 from dtensor_ring.all_to_all.op import AllToAllArgs, BatchRuns, all_to_all_op, flatten_all_to_all
 from dtensor_ring.all_to_all.plan import head_shard_of
 from dtensor_ring.planning.layout import Layout
@@ -49,7 +49,7 @@ class Case:
         args = AllToAllArgs(
             BatchRuns(runs_of(self.layout), runs_of(self.to)),
             *(self.layout.spec, self.to.spec, self.heads, self.num_heads, self.num_key_heads),
-            *(self.seq_len, None, group_name),
+            *(self.seq_len, None, group_name, Mask.full()),
         )
         return args._replace(**options)  # type: ignore[arg-type]
 

@@ -26,6 +26,7 @@ from dtensor_ring.command.calibrate_machine import BETWEEN, INSIDE
 from dtensor_ring.command.machine_tables import curves_of, numbers_of
 from dtensor_ring.command.main import main
 from dtensor_ring.command.stopwatch import QUICK_EFFORT, Effort, Series, Stopwatch
+from dtensor_ring.compute.kernels import KERNELS
 from dtensor_ring.compute.kernels.reference import Reference
 from dtensor_ring.simulate.machine import FORMS, Curve, KernelSpeed, Links, Machine
 from dtensor_ring.simulate.machine_files import as_machine
@@ -185,6 +186,19 @@ def _check_uneven() -> None:
         pytest.raises(ValueError, match="got the local ranks 0, 1, 2, 0"),
     ):
         mesh_of_hosts("cpu")
+
+
+def test_forms_of_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel without windows has rows of the other forms, and the one of windows of all."""
+    plain, windowed = KERNELS["cudnn"], KERNELS["cuda_flash"]
+    device, problem = torch.device("cpu"), CalibratedProblem((2, 1), 8, torch.float32)
+    for kernels, expected in (
+        ([plain, windowed], [(plain, "full"), (plain, "causal")]),
+        ([windowed], []),
+    ):
+        monkeypatch.setattr(CalibratedProblem, "kernels", lambda *_, found=kernels: found)
+        expected += [(windowed, form) for form in ("full", "causal", "window")]
+        assert problem.tiles(device) == expected
 
 
 def test_flops_of_tiles() -> None:

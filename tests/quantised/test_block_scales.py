@@ -85,6 +85,16 @@ def test_errors_stay_errors(kind: str, format: object, bad: float) -> None:
 
 
 @every_kind
+@every_format
+def test_sums_of_large_numbers(kind: str, format: object) -> None:
+    """Those over a block of values, or over a rotated token, would not be finite."""
+    largest = {"keys": 2e37, "values": 1.6e38}[kind]
+    x = largest * torch.randn(1, 1, 70, 128, generator=torch.Generator().manual_seed(5)).sign()
+    found = dequantise(KINDS[kind](x, format), torch.float32)
+    assert ((found - x).abs() <= 0.2 * largest).all()
+
+
+@every_kind
 def test_no_channels_are_refused(kind: str) -> None:
     with pytest.raises(ValueError, match="of head dim 0 have no eight bits"):
         KINDS[kind](torch.zeros(1, 1, 4, 0), FORMATS["int8"])

@@ -379,20 +379,32 @@ class RankProcess:
 
     def post(self, kind: str, number: int, parts: Sequence[Any], posted: simpy.Event) -> Process:
         yield posted
-        for side, x, _ in sorted(parts, key=lambda part: part[2]):
+        used = dict[Any, list[tuple[Any, float]]]()
+        for side, x, _ in parts:
             pair = (self.rank, x.peer) if side == "s" else (x.peer, self.rank)
-            port = self.o.ports[side, self.o.links(*pair)[0], self.rank]
-            ready, _ = self.o.messages[kind, number, *pair, x.source]
-            # Asked for now, so that ports serve messages in the order of the code.
-            self.env.process(self.take(port.request(), ready["sr".index(side)]))
+            message = kind, number, *pair, x.source
+            port = side, self.o.links(*pair)[0]
+            used.setdefault(port, []).append((message, self.times(message)[1]))
+        for (side, level), messages in used.items():
+            # Asked for now, so that a port serves hops in the order of the code.
+            request = self.o.ports[side, level, self.rank].request()
+            self.env.process(self.hold(request, side, messages))
 
-    def take(self, request: Any, ready: simpy.Event) -> Process:
+    def hold(self, request: Any, side: str, messages: list[tuple[Any, float]]) -> Process:
+        """Take a port until all messages that share it have had their time."""
         yield request
-        ready.succeed(request)
+        load, begun = sum(busy for _, busy in messages), []
+        for message, _ in messages:
+            ready, _ = self.o.messages[message]
+            ready["sr".index(side)].succeed(load)
+            begun.append(simpy.AllOf(self.env, ready))
+        yield simpy.AllOf(self.env, begun)
+        yield self.env.timeout(load)
+        request.resource.release(request)
 
-    def message(self, key: Any, ready: list[simpy.Event], done: simpy.Event) -> Process:
+    def times(self, key: Any) -> tuple[float, float]:
+        """How long a message is under way beside its ports, and how long it takes them."""
         kind, number, sender, receiver, source = key
-        requests = yield simpy.AllOf(self.env, ready)
         one, other = (self.o.ranks[rank] for rank in (sender, receiver))
         sends = (one.plan.shards if kind == "shards" else one.plan.sums)[number].sends
         cols = next(x.cols for x in sends if (x.peer, x.source) == (receiver, source))
@@ -400,10 +412,11 @@ class RankProcess:
         latency, busy = one.of_message(receiver, len(cols), itemsize, source == sender)
         beside = number if kind == "shards" else number + 1
         factor = max(one.factors(beside)[1], other.factors(beside)[1])
-        yield self.env.timeout(busy * factor)
-        for request in requests.values():
-            request.resource.release(request)
-        yield self.env.timeout(latency * factor)
+        return latency * factor, busy * factor
+
+    def message(self, key: Any, ready: list[simpy.Event], done: simpy.Event) -> Process:
+        loads = yield simpy.AllOf(self.env, ready)
+        yield self.env.timeout(max(loads.values()) + self.times(key)[0])
         done.succeed()
 
     # All-to-alls

@@ -143,6 +143,25 @@ def test_the_nearest_speed_stands_for_others(asked: Any, seconds: float) -> None
     assert MACHINE.speed(*asked).forward(0) == seconds
 
 
+@pytest.mark.parametrize(
+    ("rows", "plain", "banded"),
+    [
+        ([("cudnn", "full"), ("flash", "full"), ("flash", "window")], "cudnn", "flash"),
+        ([("cudnn", "full"), ("flash", "causal")], "cudnn", "cudnn"),
+        ([("flash", "window"), ("other", "window")], "flash", "flash"),
+        ([], None, None),
+    ],
+)
+def test_windows_and_documents_need_a_kernel_that_has_windows(
+    rows: list[tuple[str, str]], plain: str | None, banded: str | None
+) -> None:
+    kernels = tuple(KernelSpeed(kernel, "bfloat16", 64, form, LINE, LINE) for kernel, form in rows)
+    machine = replace(MACHINE, kernels=kernels)
+    assert machine.kernel_for("float16", False) == plain, "which is as fast as bfloat16"
+    assert machine.kernel_for("bfloat16", True) == banded
+    assert machine.kernel_for("float32", True) is None
+
+
 def test_what_a_machine_lacks() -> None:
     with pytest.raises(ValueError, match="no speed of kernel any for float32 and full tiles, only"):
         MACHINE.speed("float32", 128, "full")

@@ -20,6 +20,7 @@ from dtensor_ring.compute.kernels.reference import Reference
 from dtensor_ring.compute.trace import Label
 from dtensor_ring.planning.run_table import as_layout
 from dtensor_ring.ring import ring_backward, ring_forward
+from dtensor_ring.simulate.machine import FORMS, Curve, KernelSpeed
 from dtensor_ring.simulate.simulated_attention import simulate_attention
 from dtensor_ring.simulate.timeline import STREAMS, Timeline
 from tests.played import PlayedTransport, play
@@ -122,3 +123,27 @@ def test_totals_written_out() -> None:
 def test_what_cannot_be_simulated(options: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=re.escape(said)):
         simulate_attention(Mask.causal(), 64, 8, (4, 2), **{"machine": MACHINE, **options})
+
+
+@pytest.mark.parametrize(
+    ("mask", "bounds", "is_plain"),
+    [
+        (Mask.causal(), None, True),
+        (Mask.sliding(9), None, False),
+        (Mask.causal(), [0, 40, 96], False),
+    ],
+)
+def test_a_kernel_without_windows_has_all_tiles_or_none(
+    mask: Mask, bounds: list[int] | None, is_plain: bool
+) -> None:
+    """With a window or documents even the full tiles are those of the kernel that has windows."""
+    fast = Curve.line(0.0, 1e12)
+    plain = [KernelSpeed("plain", "bfloat16", 128, form, fast, fast) for form in FORMS[1:]]
+    alone = replace(MACHINE, kernels=tuple(plain))
+    mixed = replace(MACHINE, kernels=(*plain, *MACHINE.kernels))
+    both, first, windowed = (
+        simulate_attention(mask, 96, 4, (6, 2), 8, bounds, machine=machine).seconds
+        for machine in (mixed, alone, MACHINE)
+    )
+    assert both == (first if is_plain else windowed)
+    assert both != (windowed if is_plain else first)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -199,6 +200,7 @@ def test_on_a_gpu(pool: Pool) -> None:
 
 def _attend_on_a_gpu() -> None:
     os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"  # read in the first rendezvous
+    warnings.simplefilter("default")  # as in each test that needs a GPU
     group = dist.group.WORLD
     assert group is not None
     case = Case(Ring(ZigZag(), 2, 48, Mask.causal()), torch.float32)

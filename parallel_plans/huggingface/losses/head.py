@@ -80,7 +80,8 @@ def pops_logits(model: Any, arguments: dict[str, Any]) -> bool:
 
 def _is_changed(head: nn.Module) -> bool:
     """Return whether libraries other than FSDP2 have put something around or into a module."""
-    if {"forward", "parametrizations"} & vars(head).keys() or is_parametrized(head):
+    own = vars(head)
+    if "forward" in own or "parametrizations" in own or is_parametrized(head):
         return True
     forward = head._forward_pre_hooks, head._forward_hooks
     backward = head._backward_pre_hooks, head._backward_hooks

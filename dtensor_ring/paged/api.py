@@ -40,8 +40,8 @@ class PagedCache:
     eight bits, with scales: about half the bytes of bfloat16. The tokens after them are as they
     are, in memory that grows with the number of sequences. Blocks that sequences share are shared
     with their scales. Attention is exactly attention to the dequantised keys and values; it copies
-    what its queries see of a layer, as no kernel reads eight bits yet. A write into a full block,
-    after `BlockPool.crop`, begins with the numbers that the block was rounded to.
+    what its queries see of a layer, as no kernel reads eight bits yet. A write into a block that
+    was full, after `BlockPool.crop` or once more, begins with the numbers that it was rounded to.
 
     Args:
         pool: the pool, which knows the content of each block.

@@ -22,6 +22,8 @@ Losses, and ops that a plan defines:
     `IGNORE_INDEX`, `autocast_dtype`, `register_gradient`.
 Caches, and attention of a few tokens to a cache:
     `CacheUsage`, `MAX_QUERIES`.
+Keys and values that a plan keeps by itself, as they are or in eight bits:
+    `KeptTokens`, `format_named`, `no_tokens`.
 Layouts for models with layers that carry a state:
     `Hybrid`, `HybridComparison`, `compare_hybrid_layouts`.
 A model without weights, for the command `estimate`:
@@ -54,6 +56,7 @@ from dtensor_ring.ops.nodes import autocast_dtype, register_gradient
 from dtensor_ring.planning.layout import Layout
 from dtensor_ring.planning.run_table import as_layout, layout_names
 from dtensor_ring.planning.strategy import check_strategy
+from dtensor_ring.quantised.kept_tokens import KeptTokens, format_named, no_tokens
 from dtensor_ring.transport.transport import axis_group_options
 
 __all__ = [
@@ -63,6 +66,7 @@ __all__ = [
     "CacheUsage",
     "Hybrid",
     "HybridComparison",
+    "KeptTokens",
     "Kernel",
     "Launch",
     "Layout",
@@ -83,6 +87,7 @@ __all__ = [
     "check_strided",
     "checked_barrier",
     "compare_hybrid_layouts",
+    "format_named",
     "from_local_tokens",
     "gather_rows",
     "gathered",
@@ -91,6 +96,7 @@ __all__ = [
     "local_tokens",
     "machine_on",
     "name_layer",
+    "no_tokens",
     "number_layer",
     "receive_state",
     "register_gradient",

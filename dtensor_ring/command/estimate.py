@@ -66,6 +66,8 @@ class Estimate:
         messages: number of messages that this rank sends in one training step, bytes sent and
             received, and bytes held.
         attentions: each kind of attention, with its number of calls in a forward.
+        cache: keys and values that this rank keeps of the sequence for `generate`; `None` if they
+            were not asked for.
     """
 
     model: str
@@ -81,6 +83,7 @@ class Estimate:
     peak: int
     messages: Mapping[str, int]
     attentions: list[dict[str, Any]] = field(default_factory=list)
+    cache: int | None = None
 
     def rows(self) -> list[tuple[str, str]]:
         """Return the rows of a table: names and values."""
@@ -94,6 +97,7 @@ class Estimate:
             "kept by the rest": self.others_kept,
             "in one attention": self.attention_working,
             "peak": self.peak,
+            "cache of generate": self.cache or 0,
         }
         rows = [("model", self.model), ("mesh", axes), ("tokens", f"{self.seq_len:,}")]
         rows += [(name, f"{size / 2**20:,.1f} MiB") for name, size in sizes.items() if size]
@@ -118,10 +122,11 @@ def estimate(
     machine: str | None,
     dtype: torch.dtype | None,
     checkpoint: str,
+    cache_dtype: str | None,
     as_json: bool,
 ) -> int:
     """Print what a training step takes on one rank, and return the exit status."""
-    asked = ModelRequest(seq_len, batch, layout or "zigzag", strategy, dtype, machine)
+    asked = ModelRequest(seq_len, batch, layout or "zigzag", strategy, dtype, machine, cache_dtype)
     try:
         found = estimated(load, model, mesh, asked, is_checkpointed=checkpoint == "full")
     except (ImportError, ValueError) as error:
@@ -161,6 +166,7 @@ def estimated(
         if is_checkpointed:
             checkpoint_layers(model.module)
         step, forward = _run(model)
+        cache = None if asked.cache_dtype is None else _cache(model)
     if not forward.attentions:
         raise ValueError(f"{model.name} has no attention over its sequence, so nothing to shard")
     memory = _of_parameters(model.module, mesh)
@@ -178,6 +184,7 @@ def estimated(
             x._asdict() | {"mask": str(x.mask), "hops": x.steps - 1, "calls": calls}
             for x, calls in forward.attentions.items()
         ],
+        cache=cache,
     )
 
 
@@ -216,6 +223,20 @@ def _run(model: MetaModel) -> tuple[Footprint, _Forward]:
             f"needs ({type(error).__name__}: {error})"
         ) from error
     return step, forward
+
+
+def _cache(model: MetaModel) -> int:
+    """Return the bytes that this rank, the last one, keeps of the sequence in a cache.
+
+    Raises:
+        ValueError: if the model has no cache.
+    """
+    if model.cache is None:
+        raise ValueError(
+            f"{model.name} has no cache that is sharded, only models of transformers that generate "
+            "have; leave --cache-dtype out"
+        )
+    return model.cache()[-1]
 
 
 def _peak(step: Footprint, module: nn.Module, memory: Mapping[str, int]) -> int:

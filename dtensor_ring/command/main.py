@@ -23,6 +23,7 @@ from dtensor_ring.dtensor.axis_machine import DEFAULT_MACHINE
 from dtensor_ring.dtensor.meta_model import LoadModel
 from dtensor_ring.planning.mask import Mask
 from dtensor_ring.planning.strategy import AUTO, Strategy
+from dtensor_ring.quantised.block_scales import FORMATS
 from dtensor_ring.simulate.choose import choose
 from dtensor_ring.simulate.comparison import compare_strategies
 from dtensor_ring.simulate.machine import Machine
@@ -385,6 +386,11 @@ def _add_estimate(commands: argparse._SubParsersAction[Any], load: LoadModel) ->
         help="full: each layer keeps its input only, and its backward computes the forward again",
     )
     command.add_argument("--dtype", type=dtype_of, help="of the parameters: bfloat16")
+    command.add_argument(
+        "--cache-dtype",
+        choices=("own", *FORMATS),
+        help="also what a cache of the sequence takes for generate, in its own dtype or eight bits",
+    )
     command.add_argument("--json", action="store_true", dest="as_json", help="print JSON")
 
 

@@ -47,10 +47,14 @@ class AppendSteps:
         table: a table without tokens.
         rank: the rank whose columns these are.
         num_layers: the number of layers that append in each append step.
+        kv_dtype: the format of full blocks, if they are rounded. Layers then have no memory beyond
+            their columns.
     """
 
-    def __init__(self, table: CacheTable, rank: int, num_layers: int) -> None:
-        self.rank, self.num_layers = rank, num_layers
+    def __init__(
+        self, table: CacheTable, rank: int, num_layers: int, kv_dtype: str | None = None
+    ) -> None:
+        self.rank, self.num_layers, self._kv_dtype = rank, num_layers, kv_dtype
         self.start(table)
 
     def start(self, table: CacheTable) -> None:
@@ -58,7 +62,8 @@ class AppendSteps:
         self.table = table
         self.last: AppendStep | None = None
         self.batch: int | None = None
-        self.order = 0  # a checksum of all selections of sequences, 0 without one
+        # A checksum of the format and all selections of sequences, 0 without either.
+        self.order = crc32((self._kv_dtype or "").encode())
         self._capacities = table.num_local
         self._behind: set[int] = set()
 
@@ -86,8 +91,9 @@ class AppendSteps:
             num_given = table.num_local[self.rank] - before.num_local[self.rank]
             kept = ((0, num_given),)
         cols = before.num_local[self.rank], table.num_local[self.rank]
-        # Capacities never shrink here: a layer keeps memory that it has allocated.
-        capacities = tuple(map(max, self._capacities, table.num_reserved))
+        capacities = table.num_local
+        if self._kv_dtype is None:  # a layer keeps memory that it has allocated
+            capacities = tuple(map(max, self._capacities, table.num_reserved))
         self.last = AppendStep(
             begin=before.seq_len,
             is_sharded=layout is not None,
@@ -146,11 +152,14 @@ class AppendSteps:
             f"crop({self.last.begin}) takes it back"
         )
 
-    def crop(self, seq_len: int) -> AppendStep | None:
-        """Keep the first `seq_len` positions; return the last append step if that drops it whole.
+    def crop(self, seq_len: int) -> tuple[int, ...] | None:
+        """Keep the first `seq_len` positions.
 
         An append step that is dropped whole need not be complete: after a failure, it may be so on
         some ranks only.
+
+        Returns:
+            The capacities that layers shrink to; `None` if they keep their memory.
 
         Raises:
             ValueError: if the length is negative, too large, or within an incomplete append step.
@@ -164,4 +173,8 @@ class AppendSteps:
             if dropped.is_first:  # no tokens are left, so the next append step sets the batch size
                 self.batch = None
         self.table, self.last, self._behind = table, None, set()
-        return dropped
+        if self._kv_dtype is not None:
+            self._capacities = table.num_local
+        elif dropped is None:
+            return None
+        return self._capacities

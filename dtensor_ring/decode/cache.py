@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from dtensor_ring.decode.append import AppendSteps
+from dtensor_ring.decode.column_memory import SEQUENCE, ColumnMemory, column_memory
 from dtensor_ring.decode.plan import CacheTable
 from dtensor_ring.dtensor.annotation import axis_group, sequence_layout
 from dtensor_ring.dtensor.call_check import as_flag
@@ -19,8 +20,8 @@ from dtensor_ring.ops.checks import check_strided
 from dtensor_ring.planning.layout import Layout
 from dtensor_ring.planning.ranges import as_count, as_int
 from dtensor_ring.planning.run_table import as_layout
-
-SEQUENCE = 2  # the dim of the columns
+from dtensor_ring.quantised.block_scales import Format
+from dtensor_ring.quantised.kept_tokens import format_named
 
 
 class CacheLayer:
@@ -33,25 +34,24 @@ class CacheLayer:
         capacities: the number of columns that fit into the memory of each rank.
     """
 
-    def __init__(self, number: int, appends: AppendSteps) -> None:
-        self.number, self._appends = number, appends
+    def __init__(self, number: int, appends: AppendSteps, format: Format | None = None) -> None:
+        self.number, self._appends, self._format = number, appends, format
         self.reset()
 
     def reset(self) -> None:
         """Forget all columns, and free their memory."""
-        self._buffers: tuple[Tensor, ...] = ()
+        self._memory: tuple[ColumnMemory, ...] = ()
         self._rows: Tensor | None = None  # selected rows that are not copied yet
         self.capacities: tuple[int, ...] = (0,) * self._appends.table.world_size
 
-    @property
-    def bytes_per_column(self) -> int:
-        """Return the bytes of one column in all sequences; 0 before the first append."""
+    def num_bytes(self, num_cols: int) -> int:
+        """Return the bytes of columns in all sequences; 0 before the first append."""
         batch = self._appends.batch or 0  # selected rows count, though copied later
-        return sum(batch * x.shape[1] * x.shape[3] * x.itemsize for x in self._buffers)
+        return sum(x.num_bytes(batch, num_cols) for x in self._memory)
 
     @property
     def keys(self) -> Tensor:
-        """Return the keys of this rank, `(B, Nk, C, H)`, a view of the cache's memory.
+        """Return the keys of this rank, `(B, Nk, C, H)`: a view, or a dequantised copy.
 
         Raises:
             ValueError: before the first append.
@@ -60,7 +60,7 @@ class CacheLayer:
 
     @property
     def values(self) -> Tensor:
-        """Return the values of this rank, `(B, Nv, C, Hv)`, a view of the cache's memory.
+        """Return the values of this rank, `(B, Nv, C, Hv)`: a view, or a dequantised copy.
 
         Raises:
             ValueError: before the first append.
@@ -75,26 +75,26 @@ class CacheLayer:
             value: `(B, Nv, L, Hv)`.
 
         Returns:
-            The keys and values of this rank, past and new, `(B, Nk, C, H)` and `(B, Nv, C, Hv)`:
-            views of the cache's memory, in the order of positions.
+            The keys and values of this rank, past and new, `(B, Nk, C, H)` and `(B, Nv, C, Hv)`,
+            in the order of positions: views of the cache's memory, or dequantised copies.
 
         Raises:
             ValueError: if this layer has made the append step already, the tensors do not have the
                 length of the append step, their shape, dtype or device differs from the cached
-                ones, or they need a gradient.
+                ones, they need a gradient, or `kv_dtype` cannot round them.
             TypeError: if one of them is not a plain tensor.
         """
         step, given = self._appends.of_layer(self.number), (key, value)
         self._check(given, step.num_given)
         self._reorder()
-        with torch.no_grad():
-            self._grow(given, step.cols[0], step.capacities[self._appends.rank])
-            for buffer, x in zip(self._buffers, given, strict=True):
-                col = step.cols[0]
-                for begin, end in step.kept:
-                    own = buffer.narrow(SEQUENCE, col, end - begin)
-                    own.copy_(x.narrow(SEQUENCE, begin, end - begin))
-                    col += end - begin
+        where = step.cols[0], step.capacities[self._appends.rank]
+        # Tensors made in inference mode are read-only outside of it.
+        with torch.inference_mode(False), torch.no_grad():
+            # Both before either is kept, so that an error leaves the layer as it was.
+            self._memory = tuple(
+                memory.append([x.narrow(SEQUENCE, a, b - a) for a, b in step.kept], *where)
+                for memory, x in zip(self._memory or self._empty(given), given, strict=True)
+            )
         self.capacities, self._appends.batch = step.capacities, key.shape[0]
         self._appends.done(self.number)
         return self._first(step.cols[1])
@@ -105,18 +105,17 @@ class CacheLayer:
         The layer copies them at its next use. So no lack of memory can make this fail in some
         layers only, and only one layer at a time needs memory for a second copy.
         """
-        if self._buffers:
+        if self._memory:
             before = self._rows
             self._rows = rows if before is None else before[rows.to(before.device)]
 
     def shrink(self, capacities: tuple[int, ...]) -> None:
-        """Free memory beyond `capacities`, which a dropped append step had allocated."""
-        if not any(capacities):  # the dropped append step was the first
+        """Free memory beyond `capacities`, which dropped tokens had allocated."""
+        if self._appends.batch is None:  # the dropped append step was the first
             self.reset()
-        elif self._buffers and self._buffers[-1].shape[SEQUENCE] > capacities[self._appends.rank]:
-            with torch.inference_mode(False), torch.no_grad():
-                kept = capacities[self._appends.rank]
-                self._buffers = tuple(x.clone() for x in self._first(kept))
+        with torch.inference_mode(False), torch.no_grad():
+            kept = capacities[self._appends.rank]
+            self._memory = tuple([x.shrink(kept) for x in self._memory])
         self.capacities = capacities
 
     def _reorder(self) -> None:
@@ -124,32 +123,24 @@ class CacheLayer:
         if self._rows is not None:
             with torch.inference_mode(False), torch.no_grad():
                 rows = self._rows
-                self._buffers = tuple(x.index_select(0, rows.to(x.device)) for x in self._buffers)
+                self._memory = tuple([x.select(rows) for x in self._memory])
             self._rows = None
 
     def _columns(self) -> tuple[Tensor, Tensor]:
-        if not self._buffers:
+        if not self._memory:
             raise ValueError(f"layer {self.number} has no keys and values yet, append brings them")
         self._reorder()
         return self._first(self._appends.num_cols(self.number))
 
     def _first(self, num_cols: int) -> tuple[Tensor, Tensor]:
-        """Return the first columns of the buffers; `narrow` is faster than a slice."""
-        keys, values = self._buffers
-        return keys.narrow(SEQUENCE, 0, num_cols), values.narrow(SEQUENCE, 0, num_cols)
+        """Return the first columns of keys and values."""
+        keys, values = self._memory
+        return keys.read(num_cols), values.read(num_cols)
 
-    def _grow(self, like: tuple[Tensor, ...], num_cols: int, capacity: int) -> None:
-        """Allocate memory for `capacity` columns, and copy the `num_cols` columns to it."""
-        if self._buffers and self._buffers[-1].shape[SEQUENCE] >= capacity:
-            return
-        grown = []
-        # Tensors made in inference mode are read-only outside of it.
-        with torch.inference_mode(False):
-            for x in self._buffers or like:
-                grown.append(x.new_empty(*x.shape[:2], capacity, x.shape[3]))
-        for x, larger in zip(self._buffers, grown, strict=False):
-            larger.narrow(SEQUENCE, 0, num_cols).copy_(x.narrow(SEQUENCE, 0, num_cols))
-        self._buffers = tuple(grown)
+    def _empty(self, like: tuple[Tensor, ...]) -> list[ColumnMemory]:
+        """Return memory without columns for such keys and values."""
+        each = zip(like, ("keys", "values"), strict=True)
+        return [column_memory(x, self._format, kind) for x, kind in each]
 
     def _check(self, given: tuple[Tensor, Tensor], num_tokens: int) -> None:
         """Refuse what is no plain tensor of an append step, or differs from what is cached."""
@@ -161,7 +152,8 @@ class CacheLayer:
                 f"key and value must be of {batch} sequences, got {rows[0]} and {rows[1]}; select "
                 "and repeat change their number, reset forgets them"
             )
-        for name, x, known in zip(("key", "value"), given, self._buffers, strict=False):
+        cached = [memory.like for memory in self._memory]
+        for name, x, known in zip(("key", "value"), given, cached, strict=False):
             here = x.shape[1], x.shape[3], x.dtype, x.device
             if here != (known.shape[1], known.shape[3], known.dtype, known.device):
                 raise ValueError(
@@ -223,6 +215,15 @@ class ShardedCache:
     by layer. So a prompt in n chunks is copied (n - 1) / 2 times in total; fewer, larger chunks
     copy less.
 
+    With `kv_dtype`, a layer keeps about half the bytes of bfloat16: every full block of 64 of the
+    rank's columns in eight bits, with scales, and the columns after them as they are, until they
+    fill a block. So what is kept depends on the tokens, not on how many came at a time, and
+    attention is exactly attention to what `append` returns, which is dequantised. That costs each
+    step the memory of the layer's columns in full, for the time of its attention, and the time to
+    dequantise them: no kernel reads eight bits yet. A layer then takes what its columns need, and
+    `crop` frees the rest; a crop into a full block opens it again, with the numbers that it was
+    rounded to. docs/numerics.md has the errors.
+
     Args:
         mesh: the 1-D mesh of the axis.
         num_layers: the number of layers that keep keys and values.
@@ -230,9 +231,12 @@ class ShardedCache:
             tokens, as in "zigzag" or "block_cyclic:256". By default the axis's layout, or zigzag.
         block: how many tokens of unsharded append steps one rank keeps before the rank with the
             fewest tokens is next; memory grows in steps of this size.
+        kv_dtype: `"int8"` or `"fp8"` (e4m3), the eight bits of full blocks, the same on all ranks;
+            by default nothing is rounded.
 
     Raises:
-        ValueError: if the mesh is not 1-D, a number is out of range, or the layout is unknown.
+        ValueError: if the mesh is not 1-D, a number is out of range, or the layout or `kv_dtype` is
+            unknown.
         TypeError: if an argument is of another type.
 
     Example:
@@ -252,13 +256,16 @@ class ShardedCache:
         num_layers: int,
         layout: Layout | str | None = None,
         block: int = 256,
+        kv_dtype: str | None = None,
     ) -> None:
-        group = axis_group(mesh)
+        group, format = axis_group(mesh), format_named(kv_dtype)
         num_layers = as_count("num_layers", num_layers, 1, MAX_LAYERS)
-        self.mesh = mesh
+        self.mesh, self.kv_dtype = mesh, kv_dtype
         self.layout = as_layout(sequence_layout(mesh) or "zigzag" if layout is None else layout)
-        self._appends = AppendSteps(CacheTable.empty(group.size(), block), group.rank(), num_layers)
-        self._layers = tuple(CacheLayer(number, self._appends) for number in range(num_layers))
+        table = CacheTable.empty(group.size(), block)
+        self._appends = AppendSteps(table, group.rank(), num_layers, kv_dtype)
+        layers = range(num_layers)
+        self._layers = tuple([CacheLayer(x, self._appends, format) for x in layers])
         self._key_runs: tuple[CacheTable, int, Tensor] | None = None
 
     def __len__(self) -> int:
@@ -300,8 +307,8 @@ class ShardedCache:
         """Return start and length of the runs of positions by rank, `(W, R, 2)`, int32, on the CPU.
 
         Runs ascend, and runs of length 0 pad each row. The start of the last run of the first row
-        may be a checksum of all calls of `select`, `reorder` and `repeat`: attention compares it,
-        and raises if ranks selected differently. The tensor is the same object until the next
+        may be a checksum of `kv_dtype` and all calls of `select`, `reorder` and `repeat`: attention
+        compares it, and raises if ranks differ. The tensor is the same object until the next
         append step, crop or selection, so cached plans are found again.
         """
         table, order = self._appends.table, self._appends.order
@@ -344,7 +351,10 @@ class ShardedCache:
         self._appends.begin(num_tokens, self.layout if as_flag("dealt", dealt) else None)
 
     def crop(self, seq_len: int) -> None:
-        """Keep the first `seq_len` tokens of each sequence; memory stays for later tokens.
+        """Keep the first `seq_len` tokens of each sequence.
+
+        Memory stays for later tokens, unless `kv_dtype` is given. A full block that the crop cuts
+        then holds what its tokens were rounded to.
 
         A crop to the start of the last append step undoes the append step, also if some layers
         failed to append it. It frees the memory of the append step. If it was the first append
@@ -355,10 +365,10 @@ class ShardedCache:
                 that some layers have not appended.
             TypeError: if `seq_len` is not an integer.
         """
-        dropped = self._appends.crop(seq_len)
-        if dropped is not None:
+        capacities = self._appends.crop(seq_len)
+        if capacities is not None:
             for layer in self._layers:
-                layer.shrink(dropped.capacities_before)
+                layer.shrink(capacities)
 
     def select(self, rows: Tensor) -> None:
         """Keep these sequences, in this order.
@@ -416,14 +426,13 @@ class ShardedCache:
     def usage(self) -> CacheUsage:
         """Return the bytes of all layers on each rank."""
         ranks = range(self.table.world_size)
-        sizes = [(layer.bytes_per_column, layer.capacities) for layer in self._layers]
-        held = tuple(sum(size * capacity[rank] for size, capacity in sizes) for rank in ranks)
-        num_local = self.table.num_local
+        num_local, layers = self.table.num_local, self._layers
+        held = (sum(x.num_bytes(x.capacities[rank]) for x in layers) for rank in ranks)
         used = (
-            sum(size * min(capacity[rank], num_local[rank]) for size, capacity in sizes)
+            sum(x.num_bytes(min(x.capacities[rank], num_local[rank])) for x in layers)
             for rank in ranks
         )
-        return CacheUsage(held, tuple(used))
+        return CacheUsage(tuple(held), tuple(used))
 
 
 def _checked_rows(rows: Tensor, batch: int | None) -> list[int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -20,6 +20,8 @@ class ModelRequest(NamedTuple):
         strategy: the strategy of the axis.
         dtype: the dtype of the parameters; `None` is that of the config.
         machine: what the strategy "auto" simulates, a file or a name; `None` for the default.
+        cache_dtype: what a cache keeps full blocks in, `"own"` for their own dtype, or a format of
+            eight bits; `None` if no cache is asked for.
     """
 
     seq_len: int
@@ -28,6 +30,7 @@ class ModelRequest(NamedTuple):
     strategy: str
     dtype: torch.dtype | None
     machine: str | None = None
+    cache_dtype: str | None = None
 
 
 class MetaModel(NamedTuple):
@@ -37,11 +40,14 @@ class MetaModel(NamedTuple):
         name: what reports call it.
         module: the model.
         loss: runs its forward on one batch.
+        cache: runs its forward on one batch with a new cache, and returns the bytes that each rank
+            keeps; `None` if it has no cache.
     """
 
     name: str
     module: nn.Module
     loss: Callable[[], Tensor]
+    cache: Callable[[], Sequence[int]] | None = None
 
 
 # Makes the model that a spec names. Raises ValueError if the spec is unknown, or context

@@ -122,7 +122,9 @@ def runs_text(layout: Layout | None) -> str:
     if not isinstance(layout, RunTable):
         return "none"
     text = numbers_text(layout.numbers.reshape(-1))
-    return f"{text}, sequences selected ({layout.mark - MARKED:x})" if layout.mark else text
+    if not layout.mark:
+        return text
+    return f"{text}, sequences selected or kv_dtype ({layout.mark - MARKED:x})"
 
 
 def numbers_text(listed: np.ndarray) -> str:

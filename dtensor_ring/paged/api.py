@@ -20,10 +20,12 @@ from dtensor_ring.ops.checks import check_strided
 from dtensor_ring.paged.block_pool import BlockPool
 from dtensor_ring.paged.blocks import BlockCopy, PooledSequence
 from dtensor_ring.paged.kernels import paged_kernel
+from dtensor_ring.paged.page_memory import page_memory
 from dtensor_ring.paged.run import PagedPlan
 from dtensor_ring.planning.mask import Mask
 from dtensor_ring.planning.ranges import as_count
 from dtensor_ring.planning.tile import CAUSAL
+from dtensor_ring.quantised.kept_tokens import format_named
 
 # The largest number of layers or heads, and the largest head dim.
 MAX_SIZE = 2**20
@@ -34,6 +36,13 @@ class PagedCache:
 
     Memory for all blocks is allocated at once. A `PagedBatch` writes to it and attends to it.
 
+    With `kv_dtype`, full blocks of 64 tokens (or of the pool's block, if that is smaller) are in
+    eight bits, with scales: about half the bytes of bfloat16. The tokens after them are as they
+    are, in memory that grows with the number of sequences. Blocks that sequences share are shared
+    with their scales. Attention is exactly attention to the dequantised keys and values; it copies
+    what its queries see of a layer, as no kernel reads eight bits yet. A write into a block that
+    was full, after `BlockPool.crop` or once more, begins with the numbers that it was rounded to.
+
     Args:
         pool: the pool, which knows the content of each block.
         num_kv_heads: the number of key and value heads.
@@ -43,10 +52,13 @@ class PagedCache:
         value_head_dim: the head dim of values.
         dtype: the dtype of keys and values; by default PyTorch's.
         device: the device of keys and values.
+        kv_dtype: `"int8"` or `"fp8"` (e4m3), the eight bits of full blocks, the same on all ranks;
+            by default nothing is rounded.
 
     Raises:
         TypeError: if an argument has the wrong type.
-        ValueError: if a number is out of range.
+        ValueError: if a number is out of range, `kv_dtype` is unknown, or blocks of 64 tokens do
+            not divide those of the pool.
 
     >>> pool = BlockPool(num_blocks=4, block=4)
     >>> cache = PagedCache(pool, num_kv_heads=2, head_dim=8, num_layers=1)
@@ -64,6 +76,7 @@ class PagedCache:
         value_head_dim: int | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
+        kv_dtype: str | None = None,
     ) -> None:
         if not isinstance(pool, BlockPool):
             raise TypeError(f"pool must be a BlockPool, got {pool!r}")
@@ -75,41 +88,42 @@ class PagedCache:
         if value_head_dim is None:
             value_head_dim = head_dim
         value_head_dim = as_count("value_head_dim", value_head_dim, 1, MAX_SIZE)
-        shape = pool.num_blocks, pool.dealing.block, num_kv_heads
-        # Zeros, because kernels load slots after the last key: a NaN there times weight 0 is NaN.
-        with torch.inference_mode(False):
-            keys, values = (
-                torch.zeros(num_layers, *shape, dim, dtype=dtype, device=device)
-                for dim in (head_dim, value_head_dim)
-            )
-        self._keys, self._values = keys, values
+        shape = num_layers, pool.num_blocks, pool.dealing.block, num_kv_heads
+        shapes = (*shape, head_dim), (*shape, value_head_dim)
+        self._num_layers, self.kv_dtype = num_layers, kv_dtype
+        self._memory = page_memory(pool, rank, shapes, dtype, device, format_named(kv_dtype))
 
     @property
     def num_layers(self) -> int:
         """Return the number of layers."""
-        return len(self._keys)
+        return self._num_layers
 
     @property
     def num_bytes(self) -> int:
         """Return the memory of this rank's blocks, in bytes."""
-        return self._keys.nbytes + self._values.nbytes
+        return self._memory.num_bytes
 
     def layer(self, layer: int) -> tuple[Tensor, Tensor]:
         """Return a layer's keys `(num_blocks, block, Nkv, H)`, and its values with head dim Hv.
+
+        With `kv_dtype`, they are dequantised copies.
 
         Raises:
             TypeError: if `layer` is not an int.
             ValueError: if there is no such layer.
         """
-        number = as_count("layer", layer, 0, self.num_layers - 1)
-        return self._keys[number], self._values[number]
+        return self._memory.to_attend(self._number(layer), None)
+
+    def _number(self, layer: int) -> int:
+        """Check the number of a layer, and return it."""
+        return as_count("layer", layer, 0, self._num_layers - 1)
 
     def copy(self, copies: Iterable[BlockCopy]) -> None:
         """Copy the blocks that `BlockPool.append` returned, before anything else is written."""
-        for rank, source, target in copies:
-            if rank == self.rank:
-                self._keys[:, target] = self._keys[:, source]
-                self._values[:, target] = self._values[:, source]
+        with torch.inference_mode(False), torch.no_grad():
+            for rank, source, target in copies:
+                if rank == self.rank:
+                    self._memory.copy(source, target)
 
     def gather(self, layer: int, sequence: PooledSequence) -> tuple[Tensor, Tensor]:
         """Return copies of this rank's keys `(1, Nkv, C, H)` and values of a sequence, by position.
@@ -121,11 +135,11 @@ class PagedCache:
             TypeError: if `layer` is not an int.
             ValueError: if there is no such layer, or `sequence` is not in the pool.
         """
-        table = torch.from_numpy(self.pool.block_table(sequence, self.rank))
+        table = self.pool.block_table(sequence, self.rank)
         num_cols = self.pool.dealing.num_before(len(sequence), self.rank)
         keys, values = (
-            x[table.to(x.device)].flatten(0, 1)[:num_cols].transpose(0, 1).unsqueeze(0)
-            for x in self.layer(layer)
+            x.flatten(0, 1)[:num_cols].transpose(0, 1).unsqueeze(0)
+            for x in self._memory.read(self._number(layer), table)
         )
         return keys, values
 
@@ -172,7 +186,9 @@ class PagedBatch:
         self.sequences = tuple(sequences)
         self._cache = cache
         self._versions = [x.version for x in sequences]
-        self._plan = PagedPlan(cache.pool, cache.rank, self.sequences, self.num_tokens)
+        self._plan = PagedPlan(
+            *(cache.pool, cache.rank, self.sequences, self.num_tokens), cache.kv_dtype
+        )
 
     def write(self, layer: int, key: Tensor, value: Tensor, *, dealt: bool = False) -> None:
         """Write the keys and values of these tokens in a layer; every rank keeps those it owns.
@@ -201,19 +217,20 @@ class PagedBatch:
                     f"{sequence.number} were committed, others may read them; so its last "
                     f"{self.num_tokens} cannot be written, {fix}"
                 )
-        memory = self._cache.layer(layer)
-        source, slots = self._plan.places.on(memory[0].device)
+        number, like = self._cache._number(layer), self._cache._memory.like
+        (source,), slots = self._plan.sources.on(like[0].device), self._plan.slots
         if as_flag("dealt", dealt) and len(self.sequences) != 1:
             raise ValueError(f"dealt is for one sequence, got {len(self.sequences)}")
-        num_given = len(slots) if dealt else self.num_tokens
-        for name, x, blocks in zip(("key", "value"), (key, value), memory, strict=True):
+        num_given = len(source) if dealt else self.num_tokens
+        for name, x, blocks in zip(("key", "value"), (key, value), like, strict=True):
             _check(
                 name, x, (len(self.sequences), blocks.shape[2], num_given, blocks.shape[3]), blocks
             )
-        with torch.no_grad():
-            for x, blocks in zip((key, value), memory, strict=True):
-                tokens = x.transpose(1, 2).flatten(0, 1)
-                blocks.flatten(0, 1)[slots] = tokens if dealt else tokens[source]
+        with torch.inference_mode(False), torch.no_grad():
+            keys, values = (x.transpose(1, 2).flatten(0, 1) for x in (key, value))
+            if not dealt:
+                keys, values = keys[source], values[source]
+            self._cache._memory.write(number, slots, (keys, values))
 
     def attend(
         self,
@@ -260,7 +277,8 @@ class PagedBatch:
     ) -> Scores:
         """Check all arguments but the kernel, and return how the queries are scored."""
         self._check_current()
-        keys, _ = self._cache.layer(layer)
+        self._cache._number(layer)
+        keys, _ = self._cache._memory.like
         num_heads = query.shape[1] if isinstance(query, Tensor) and query.ndim == 4 else 0
         _check(
             "query", query, (len(self.sequences), num_heads, self.num_tokens, keys.shape[3]), keys
@@ -285,7 +303,7 @@ class PagedBatch:
         """Return this rank's partial result, without sinks, which are added after the merge."""
         if kernel is not None and not isinstance(kernel, str):
             raise TypeError(f"kernel must be the name of a kernel, a str, got {kernel!r}")
-        keys, values = self._cache.layer(layer)
+        keys, values = self._cache._memory.like
         facts = query.device.type, query.dtype, keys.shape[3], values.shape[3], scores.scale
         grouped = query.shape[1] > keys.shape[2]
         problem = Problem(*facts, softcap=scores.softcap, grouped=grouped)
@@ -293,7 +311,10 @@ class PagedBatch:
         with torch.no_grad():
             # Kernels need the head dim to be contiguous.
             query = query if query.stride(3) == 1 else query.contiguous()
-            return self._plan.step(scores.mask).forward(query, keys, values, reader, scores)
+            step = self._plan.step(scores.mask)
+            return step.forward(
+                query, *self._cache._memory.to_attend(layer, step.pages), reader, scores
+            )
 
     def decode(
         self,
@@ -310,8 +331,8 @@ class PagedBatch:
     ) -> tuple[Tensor, Tensor]:
         """Attend to the keys of all ranks: `attend`, and one round of messages that merges.
 
-        All ranks get the same bits. In the same messages they compare the sequences, their lengths
-        and the tokens of this step.
+        All ranks get the same bits. In the same messages they compare the sequences, their lengths,
+        the tokens of this step and `kv_dtype`.
 
         Args:
             layer: the index of the layer.
@@ -347,7 +368,7 @@ class PagedBatch:
         call = DecodeCall(batch, scores, placed(query, mesh, True, merge)[0])
         here = partial(self._attend, layer, query, scores, kernel)
         # Ranks compare only heads and head dim of values, which the blocks have.
-        values = self._cache.layer(layer)[1].transpose(1, 2)
+        values = self._cache._memory.like[1].transpose(1, 2)
         given = here, call, self._plan.request(mask), query, values
         out, lse = called_from(sys._getframe(), merge_ranks, *given)
         return out.to(query.dtype), lse

@@ -223,6 +223,16 @@ class BlockPool:
         rank = as_count("rank", rank, 0, self.dealing.world_size - 1)
         return np.array(sequence.blocks[rank], dtype=np.int32)
 
+    def held_blocks(self, rank: int) -> np.ndarray:
+        """Return whether sequences hold each block of a rank, `(num_blocks,)`, bool.
+
+        Raises:
+            TypeError: if `rank` is not an int.
+            ValueError: if there is no such rank.
+        """
+        rank = as_count("rank", rank, 0, self.dealing.world_size - 1)
+        return np.array(self._blocks.ranks[rank].counts) > 0
+
     def runs(self, sequence: PooledSequence, begin: int = 0) -> np.ndarray:
         """Return start and length of the runs of positions of each rank, `(W, R, 2)`, int32.
 

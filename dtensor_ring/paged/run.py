@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from zlib import crc32
 
 import numpy as np
 import torch
@@ -27,7 +28,7 @@ from dtensor_ring.planning.demand import Cols
 from dtensor_ring.planning.mask import Documents, Mask
 from dtensor_ring.planning.plan import Step
 from dtensor_ring.planning.ranges import length
-from dtensor_ring.planning.run_table import RunTable
+from dtensor_ring.planning.run_table import MARKED, RunTable
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,20 @@ class Entries:
         return [(x.batch, x.rows) for x in self.reads] == rows
 
 
+def pages_of(reads: BlockReads, tables: Sequence[np.ndarray], block: int) -> np.ndarray:
+    """Return the blocks that are read, ascending and each once.
+
+    Args:
+        reads: the keys that the queries see.
+        tables: by batch row, the blocks of the row's sequence on this rank.
+        block: tokens of a block.
+    """
+    spans = [(x.batch, (x.first * block, x.first * block + x.num_keys)) for x in reads.reads]
+    spans += [(row, span) for row, cols in enumerate(reads.cols) for span in cols.spans]
+    found = [tables[row][begin // block : -(-end // block)] for row, (begin, end) in spans]
+    return np.unique(np.concatenate([np.zeros(0, dtype=np.int32), *found]))
+
+
 class PagedStep:
     """The attention of a batch of sequences on one rank; all layers use the same object.
 
@@ -58,10 +73,26 @@ class PagedStep:
         reads: the keys that the queries see.
         tables: by batch row, the blocks of the row's sequence on this rank.
         block: tokens of a block.
+        from_copies: whether `forward` gets copies of `pages`, not the memory of all blocks.
+
+    Attributes:
+        pages: the blocks that are read, ascending; `None` for the memory of all blocks.
     """
 
-    def __init__(self, reads: BlockReads, tables: Sequence[np.ndarray], block: int) -> None:
-        self._reads, self._tables, self._block = reads, tables, block
+    def __init__(
+        self,
+        reads: BlockReads,
+        tables: Sequence[np.ndarray],
+        block: int,
+        from_copies: bool = False,
+    ) -> None:
+        self._reads, self._block = reads, block
+        self.pages: np.ndarray | None = None
+        if from_copies:  # blocks count from 0 among the pages; those that nobody reads, anyhow
+            self.pages = pages_of(reads, tables, block)
+            last = max(0, len(self.pages) - 1)
+            tables = [np.minimum(np.searchsorted(self.pages, table), last) for table in tables]
+        self._tables = tables
         self._edges = Step(0, 0, Cols(), reads.edges)
 
     @cached_property
@@ -103,7 +134,7 @@ class PagedStep:
 
         Args:
             query: `(B, N, M, H)`.
-            key_blocks: `(num_blocks, block, Nkv, H)`.
+            key_blocks: all blocks, or copies of `pages`, `(num_blocks, block, Nkv, H)`.
             value_blocks: `(num_blocks, block, Nkv, Hv)`.
             kernel: the paged kernel that reads whole blocks.
             scores: scale and softcap.
@@ -151,18 +182,33 @@ class PagedPlan:
         rank: the rank of the pool that owns the blocks.
         sequences: the sequences, in the order of the batch rows.
         num_tokens: M, the number of new tokens of each sequence.
+        kv_dtype: the format of full blocks, if they are rounded: attention then reads copies.
     """
 
     def __init__(
-        self, pool: BlockPool, rank: int, sequences: Sequence[PooledSequence], num_tokens: int
+        self,
+        pool: BlockPool,
+        rank: int,
+        sequences: Sequence[PooledSequence],
+        num_tokens: int,
+        kv_dtype: str | None = None,
     ) -> None:
-        self._pool, self._rank = pool, rank
+        self._pool, self._rank, self._kv_dtype = pool, rank, kv_dtype
         self._sequences, self._num_tokens = sequences, num_tokens
         self._steps: dict[Mask, PagedStep] = {}
 
+    @property
+    def sources(self) -> Numbers:
+        """Return the indices of this rank's tokens among the B * M new ones."""
+        return self._places[0]
+
+    @property
+    def slots(self) -> Numbers:
+        """Return the slots of this rank's tokens among all tokens of its blocks."""
+        return self._places[1]
+
     @cached_property
-    def places(self) -> Numbers:
-        """Return the indices of this rank's tokens among the B * M new ones, and their slots."""
+    def _places(self) -> tuple[Numbers, ...]:
         sources, slots = [], []
         for row, sequence in enumerate(self._sequences):
             begin, dealing = len(sequence) - self._num_tokens, self._pool.dealing
@@ -170,14 +216,14 @@ class PagedPlan:
             sources.append(mine + row * self._num_tokens)
             slots.append(slots_of(self._table(sequence), columns, dealing.block))
         lists = (np.concatenate([np.arange(0), *x]) for x in (sources, slots))
-        return Numbers(torch.int64, *map(torch.from_numpy, lists))
+        return tuple(Numbers(torch.int64, torch.from_numpy(x)) for x in lists)
 
     def step(self, mask: Mask) -> PagedStep:
         """Return the step for a mask."""
         if mask not in self._steps:
             block, tables = self._pool.dealing.block, [self._table(x) for x in self._sequences]
             reads = block_reads(decode_step(*self.request(mask)).tiles, block, len(tables))
-            self._steps[mask] = PagedStep(reads, tables, block)
+            self._steps[mask] = PagedStep(reads, tables, block, self._kv_dtype is not None)
         return self._steps[mask]
 
     def request(self, mask: Mask) -> DecodeRequest:
@@ -203,7 +249,11 @@ class PagedPlan:
         """Return the runs of all ranks, the extent of each sequence, and its first new position."""
         lengths = [len(x) for x in self._sequences]
         # One table serves all sequences: the owner of a token depends on its position only.
-        runs = RunTable(self._pool.dealing.runs(0, max(lengths, default=0)))
+        numbers = self._pool.dealing.runs(0, max(lengths, default=0))
+        if self._kv_dtype is not None:  # ranks compare the mark of the runs
+            numbers = np.pad(numbers, ((0, 0), (0, 1), (0, 0)))
+            numbers[0, -1, 0] = MARKED | crc32(self._kv_dtype.encode()) & (MARKED - 1)
+        runs = RunTable(numbers)
         # The end of a sequence hides stale content in the rest of its last block.
         ends = Documents([(0, length) for length in lengths])
         return runs, ends, tuple(length - self._num_tokens for length in lengths)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import parallelize_module
 
 from dtensor_ring.extension import MetaModel, ModelRequest
+from parallel_plans.huggingface.core.versions import cache_name
 from parallel_plans.huggingface.plan import context_parallel_plan
 
 # Auto classes; the first one that knows the config builds the model.
@@ -30,7 +33,10 @@ def model_of_config(path: Path, mesh: DeviceMesh, asked: ModelRequest) -> MetaMo
     with torch.device("meta"):
         model = _model(config)
     plan = context_parallel_plan(
-        model, asked.layout, strategy=asked.strategy, machine=asked.machine
+        *(model, asked.layout),
+        strategy=asked.strategy,
+        machine=asked.machine,
+        cache_dtype=None if asked.cache_dtype == "own" else asked.cache_dtype,
     )
     module: Any = parallelize_module(model, mesh, plan)
     tokens = torch.zeros(asked.batch, asked.seq_len, dtype=torch.long, device="meta")
@@ -38,7 +44,16 @@ def model_of_config(path: Path, mesh: DeviceMesh, asked: ModelRequest) -> MetaMo
         type(model).__name__,
         module,
         lambda: module(input_ids=tokens, labels=tokens, use_cache=False).loss,
+        (lambda: _cached(module, tokens)) if model.can_generate() else None,
     )
+
+
+@torch.no_grad()
+def _cached(module: Any, tokens: Tensor) -> Sequence[int]:
+    """Return the bytes that each rank keeps of a prompt."""
+    module.eval()
+    output = module(input_ids=tokens, use_cache=True, logits_to_keep=1)
+    return output[cache_name(module)].usage().held
 
 
 def config_entries(spec: Path | str) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from dtensor_ring.extension import (
     AnyMachine,
     Layout,
     check_axis_options,
+    format_named,
     name_layer,
 )
 from parallel_plans.huggingface.core.attention_function import (
@@ -82,6 +83,7 @@ def context_parallel_plan(
     machine: AnyMachine | None = None,
     unshard_outputs: bool = False,
     deal_images: bool | None = None,
+    cache_dtype: str | None = None,
 ) -> dict[str, Any]:
     """Return a plan for `parallelize_module` that shards the model's sequence over a mesh axis.
 
@@ -119,14 +121,17 @@ def context_parallel_plan(
         deal_images: whether each rank runs the vision encoder on its share of the images only, and
             receives the embeddings of the others. By default, a cost model compares the saved flops
             with the bytes to send. This does not change results.
+        cache_dtype: what caches of `generate` keep full blocks of 64 tokens in, `"int8"` or `"fp8"`
+            (e4m3): about half the bytes of bfloat16. docs/numerics.md has the errors. By default,
+            they round nothing.
 
     Returns:
         A plan with one entry, for the model itself.
 
     Raises:
-        ValueError: if anything but attention reads along the sequence; if the layout, the kernel or
-            a strategy is unknown; if the model has no layers of a given name; or if `deal_images`
-            is set for a model without images.
+        ValueError: if anything but attention reads along the sequence; if the layout, the kernel,
+            `cache_dtype` or a strategy is unknown; if the model has no layers of a given name; or
+            if `deal_images` is set for a model without images.
 
     Example:
         >>> mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("cp",))
@@ -146,7 +151,8 @@ def context_parallel_plan(
     strategies = Strategies.of(strategy)
     how: dict[str, Any] = {"strategy": strategies.common, "kernel": kernel, "policy": policy}
     how["machine"] = machine
-    return {"": ShardedModel(layout, how, unshard_outputs, strategies, deal_images)}
+    format_named(cache_dtype)  # an error here points at the user's option
+    return {"": ShardedModel(layout, how, unshard_outputs, strategies, deal_images, cache_dtype)}
 
 
 class ShardedModel(ParallelStyle):
@@ -159,9 +165,10 @@ class ShardedModel(ParallelStyle):
         unshard_outputs: bool,
         strategies: Strategies,
         deal_images: bool | None = None,
+        cache_dtype: str | None = None,
     ) -> None:
         super().__init__()
-        self.deal_images = deal_images
+        self.deal_images, self.cache_dtype = deal_images, cache_dtype
         self.strategies = strategies
         self.is_auto, self.how = layout == "auto", how
         self.is_picked = layout is None or self.is_auto
@@ -226,7 +233,8 @@ class ShardedModel(ParallelStyle):
         # Any head that is not linear gets the hidden states whole.
         unshards = self.unshard_outputs or (head is None and backbone is not model)
         passing = state_passing.AxisStatePassing(axis, states) if states else None
-        sharding = Sharding(decoder, axis, layer_masks, loss, unshards, passing)
+        how = unshards, passing, self.cache_dtype
+        sharding = Sharding(decoder, axis, layer_masks, loss, *how)
         if passing is not None:
             stateful.pass_states(stateful.stateful_layers(decoder), passing)
         if head is not None:

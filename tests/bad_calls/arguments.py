@@ -169,6 +169,7 @@ PAGED: Right = {
     "num_layers": just(1, 2),
     "rank": just(0),
     "value_head_dim": just(None, 3),
+    "kv_dtype": just(None, "int8"),
 }
 QUERIES: Right = {
     "layer": just(0),

@@ -34,12 +34,12 @@ def on_axis(method: str) -> Callable[..., Any]:
 
 
 def on_pool(method: str) -> Callable[..., Any]:
-    """Of a pool with a sequence, which the methods but `add` take first."""
+    """Of a pool with a sequence, which methods about one take first."""
 
     def call(_: DeviceMesh, **given: Any) -> Any:
         pool = ring.BlockPool(num_blocks=8, block=2, world_size=2)
         sequence = pool.add(range(5))
-        first = () if method == "add" else (sequence,)
+        first = () if method in ("add", "held_blocks") else (sequence,)
         return getattr(pool, method)(*first, **given)
 
     return call

@@ -122,7 +122,8 @@ FUNCTIONS |= {
         (
             "ShardedCache",
             MESH
-            | {"num_layers": just(1, 3), "layout": just(None, "zigzag"), "block": just(1, 256)},
+            | {"num_layers": just(1, 3), "layout": just(None, "zigzag"), "block": just(1, 256)}
+            | {"kv_dtype": just(None, "fp8")},
             nothing,
         ),
         (
@@ -213,6 +214,7 @@ FUNCTIONS |= {
         ("crop", {"length": just(0, 5)}),
         ("commit", {"length": just(None, 5)}),
         ("block_table", {"rank": just(0, 1)}),
+        ("held_blocks", {"rank": just(0, 1)}),
         ("runs", {"begin": just(0, 3)}),
     )
 }

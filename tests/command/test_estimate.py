@@ -29,7 +29,7 @@ from dtensor_ring.planning.strategy import Strategy, as_strategy
 from dtensor_ring.simulate.comparison import Cost, TensorSizes, rank_costs
 from dtensor_ring.transport import transport
 from dtensor_ring.transport.transport import BufferPool, TransferPolicy
-from parallel_plans.huggingface import context_parallel_plan
+from parallel_plans.huggingface import ContextParallelCache, context_parallel_plan
 from parallel_plans.models import load
 from tests.pool import Pool
 from tests.rings import Case, Ring, fake_group
@@ -176,6 +176,35 @@ def _costs_of_the_last(strategy: Strategy) -> tuple[Cost, Cost]:
     )
 
 
+@pytest.mark.parametrize(
+    ("name", "cache_dtype"),
+    [
+        ("llama", "own"),
+        ("gemma3", "int8"),
+        pytest.param("deepseek_v3", "fp8", marks=pytest.mark.repeats),
+    ],
+)
+def test_a_cache_takes_what_was_estimated(
+    pool: Pool, name: str, cache_dtype: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """To the byte: layers that see everything, windows, latents."""
+    found = _estimated(_written(name, tmp_path), capsys, "--cache-dtype", cache_dtype)
+    *_, last = pool.run(RANKS, _cached, name, None if cache_dtype == "own" else cache_dtype)
+    assert found["cache"] == last
+    assert _estimated(_written(name, tmp_path), capsys)["cache"] is None
+
+
+@torch.no_grad()
+def _cached(name: str, cache_dtype: str | None) -> int:
+    """Bytes of a cache on this rank."""
+    mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("cp",))
+    model = small_model(name, SEQ_LEN)
+    model = parallelize_module(model, mesh, context_parallel_plan(model, cache_dtype=cache_dtype))
+    cache = ContextParallelCache(model)
+    model(torch.zeros(BATCH, SEQ_LEN, dtype=torch.long), cache=cache, logits_to_keep=1)
+    return cache.usage().held[mesh.get_local_rank()]
+
+
 def test_parameters_are_sharded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = _written("llama", tmp_path)
     whole = _estimated(path, capsys)
@@ -198,6 +227,7 @@ def test_a_config_of_torchtitan() -> None:
     assert "Llama3Model" in run.printed
 
 
+MODERN_BERT = small_model("modernbert", 64).config.to_json_string(use_diff=False)
 HAS_TORCHTITAN = find_spec("torchtitan") is not None
 NO_CONFIG = "is not a config function of torchtitan" if HAS_TORCHTITAN else "torchtitan>=0.3.0,<0.4"
 
@@ -216,6 +246,7 @@ NO_CONFIG = "is not a config function of torchtitan" if HAS_TORCHTITAN else "tor
         (None, (), "there is no file or folder"),
         (None, ("--model", "nobody:config"), NO_CONFIG),
         ("", ("--layout", "zag"), "unknown layout 'zag'"),
+        (MODERN_BERT, ("--cache-dtype", "int8"), "that generate have; leave --cache-dtype out"),
         ("", ("--strategy", "ulysses:3"), "do not divide"),
     ],
 )

@@ -11,6 +11,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from dtensor_ring import ShardedCache
+from dtensor_ring.quantised.kept_tokens import KINDS
+from tests.quantised.rounded import Rounded
 from tests.rings import fake_group
 
 BLOCK = 4
@@ -19,21 +21,25 @@ LAYERS = [(2, 8, 2, 8, torch.float32), (1, 16, 1, 4, torch.float64), (3, 8, 3, 5
 
 
 @lru_cache  # making a mesh takes longer than all that is done with a cache
-def caches(world_size: int, layout: str | None = None) -> list[ShardedCache]:
+def caches(
+    world_size: int, layout: str | None = None, kv_dtype: str | None = None
+) -> list[ShardedCache]:
     """That of each rank; used again, they have to be reset."""
     made = []
     for rank in range(world_size):
         with fake_group(world_size, rank):
             mesh = init_device_mesh("cpu", (world_size,))
-            made.append(ShardedCache(mesh, len(LAYERS), layout, BLOCK))
+            made.append(ShardedCache(mesh, len(LAYERS), layout, BLOCK, kv_dtype))
     return made
 
 
 class World:
     """The caches of all ranks, and what they hold, whole."""
 
-    def __init__(self, world_size: int, layout: str | None = None) -> None:
-        self.caches = caches(world_size, layout)
+    def __init__(
+        self, world_size: int, layout: str | None = None, kv_dtype: str | None = None
+    ) -> None:
+        self.caches = caches(world_size, layout, kv_dtype)
         for cache in self.caches:
             cache.reset()
         self.batch, self.wholes = 2, empty(2)
@@ -98,13 +104,83 @@ class World:
             if cache.batch is None:
                 assert usage.held[rank] == usage.used[rank] == 0
                 continue
-            held = used = 0
-            for layer, wholes in zip(cache, self.wholes, strict=True):
-                for mine, whole in zip(own(layer), wholes, strict=True):
-                    assert torch.equal(mine, whole[:, :, cache.positions])
-                    held += mine.untyped_storage().nbytes()
-                    used += mine.nbytes
-            assert (held, used) == (usage.held[rank], usage.used[rank])
+            for number, layer in enumerate(cache):
+                assert all(map(torch.equal, own(layer), self.columns(rank, number)))
+            assert self.num_bytes(cache) == (usage.held[rank], usage.used[rank])
+
+    def columns(self, rank: int, number: int) -> list[Tensor]:
+        """What a layer of a rank has to hold."""
+        return [x[:, :, self.caches[rank].positions] for x in self.wholes[number]]
+
+    def num_bytes(self, cache: ShardedCache) -> tuple[int, int]:
+        """What is allocated, and what is used of it."""
+        found = [x for layer in cache for x in own(layer)]
+        return sum(x.untyped_storage().nbytes() for x in found), sum(x.nbytes for x in found)
+
+
+class RoundedWorld(World):
+    """In eight bits, and what is kept of each rank's columns."""
+
+    def __init__(self, world_size: int, layout: str | None, kv_dtype: str) -> None:
+        self.kv_dtype, self.kept = kv_dtype, list[list[tuple[Rounded, ...]]]()
+        super().__init__(world_size, layout, kv_dtype)
+        self._start()
+
+    def _start(self) -> None:
+        self.kept = [
+            [
+                tuple(
+                    [Rounded(x, self.kv_dtype, kind) for x, kind in zip(pair, KINDS, strict=True)]
+                )
+                for pair in empty(self.batch)
+            ]
+            for _ in self.caches
+        ]
+
+    def _append(self, num_tokens: int, dealt: bool) -> None:
+        begin = self.caches[0].seq_len
+        super()._append(num_tokens, dealt)
+        for cache, layers in zip(self.caches, self.kept, strict=True):
+            new = cache.positions[cache.positions >= begin]
+            for pair, wholes in zip(layers, self.wholes, strict=True):
+                for kept, whole in zip(pair, wholes, strict=True):
+                    kept.append(whole[:, :, new])
+
+    def crop(self, dropped: int) -> None:
+        super().crop(dropped)
+        if self.caches[0].batch is None:
+            self._start()
+        for rank, layers in enumerate(self.kept):
+            for pair in layers:
+                for kept in pair:
+                    kept.crop(self.caches[0].table.num_local[rank])
+
+    def reset(self, batch: int) -> None:
+        super().reset(batch)
+        self._start()
+
+    def select(self, rows: list[int]) -> None:
+        which = torch.tensor([row % self.batch for row in rows])
+        super().select(rows)
+        if self.caches[0].batch is None:  # no rows yet
+            return
+        for layers in self.kept:
+            for pair in layers:
+                for kept in pair:
+                    kept.rows(lambda x: x[which])
+
+    def reorder(self, first: int) -> None:
+        self.select([max(0, row - first) for row in range(self.batch)])
+
+    def repeat(self, times: int) -> None:
+        self.select([row for row in range(self.batch) for _ in range(times)])
+
+    def columns(self, rank: int, number: int) -> list[Tensor]:
+        return [kept.read() for kept in self.kept[rank][number]]
+
+    def num_bytes(self, cache: ShardedCache) -> tuple[int, int]:
+        found = sum(memory.tokens.num_bytes for layer in cache for memory in layer._memory)
+        return found, found
 
 
 def positions(runs: Tensor) -> Tensor:

@@ -90,7 +90,7 @@ def allocated() -> None:
             with Counted(0) as counted:
                 layer.append(*pair)
             grows = turn % BLOCK == 0
-            grown = layer.bytes_per_column * layer.capacities[0]
+            grown = layer.num_bytes(layer.capacities[0])
             assert counted.peak == (grown if grows else 0), turn
             assert all(x.expired() for x in before) == (grows or not turn)
             assert layer.capacities[0] == (turn // BLOCK + 1) * BLOCK

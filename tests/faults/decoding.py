@@ -60,6 +60,7 @@ class Decoding:
     dealt: bool = True
     layout: str = "zigzag"
     block: int = 2
+    kv_dtype: str | None = None
     kept: int | None = None
     batch: int = NUM_SEQUENCES
     first: int = 0
@@ -93,7 +94,8 @@ class Decoding:
 
 def sharded(case: Decoding, mesh: DeviceMesh) -> Iterator[Result]:
     """Turns over a `ShardedCache`."""
-    tensors, cache = case.inputs(), ShardedCache(mesh, 1, case.layout, case.block)
+    how = case.layout, case.block, case.kv_dtype
+    tensors, cache = case.inputs(), ShardedCache(mesh, 1, *how)
     _append(cache, case.prompt, case.dealt, tensors)
     cache.crop(case.prompt if case.kept is None else case.kept)
     rows = torch.arange(case.first, case.first + case.batch) % NUM_SEQUENCES
@@ -137,7 +139,8 @@ def paged(case: Decoding, mesh: DeviceMesh) -> Iterator[Result]:
     """Turns of one sequence of a pool."""
     pool = BlockPool(NUM_TOKENS, case.block, mesh.size())
     rank, kv_heads = mesh.get_local_rank(), case.heads[1]
-    cache = PagedCache(pool, kv_heads, case.head_dim, 1, rank, dtype=case.dtype)
+    how = {"dtype": case.dtype, "kv_dtype": case.kv_dtype}
+    cache = PagedCache(pool, kv_heads, case.head_dim, 1, rank, **how)
     query, key, value = (x[:1] for x in case.inputs())
     sequence = pool.add([])
     for number, num_tokens in enumerate([case.prompt] + [case.tokens] * case.turns):
@@ -201,6 +204,8 @@ DECODED = {
     "cache: block": Difference("key_runs", {"block": 1}),
     "cache: a crop": Difference("key_runs", {"kept": 0}),
     "cache: another order": Difference("key_runs: .* selected", {"first": 1}),
+    "cache: kv_dtype": Difference("key_runs: .* kv_dtype", {"kv_dtype": "int8"}),
+    "pool: kv_dtype": Difference("key_runs: .* kv_dtype", PAGED | {"kv_dtype": "int8"}, PAGED),
     "pool: another token": Difference("agree", PAGED | {"token": 8}, PAGED),
     "pool: a shorter prompt": Difference("agree", PAGED | {"prompt": 11}, PAGED),
     "pool, cache": Difference("agree", PAGED),

@@ -12,7 +12,7 @@ from torch import Tensor
 from dtensor_ring import SequenceAxis, ShardedCache
 from dtensor_ring.extension import CacheUsage, Layout, as_layout
 from parallel_plans.huggingface.core.layer_inputs import DecodeInputs, LayerInputs
-from parallel_plans.huggingface.generation.new_tokens import NewTokens, Pair, WindowCache
+from parallel_plans.huggingface.generation.new_tokens import KeptPair, NewTokens, Pair, WindowCache
 
 
 class CacheMemory:
@@ -25,6 +25,7 @@ class CacheMemory:
         chunks: sizes of the chunks that layers see.
         decode_tokens: the largest number of later tokens that are replicated, not sharded.
         block: number of tokens by which memory grows.
+        kv_dtype: the format in which full blocks are kept; `None` to round nothing.
     """
 
     def __init__(
@@ -35,15 +36,17 @@ class CacheMemory:
         chunks: frozenset[int],
         decode_tokens: int,
         block: int,
+        kv_dtype: str | None = None,
     ) -> None:
         self.axis, self.seq_len, self.batch = axis, 0, -1
         self._sizes, self._chunks, self._decode_tokens = sizes, chunks, decode_tokens
         self._layout = _layout_of_runs(axis)
         self._new: NewTokens | None = None
         full = [i for i in kept if not sizes[i]]
-        self._shards = ShardedCache(axis.mesh, len(full), self._layout, block) if full else None
+        how = len(full), self._layout, block, kv_dtype
+        self._shards = ShardedCache(axis.mesh, *how) if full else None
         self._layers = dict(zip(full, self._shards or (), strict=True))
-        self._windows = {i: WindowCache(size) for i in kept if (size := sizes[i])}
+        self._windows = {i: WindowCache(size, kv_dtype) for i in kept if (size := sizes[i])}
 
     def usage(self) -> CacheUsage:
         """Return the bytes on each rank. They are computed locally, without a message."""
@@ -158,7 +161,7 @@ class CacheMemory:
         self._hold(selected)
         self.batch = len(rows)
 
-    def _hold(self, pairs: list[Pair | None]) -> None:
+    def _hold(self, pairs: list[KeptPair | None]) -> None:
         for window, pair in zip(self._windows.values(), pairs, strict=True):
             window.hold(pair)
 

@@ -38,7 +38,7 @@ class ContextParallelCache(Cache):
     hidden states are whole, plain tensors on every rank. Both also take the cache by its name in
     transformers before 5.24, `past_key_values=`. All ranks must make the same calls: they compare
     the tokens of each sharded forward, and the tokens of a decode step in the message of a layer,
-    if some layer sees everything.
+    if some layer sees everything. The plan's `cache_dtype` says whether eight bits are kept.
 
     Args:
         model: the model that the plan was applied to.
@@ -79,7 +79,8 @@ class ContextParallelCache(Cache):
         sizes = _window_sizes(stock, getattr(config, "layer_types", None) or ())
         kept = [i for i, x in enumerate(stock) if not isinstance(x, DummyLayer)]
         axis, chunks = self.sharding.axis, self.sharding.chunks
-        self.memory = CacheMemory(axis, sizes, kept, chunks, decode_tokens, block)
+        how = chunks, decode_tokens, block, self.sharding.cache_dtype
+        self.memory = CacheMemory(axis, sizes, kept, *how)
         layers: list[Any] = [
             x if isinstance(x, DummyLayer) else KeptLayer(self.memory, i, sizes[i])
             for i, x in enumerate(stock)

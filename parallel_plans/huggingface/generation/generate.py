@@ -88,7 +88,8 @@ def _check(model: Any, sharding: Sharding, asked: dict[str, Any]) -> None:
         ValueError: on every rank, naming the argument.
     """
     # Compare first: late ranks would take an error of earlier ranks for a failure.
-    check_agreement(axis_group(sharding.axis.mesh), _described(model, asked), SAME_CALL)
+    described = _described(model, asked) | {"cache_dtype of the plan": str(sharding.cache_dtype)}
+    check_agreement(axis_group(sharding.axis.mesh), described, SAME_CALL)
     if cache_argument(asked) is not None:
         cache_of(model, sharding, asked)
     limits = [x for x in asked.get("stopping_criteria") or () if "MaxTime" in type(x).__name__]

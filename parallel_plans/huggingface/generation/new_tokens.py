@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dtensor_ring import SequenceAxis, ShardedCache
-from dtensor_ring.extension import Layout, append_runs
+from dtensor_ring.extension import KeptTokens, Layout, append_runs, format_named, no_tokens
 from parallel_plans.huggingface.core.documents import DocumentBounds, cached_documents
 from parallel_plans.huggingface.core.layer_inputs import DecodeInputs, LayerInputs, ShardedInputs
 from parallel_plans.huggingface.core.positions import LastTokens
@@ -89,6 +89,7 @@ def window_slice(rank: int, world_size: int, num_held: int) -> tuple[int, int]:
 
 
 Pair = tuple[Tensor, Tensor]
+KeptPair = tuple[KeptTokens, KeptTokens]
 
 
 class WindowCache:
@@ -96,61 +97,75 @@ class WindowCache:
 
     Every rank holds them, so a decode step needs no message. After a sharded forward, each rank
     receives the last tokens from their owners once.
+
+    With a format, full blocks of positions are held in eight bits, so a rank holds up to a block
+    more. New tokens of a sharded forward see each other as they are, and what is held rounded.
+
+    Args:
+        size: number of tokens that a token sees, itself included.
+        kv_dtype: the format of full blocks; `None` to round nothing.
     """
 
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self._held: Pair | None = None
-        self._next: Callable[[], Pair] | None = None
+    def __init__(self, size: int, kv_dtype: str | None = None) -> None:
+        self.size, self._format = size, format_named(kv_dtype)
+        self._held: KeptPair | None = None
+        self._next: Callable[[], KeptPair] | None = None
 
     @property
     def num_held(self) -> int:
         """The number of tokens held for each row."""
-        return 0 if self._held is None else self._held[0].shape[2]
+        return 0 if self._held is None else self._held[0].num_tokens
 
     @property
     def num_bytes(self) -> int:
         """The bytes that the held tokens take on each rank."""
-        return sum(x.numel() * x.itemsize for x in self._held or ())
+        return sum(x.num_bytes for x in self._held or ())
 
     def append(self, key: Tensor, value: Tensor, new: NewTokens) -> Pair:
         """Append new tokens, and return this rank's columns of held and new tokens."""
         # Keep one more token for each that may be cropped: earlier windows still need it.
-        num_kept = self.size - 1 + max(0, new.num_kept - 1)
-        held = self._held or (key[:, :, :0], value[:, :, :0])
+        first = max(0, new.end - (self.size - 1 + max(0, new.num_kept - 1)))
+        held = self._held or self._nothing((key, value))
+        first -= first % held[0].block_size
         if not new.sharded_length:
-            whole = _cat(held, (key, value))
-            # A view: it keeps the few tokens before it until the next turn, and copies nothing.
-            self._next = lambda: _last(whole, num_kept)
-            return whole
+            whole = _append(held, (key, value))
+            self._next = lambda: _from(whole, first, new.end)
+            return _read(whole)
         axis = new.axis
-        count = min(num_kept, new.num_tokens)
+        count = min(new.end - first, new.num_tokens)
         last = LastTokens.of(axis, new.layout, new.num_tokens, new.sharded_length, count)
         own = last.local_indices(key.device)
         columns = torch.cat([key.index_select(2, own), value.index_select(2, own)], -1)
         dims = key.shape[3], value.shape[3]
 
-        def joined() -> Pair:
+        def joined() -> KeptPair:
             new_key, new_value = last.join(columns, 2).split(dims, -1)
-            return _cat(_last(held, num_kept - count), (new_key, new_value))
+            before = held if first < new.past else self._nothing((key, value))
+            return _from(_append(before, (new_key, new_value)), first, new.end)
 
         self._next = joined
         begin, end = window_slice(axis.mesh.get_local_rank(), axis.mesh.size(), self.num_held)
-        own_slice = held[0][:, :, begin:end], held[1][:, :, begin:end]
-        return _cat(own_slice, (key, value))
+        pairs = zip(_read(held), (key, value), strict=True)
+        keys, values = (torch.cat([x[:, :, begin:end], y], 2) for x, y in pairs)
+        return keys, values
 
-    def appended(self) -> Pair | None:
+    def _nothing(self, like: Pair) -> KeptPair:
+        return (
+            no_tokens(like[0], self._format, "keys"),
+            no_tokens(like[1], self._format, "values"),
+        )
+
+    def appended(self) -> KeptPair | None:
         """Return what is held after the forward. All ranks must call layers in the same order."""
         return self._held if self._next is None else self._next()
 
-    def selected(self, rows: Tensor) -> Pair | None:
+    def selected(self, rows: Tensor) -> KeptPair | None:
         """Return what is held of these rows of the batch."""
         if self._held is None:
             return None
-        rows = rows.to(self._held[0].device)
-        return self._held[0].index_select(0, rows), self._held[1].index_select(0, rows)
+        return self._held[0].select(rows), self._held[1].select(rows)
 
-    def hold(self, pair: Pair | None) -> None:
+    def hold(self, pair: KeptPair | None) -> None:
         """Hold this pair from now on, and drop what was appended."""
         self._held, self._next = pair, None
 
@@ -175,14 +190,18 @@ class WindowCache:
         """Remove the last tokens."""
         if self._held is not None:
             left = max(0, self.num_held - num_tokens)
-            self._held = self._held[0][:, :, :left], self._held[1][:, :, :left]
+            self._held = self._held[0].crop(left), self._held[1].crop(left)
 
 
-def _cat(before: Pair, after: Pair) -> Pair:
-    return torch.cat((before[0], after[0]), 2), torch.cat((before[1], after[1]), 2)
+def _append(before: KeptPair, after: Pair) -> KeptPair:
+    return before[0].append(after[0]), before[1].append(after[1])
 
 
-def _last(pair: Pair, count: int) -> Pair:
-    """Return the last `count` columns as views, or all if there are fewer."""
-    key, value = pair
-    return key[:, :, max(0, key.shape[2] - count) :], value[:, :, max(0, value.shape[2] - count) :]
+def _read(pair: KeptPair) -> Pair:
+    return pair[0].read(), pair[1].read()
+
+
+def _from(pair: KeptPair, first: int, end: int) -> KeptPair:
+    """Return the tokens from position `first` on, or all; the last one is at `end - 1`."""
+    num_dropped = max(0, first - (end - pair[0].num_tokens))
+    return pair[0].drop(num_dropped), pair[1].drop(num_dropped)

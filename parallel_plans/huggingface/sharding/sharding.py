@@ -56,7 +56,9 @@ class Sharding:
         loss: LossFunction,
         unshard_outputs: bool,
         passing: AxisStatePassing | None = None,
+        cache_dtype: str | None = None,
     ) -> None:
+        self.cache_dtype = cache_dtype
         self.axis, self.layer_masks, self.loss, self.passing = axis, layer_masks, loss, passing
         self.outputs, self.agreement = Outputs(axis, unshard_outputs), Agreement()
         self.largest = LargestPosition(model)

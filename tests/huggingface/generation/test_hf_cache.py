@@ -157,7 +157,7 @@ def check_half_done() -> None:
         (
             "Mistral, short window",
             window,
-            "_last",
+            "_from",
             2,
             lambda x, cache: x(tokens(2), cache=cache),
         ),

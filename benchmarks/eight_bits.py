@@ -5,28 +5,29 @@ N(0, 1) + N(0, 100) * Bernoulli(0.001), head dim 128; and keys and values of the
 300 steps. Errors are the root of the mean squared error against float64. Run ``python -m
 benchmarks.eight_bits``; ``--write`` puts the tables into the page. With ``--train`` the model is
 also trained with keys and values that travel in eight bits; then ``--write`` writes the card with
-the losses, too. A training takes a few minutes on two cores, all else a minute; with ``--quick``
-there are few steps of short sequences.
+the losses, too, and runs that the card has are not repeated. A training takes a few minutes on two
+cores, all else a minute; with ``--quick`` there are few steps of short sequences.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from rich.console import Console
 from torch import Tensor
 
-from benchmarks.harness import origin, publish, spawn, table_of
+from benchmarks.harness import folder_of, origin, publish, spawn, table_of
 from benchmarks.trained import (
     NUM_LAST,
     WORLD_SIZE,
@@ -61,7 +62,8 @@ LOSS_MARKERS = (
 )
 BLOCK_SIZES = 32, 64, 128
 NUM_RANKS = 8
-KV_DTYPES = None, "int8", "fp8"
+# What keys and values travel as, and the noise of the first weights.
+RUNS = (None, 0.0), (None, 1e-3), ("bfloat16", 0.0), ("int8", 0.0), ("fp8", 0.0)
 
 Pair = tuple[Tensor, Tensor]
 
@@ -217,7 +219,7 @@ def table_of_losses(runs: list[Trained]) -> Iterator[str]:
     yield table_row("---", "---:", "---:")
     for run in runs:
         difference = f"{100 * (run.last / first.last - 1):+.2f} %" if run is not first else ""
-        yield table_row(run.training.kv_dtype or "float32", f"{run.last:.4f}", difference)
+        yield table_row(run.training.title, f"{run.last:.4f}", difference)
 
 
 def report(console: Console, runs: list[Trained]) -> None:
@@ -235,20 +237,28 @@ def report(console: Console, runs: list[Trained]) -> None:
         apart = max(abs(x - y) for x, y in zip(run.losses, first.losses, strict=True))
         relative = run.last / first.last - 1
         cells = f"{run.last:.4f}", f"{relative:+.2%}", f"{apart:.4f}", f"{run.seconds:.0f}"
-        table.add_row(run.training.kv_dtype or "float32", *cells)
+        table.add_row(run.training.title, *cells)
     console.print(table)
 
 
-def trainings(is_short: bool, kv_dtypes: tuple[str | None, ...], weights: Path) -> list[Trained]:
-    """Train with each of them; the first run keeps its weights."""
+def trainings(is_short: bool, num_runs: int, weights: Path, card: Path) -> list[Trained]:
+    """Train, but for runs that the card has; the first one keeps its weights."""
     size = (NUM_LAST, 256) if is_short else (300, 1024)
-    todo = [
-        Training(kv_dtype, *size, None if number else str(weights))
-        for number, kv_dtype in enumerate(kv_dtypes)
-    ]
-    # In new processes each: an axis is configured once.
-    found = [x for one in todo for x in spawn(WORLD_SIZE, train, [one])]
-    return [Trained(Training(**x["training"]), x["losses"], x["seconds"]) for x in found]
+    known = json.loads(card.read_text())["runs"] if card.exists() and not is_short else []
+    runs = {run.training: run for run in map(_run_of, known)}
+    for number, (kv_dtype, noise) in enumerate(RUNS[:num_runs]):
+        asked = Training(kv_dtype, *size, noise)
+        if asked not in runs or num_runs == 1:
+            # In new processes each: an axis is configured once.
+            kept = replace(asked, weights=None if number else str(weights))
+            (found,) = spawn(WORLD_SIZE, train, [kept])
+            runs[asked] = _run_of(found)
+    return [runs[Training(kv_dtype, *size, noise)] for kv_dtype, noise in RUNS[:num_runs]]
+
+
+def _run_of(found: dict[str, Any]) -> Trained:
+    asked = Training(**found["training"] | {"weights": None})
+    return Trained(asked, found["losses"], found["seconds"])
 
 
 def main() -> None:
@@ -260,12 +270,14 @@ def main() -> None:
     arguments = parser.parse_args()
     command = " ".join(["python -m benchmarks.eight_bits", *sys.argv[1:]])
     about, write = origin() | {"command": command}, arguments.write and not arguments.quick
-    kv_dtypes = KV_DTYPES if arguments.train else KV_DTYPES[:1]
+    card = folder_of(about["processor"]) / "eight_bits.json"
+    parts: dict[tuple[str, str], Iterator[str]] = {SUM_MARKERS: table_of_sums()}
     with tempfile.TemporaryDirectory() as folder:
         weights = Path(folder) / "weights.pt"
-        runs = trainings(arguments.quick, kv_dtypes, weights)
-        trained = attended_by(weights, runs[0].training.seq_len)
-    parts = {MARKERS: table(trained), SUM_MARKERS: table_of_sums()}
+        num_runs = len(RUNS) if arguments.train else 1
+        runs = trainings(arguments.quick, num_runs, weights, card)
+        if weights.exists():  # else the card had all runs, and the page has the table
+            parts[MARKERS] = table(attended_by(weights, runs[0].training.seq_len))
     if arguments.train:
         parts[LOSS_MARKERS] = table_of_losses(runs)
         measured = {"runs": [asdict(run) for run in runs]}

@@ -28,6 +28,8 @@ class Training:
 
     Attributes:
         kv_dtype: what keys and values travel as; `None` for float32, the dtype of the model.
+        noise: the first weights have normal random numbers of this size added, relative to each:
+            how far runs are apart that differ in nothing but rounding.
         num_steps: optimizer steps.
         seq_len: tokens of a sequence.
         weights: a file for the weights after the last step, `None` to keep none.
@@ -36,7 +38,14 @@ class Training:
     kv_dtype: str | None
     num_steps: int
     seq_len: int
+    noise: float = 0.0
     weights: str | None = None
+
+    @property
+    def title(self) -> str:
+        """What the run is called."""
+        noise = f", first weights changed by {self.noise:.0e}" if self.noise else ""
+        return f"{self.kv_dtype or 'float32'}{noise}"
 
 
 @dataclass(frozen=True)
@@ -55,8 +64,9 @@ class Trained:
 
 def train(asked: Training, mesh: DeviceMesh) -> Trained:
     """Train on this rank, as all others do; rank 0 keeps the weights."""
-    model: Any = small_model(MODEL, asked.seq_len)
-    policy = TransferPolicy(kv_dtype=asked.kv_dtype)
+    model: Any = changed(small_model(MODEL, asked.seq_len), asked.noise)
+    kv_dtype = torch.bfloat16 if asked.kv_dtype == "bfloat16" else asked.kv_dtype
+    policy = TransferPolicy(kv_dtype=kv_dtype)
     model = parallelize_module(model, mesh, context_parallel_plan(model, "zigzag", policy=policy))
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     text, losses, start = read_standard_library(), [], time.perf_counter()
@@ -74,6 +84,15 @@ def train(asked: Training, mesh: DeviceMesh) -> Trained:
     if asked.weights is not None and dist.get_rank() == 0:
         torch.save(model.state_dict(), asked.weights)
     return Trained(asked, losses, time.perf_counter() - start)
+
+
+@torch.no_grad()
+def changed(model: Any, noise: float) -> Any:
+    """Change the weights by relative noise, the same on all ranks."""
+    generator = torch.Generator().manual_seed(1)
+    for parameter in model.parameters():
+        parameter *= 1 + noise * torch.randn(parameter.shape, generator=generator)
+    return model
 
 
 def batch_of(text: Tensor, step: int, seq_len: int, num: int = 2) -> Tensor:

@@ -221,7 +221,7 @@ CHECKPOINTING = [
 
 @pytest.mark.parametrize(("flags", "forward"), CHECKPOINTING)
 def test_rings_of_a_step(trainings: Trainings, flags: tuple[str, ...], forward: int) -> None:
-    _check_calls(trainings.run(Run("llama3", 2, (*flags, BRIEF))), forward)
+    _check_calls(trainings.run(Run("llama3", 2, (BRIEF, *flags))), forward)
 
 
 def test_override_of_checkpointing(trainings: Trainings) -> None:

@@ -124,9 +124,11 @@ def test_sums_of_gradients_are_not_in_eight_bits_for_a_reason() -> None:
             assert all(x > 2 * y for x, y in zip(rounded, narrow, strict=True))
 
 
-def test_training_in_eight_bits_ends_where_it_did() -> None:
-    """To half a percent."""
-    losses = {row[0]: row[1:] for row in _rows_of("losses: written")}
-    for format in ("int8", "fp8"):
-        assert abs(float(losses[format][1].removesuffix(" %"))) <= 0.5
-        assert abs(float(losses[format][0]) / float(losses["float32"][0]) - 1) <= 0.005
+def test_training_in_eight_bits_ends_within_the_spread_of_trainings() -> None:
+    """Next to bfloat16, as close as trainings that differ in rounding, or by 1e-3, are."""
+    losses = {row[0]: float(row[1]) for row in _rows_of("losses: written")}
+    alike = [losses.pop(x) for x in ("float32", "float32, first weights changed by 1e-03")]
+    narrow = losses.pop("bfloat16")
+    spread = max(alike + [narrow]) / min(alike + [narrow]) - 1
+    assert list(losses) == ["int8", "fp8"]
+    assert all(abs(loss / narrow - 1) <= spread for loss in losses.values())

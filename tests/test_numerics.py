@@ -129,6 +129,6 @@ def test_training_in_eight_bits_ends_within_the_spread_of_trainings() -> None:
     losses = {row[0]: float(row[1]) for row in _rows_of("losses: written")}
     alike = [losses.pop(x) for x in ("float32", "float32, first weights changed by 1e-03")]
     narrow = losses.pop("bfloat16")
-    spread = max(alike + [narrow]) / min(alike + [narrow]) - 1
+    spread = max([*alike, narrow]) / min([*alike, narrow]) - 1
     assert list(losses) == ["int8", "fp8"]
     assert all(abs(loss / narrow - 1) <= spread for loss in losses.values())

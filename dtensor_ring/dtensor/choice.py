@@ -41,8 +41,8 @@ from dtensor_ring.simulate.machine import Machine
 try:
     from torch.fx.experimental.symbolic_shapes import optimization_hint
 except ImportError:  # torch 2.11 has another name for it
-    from torch.fx.experimental.symbolic_shapes import (  # pyrefly: ignore[missing-module-attribute]
-        size_hint as optimization_hint,
+    from torch.fx.experimental.symbolic_shapes import (
+        size_hint as optimization_hint,  # pyrefly: ignore[missing-module-attribute]
     )
 
 _LOG = logging.getLogger("dtensor_ring")

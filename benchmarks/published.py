@@ -22,7 +22,7 @@ from typing import Any
 
 from benchmarks.published_steps import OVER_FIRST, StepSetting, simulated_steps, step_settings
 from docs.marked import table_row, write_part
-from dtensor_ring import Mask
+from dtensor_ring import Mask, TransferPolicy
 from dtensor_ring.planning.strategy import as_strategy
 from dtensor_ring.simulate.machine import Curve, KernelSpeed, Machine
 from dtensor_ring.simulate.presets import PRESETS
@@ -193,6 +193,10 @@ def _speed(kernel: str, given: dict[str, Any], form: str) -> KernelSpeed:
     return KernelSpeed(kernel, "bfloat16", given["head_dim"], form, *curves)
 
 
+NUM_PARTS = 2
+"""Partial results that are kept, here and in what `copies` compares with; fewer than by default."""
+
+
 def seconds_of(setting: Setting, value: dict[str, Any], is_adapted: bool) -> float:
     """Return what the simulator says that the direction takes.
 
@@ -215,6 +219,7 @@ def seconds_of(setting: Setting, value: dict[str, Any], is_adapted: bool) -> flo
         strategy=value["strategy"],
         batch=setting.batch,
         dtype="bfloat16",
+        policy=TransferPolicy(num_parts=NUM_PARTS),
         machine=machine,
     )
     seconds = setting.of_direction(*found.seconds)

@@ -58,8 +58,10 @@ def changed(call: Call, changes: dict[str, Any]) -> Call:
     """Fields of batch, scores and place."""
     values, left = {}, dict(changes)
     for name, value in call._asdict().items():
-        here = {*value._fields} & left.keys()
-        values[name] = value._replace(**{field: left.pop(field) for field in here})
+        here = {*getattr(value, "_fields", ())} & left.keys()
+        values[name] = (
+            value._replace(**{field: left.pop(field) for field in here}) if here else value
+        )
     assert not left, f"no option is called {list(left)}"
     return Call(**values)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from itertools import islice
 from math import ceil
 from statistics import median
@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from dtensor_ring.simulate.machine import Curve
 
@@ -176,12 +177,16 @@ class Stopwatch:
         """Return what times calls of a kind."""
         return self._timed_cold if is_cold and not self.on_gpu else self._timed
 
+    @cached_property
+    def _passed(self) -> Tensor:
+        return torch.zeros(PASSED // 4)
+
     def _timed_cold(self, call: Call, count: int) -> float:
         """Return the seconds of one of up to `count` calls, each after a pass over other memory."""
         call()
-        count, passed, found = min(count, MAX_COLD), torch.zeros(PASSED // 4), 0.0
+        count, found = min(count, MAX_COLD), 0.0
         for _ in range(count):
-            passed.add_(1)
+            self._passed.add_(1)
             self._barrier()
             begin = self._mark()
             call()

@@ -82,16 +82,21 @@ def test_model(pool: Pool, layout: str, world_size: int) -> None:
     pool.run(world_size, _check_model, layout)
 
 
-def test_compiled_model(pool: Pool) -> None:
-    pool.run(2, _check_model, "zigzag", True)
+@pytest.mark.parametrize(
+    "backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.repeats)]
+)
+def test_compiled_model(pool: Pool, backend: str) -> None:
+    pool.run(2, _check_model, "zigzag", backend)
 
 
-def _check_model(layout: str, compiled: bool = False) -> None:
+def _check_model(layout: str, backend: str | None = None) -> None:
     ringing, whole, mine = ring_model(layout)
     x, grad = torch.randn(2, SEQ_LEN, WIDTH), torch.randn(2, SEQ_LEN, WIDTH)
     expected = whole(x)
     expected.backward(grad)
-    model = torch.compile(ringing, fullgraph=True) if compiled else ringing
+    model: Any = ringing
+    if backend is not None:
+        model = torch.compile(ringing, backend=backend, fullgraph=True)
     out = model(x[:, mine])
     out.backward(grad[:, mine])
     assert type(out) is Tensor

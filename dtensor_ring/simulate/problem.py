@@ -15,6 +15,9 @@ from dtensor_ring.planning.tile import FULL
 from dtensor_ring.simulate.sizes import TensorSizes, tensor_sizes
 from dtensor_ring.transport.transport import TransferPolicy
 
+# Pairs of query and key of a rank, over all heads, whose number fits 64 bits.
+MAX_PAIRS = 2**62
+
 
 class SimulatedProblem(NamedTuple):
     """An attention over the ranks of an axis. It is hashable.
@@ -101,6 +104,12 @@ def problem_of(
     # Boundaries or slices by row give the number of rows.
     rows = max(len(x) for x in (documents or (), slices or ()))
     sizes = sizes._replace(batch=max(sizes.batch, rows))
+    if length**2 * sizes.batch * sizes.heads[0] > MAX_PAIRS * num_ranks:
+        raise ValueError(
+            f"seq_len {length:,} with batch {sizes.batch:,} and {sizes.heads[0]} heads has more "
+            f"pairs of tokens for each of {num_ranks} ranks than {MAX_PAIRS:,}, which is all that "
+            "is counted: take fewer tokens, or more ranks"
+        )
     sharded = layout_for(layout, mask, length, num_ranks, documents, slices)
     asked = mask, length, num_ranks, documents, slices
     return SimulatedProblem(sharded, *asked, sizes, name, policy.num_parts, kernel)

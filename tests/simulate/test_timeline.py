@@ -125,6 +125,17 @@ def test_what_cannot_be_simulated(options: dict[str, Any], said: str) -> None:
         simulate_attention(Mask.causal(), 64, 8, (4, 2), **{"machine": MACHINE, **options})
 
 
+def test_more_pairs_than_are_counted() -> None:
+    """Half of the tokens take a fourth of the time; more than 64 bits count is refused."""
+    asked: dict[str, Any] = {"world_size": 8, "heads": (32, 8), "machine": MACHINE}
+    most, half = (simulate_attention(Mask.causal(), 2**x, **asked).seconds[0] for x in (30, 29))
+    assert most == pytest.approx(4 * half, rel=1e-3)
+    with pytest.raises(
+        ValueError, match=r"seq_len 2,147,483,648 .* than 4,611,686,018,427,387,904"
+    ):
+        simulate_attention(Mask.causal(), 2**31, **asked)
+
+
 @pytest.mark.parametrize(
     ("mask", "bounds", "is_plain"),
     [

@@ -30,9 +30,6 @@ from dtensor_ring.planning.plan import Step
 from dtensor_ring.planning.ranges import length
 from dtensor_ring.planning.run_table import MARKED, RunTable
 
-# What is read where a rank has no block of any sequence: models cannot expand an empty tensor.
-ANY_PAGE = np.zeros(1, dtype=np.int32)
-
 
 @dataclass(frozen=True)
 class Entries:
@@ -220,7 +217,9 @@ class PagedPlan:
     @cached_property
     def pages(self) -> np.ndarray:
         """Return the blocks of all sequences on this rank, ascending; block 0 if there is none."""
-        return np.unique(np.concatenate(self._tables)) if any(map(len, self._tables)) else ANY_PAGE
+        found = np.unique(np.concatenate([np.zeros(0, dtype=np.int32), *self._tables]))
+        # Models that expand what they keep cannot view an empty tensor.
+        return found if len(found) else np.zeros(1, dtype=np.int32)
 
     def step(self, mask: Mask, from_pages: bool = False) -> PagedStep:
         """Return the step for a mask.

@@ -245,7 +245,7 @@ class ShardedModel(ParallelStyle):
         else:
             backbone.forward = _sharded_forward(backbone, sharding)
         install_generate(model, sharding)
-        install_generate_batch(model, sharding)
+        install_generate_batch(model)
         _name_layers(model)
         # Insert it first: pickle must reach its error before objects that transformers added.
         others = dict(vars(model))

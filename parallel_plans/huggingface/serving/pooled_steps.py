@@ -122,9 +122,8 @@ class DecodedTokens(PooledStep):
                 x[0].transpose(0, 1).unflatten(0, (-1, block)).contiguous() for x in (key, value)
             )
             blocks = keys, values
-        axis = self._memory.axis
-        how = {"mask": mask, "mesh": axis.mesh, "blocks": blocks, **scores}
-        out, _ = batch.decode(number, _by_row(query), **how)
+        mesh = self._memory.axis.mesh
+        out, _ = batch.decode(number, _by_row(query), mesh=mesh, mask=mask, blocks=blocks, **scores)
         return out.squeeze(2).transpose(0, 1).unsqueeze(0)
 
 
@@ -221,8 +220,6 @@ class PooledInputs:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        *,
-        mask: Mask,
         cu_seqlens: Tensor | None = None,
         strategy: str | None = None,
         **scores: Any,
@@ -231,11 +228,19 @@ class PooledInputs:
 
         There are no documents, and keys stay where they are: `cu_seqlens` and `strategy` are
         ignored.
+
+        Raises:
+            ValueError: if the model made a mask of its own for these tokens.
         """
+        if "slices" in scores:
+            raise ValueError(
+                "the model makes a mask of its own for each batch, which generate_batch over a "
+                "sharded pool does not support; call generate"
+            )
         memory = self.memory
         assert memory.step is not None and memory.cache is not None, "outside of a forward"
         memory.expands = (key.shape[1], key.shape[3]) != memory.kept
-        return memory.step.attend(memory.numbers[self.layer], query, key, value, mask, **scores)
+        return memory.step.attend(memory.numbers[self.layer], query, key, value, **scores)
 
 
 def _by_row(x: Tensor) -> Tensor:

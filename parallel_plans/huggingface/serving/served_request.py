@@ -15,12 +15,12 @@ from dtensor_ring.extension import PooledSequence
 FUNCTIONS = ("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn", "tokenizer")
 # Options of a GenerationConfig that are for one call of `generate`, and the values that ask for
 # nothing.
-ALLOWED = {
-    "max_time": (None,),
-    "guidance_scale": (None, 1, 1.0),
-    "cache_implementation": (None, "dynamic"),
-    "token_healing": (None, False),
-}
+ALLOWED = (
+    ("max_time", (None,)),
+    ("guidance_scale", (None, 1)),
+    ("cache_implementation", (None, "dynamic")),
+    ("token_healing", (None, False)),
+)
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def prepare_choice(
             f"generate_batch decodes greedily or samples, and the options ask for {mode.value}; "
             "call generate for it"
         )
-    for name, allowed in ALLOWED.items():
+    for name, allowed in ALLOWED:
         if getattr(found.config, name, None) not in allowed:
             raise ValueError(
                 f"{name}={getattr(found.config, name)!r} is not supported by generate_batch over a "

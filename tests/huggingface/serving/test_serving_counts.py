@@ -56,11 +56,11 @@ def check_samples() -> None:
 
     The last block that they share is not full, so each gets a copy of it.
     """
-    prompt, num_samples = prompt_of(0, 15), 4
-    workload = Workload((Arrival(0, prompt, 3, num_samples),), BLOCK, 20, 64, 8)
+    prompt, num_samples, num_new = prompt_of(0, BLOCK + 4), 4, 8
+    workload = Workload((Arrival(0, prompt, num_new, num_samples),), BLOCK, 20, 64, 8)
     batch = check_workload(sharded("Llama"), alone_on(stock("Llama")), workload)
     assert batch.counts.prefilled == len(prompt) - 1
-    assert batch.counts.decoded == 3 * num_samples
+    assert batch.counts.decoded == num_new * num_samples
 
 
 def test_samples_share_a_prompt(pool: Pool) -> None:

@@ -77,8 +77,8 @@ class PooledForward:
             how[ROUTER_LOGITS] = False  # the config may ask for a loss
         self.memory.step = step
         try:
-            # The module is called, not its forward: the weights of FSDP2 are gathered by hooks. Each
-            # step has another number of tokens, so a compiled model would compile each anew.
+            # The module is called, not its forward: hooks gather the weights of FSDP2. Each step
+            # has another number of tokens, so a compiled model would compile each anew.
             with torch.compiler.set_stance("force_eager"):
                 return self._model(**how, **self._cache).logits
         finally:

@@ -83,6 +83,7 @@ bench: $(VENV)/.installed ## measure the ring, masks, routes, strategies, calls,
 	$(VENV)/bin/python benchmarks/loss.py $(ARGS)
 	$(VENV)/bin/python benchmarks/decode.py $(ARGS)
 	$(VENV)/bin/python benchmarks/generate.py $(ARGS)
+	$(VENV)/bin/python benchmarks/serving.py $(ARGS)
 	$(VENV)/bin/python benchmarks/faults.py $(ARGS)
 	@if [ "$$(id -u)" = 0 ]; then $(VENV)/bin/python benchmarks/hosts.py $(ARGS); \
 	else echo 'left out benchmarks/hosts.py: its network needs root'; fi

@@ -24,6 +24,8 @@ Caches, and attention of a few tokens to a cache:
     `CacheUsage`, `MAX_QUERIES`.
 Keys and values that a plan keeps by itself, as they are or in eight bits:
     `KeptTokens`, `format_named`, `no_tokens`.
+Sequences of a paged pool, and a prompt of one that is prefilled by the ring:
+    `BlockCopy`, `PagedPrefill`, `PooledSequence`.
 Layouts for models with layers that carry a state:
     `Hybrid`, `HybridComparison`, `compare_hybrid_layouts`.
 A model without weights, for the command `estimate`:
@@ -53,6 +55,8 @@ from dtensor_ring.dtensor.style import number_layer
 from dtensor_ring.ops.call_site import name_layer, within_layer
 from dtensor_ring.ops.checks import check_strided
 from dtensor_ring.ops.nodes import autocast_dtype, register_gradient
+from dtensor_ring.paged.blocks import BlockCopy, PooledSequence
+from dtensor_ring.paged.prefill import PagedPrefill
 from dtensor_ring.planning.layout import Layout
 from dtensor_ring.planning.run_table import as_layout, layout_names
 from dtensor_ring.planning.strategy import check_strategy
@@ -63,6 +67,7 @@ __all__ = [
     "IGNORE_INDEX",
     "MAX_QUERIES",
     "AnyMachine",
+    "BlockCopy",
     "CacheUsage",
     "Hybrid",
     "HybridComparison",
@@ -72,6 +77,8 @@ __all__ = [
     "Layout",
     "MetaModel",
     "ModelRequest",
+    "PagedPrefill",
+    "PooledSequence",
     "Problem",
     "Saved",
     "Scores",

@@ -50,6 +50,13 @@ def test_benchmark_of_generation(folder: Path) -> None:
     assert found["first"].keys() == found["steps"].keys() == found["cache_bytes"].keys() == names
 
 
+@pytest.mark.repeats  # four models of real widths
+def test_benchmark_of_serving(folder: Path) -> None:
+    (found,) = measured("serving", folder)["measurements"]
+    assert len(found["seconds"]) == 4
+    assert found["pool_bytes"].keys() == found["steps"].keys() == {"ours, 1 rank", "ours, 2 ranks"}
+
+
 def test_benchmark_of_frames(folder: Path) -> None:
     counts = measured("frames", folder)["counts"]
     assert len(counts) == 9

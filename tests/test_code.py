@@ -27,8 +27,8 @@ LAYERS += ("simulate", "agreement")
 LAYERS += ("ring", "ops", "all_to_all.op", "all_to_all.ulysses", "decode.op", "dtensor")
 LAYERS += ("all_to_all", "decode", "paged", "extension", "command")
 """A module imports from its own layer and those before it, and never in a circle."""
-FOLDERS = ("core", "states", "probing", "losses", "sharding", "generation", "vision")
-FOLDERS += ("trainers",)
+FOLDERS = ("core", "states", "probing", "losses", "sharding", "generation", "serving")
+FOLDERS += ("vision", "trainers")
 """Of `huggingface/`, in the order of their imports; its other files stand above them."""
 DOOR = {"dtensor_ring": dtensor_ring.__all__, "dtensor_ring.extension": extension.__all__}
 """What plans may import of the package: modules, and the names of each."""

@@ -92,6 +92,18 @@ def test_generate(tmp_path: Path, launched: Callable[..., str]) -> None:
     assert sorted(found["cache_bytes"]) == [pair * 150, pair * (150 + 256)]
 
 
+def test_serve_batch(tmp_path: Path, launched: Callable[..., str]) -> None:
+    """Two beginnings of a block and more, each computed once; what follows them 6 times."""
+    sizes = ("--prompts", 6, "--prefixes", 2, "--prefix-len", 300, "--new", 3)
+    printed = launched("serve_batch", *sizes, "--seconds", 1, "--out", tmp_path)
+    assert "all tokens agree: True" in printed
+    found = json.loads((tmp_path / "served.json").read_text())
+    block, written = 256, 300 + 32 - 1
+    assert found["prefilled"] == 2 * block + 6 * (written - block)
+    assert found["cached"] == 4 * block
+    assert found["most_shared"] == 2
+
+
 def test_profile(tmp_path: Path) -> None:
     options = ("--seq-len", 64, "--folder", tmp_path)
     (run,) = run_script(EXAMPLES / "profile_ring.py", *options)

@@ -125,21 +125,31 @@ class PagedCache:
                 if rank == self.rank:
                     self._memory.copy(source, target)
 
-    def gather(self, layer: int, sequence: PooledSequence) -> tuple[Tensor, Tensor]:
+    def gather(
+        self, layer: int, sequence: PooledSequence, length: int | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Return copies of this rank's keys `(1, Nkv, C, H)` and values of a sequence, by position.
 
         `BlockPool.runs` returns their positions, in the format of `key_runs` of `ring_attention`
         and `decode_attention`.
 
+        Args:
+            layer: the index of the layer.
+            sequence: the sequence.
+            length: the number of its first tokens to read; by default all.
+
         Raises:
-            TypeError: if `layer` is not an int.
-            ValueError: if there is no such layer, or `sequence` is not in the pool.
+            TypeError: if `layer` or `length` is not an int.
+            ValueError: if there is no such layer, `sequence` is not in the pool, or has fewer
+                tokens.
         """
         table = self.pool.block_table(sequence, self.rank)
-        num_cols = self.pool.dealing.num_before(len(sequence), self.rank)
+        length = len(sequence) if length is None else length
+        length, dealing = as_count("length", length, 0, len(sequence)), self.pool.dealing
+        num_cols = dealing.num_before(length, self.rank)
         keys, values = (
             x.flatten(0, 1)[:num_cols].transpose(0, 1).unsqueeze(0)
-            for x in self._memory.read(self._number(layer), table)
+            for x in self._memory.read(self._number(layer), table[: -(-num_cols // dealing.block)])
         )
         return keys, values
 
@@ -217,15 +227,12 @@ class PagedBatch:
                     f"{sequence.number} were committed, others may read them; so its last "
                     f"{self.num_tokens} cannot be written, {fix}"
                 )
-        number, like = self._cache._number(layer), self._cache._memory.like
-        (source,), slots = self._plan.sources.on(like[0].device), self._plan.slots
+        number, device = self._cache._number(layer), self._cache._memory.like[0].device
+        (source,), slots = self._plan.sources.on(device), self._plan.slots
         if as_flag("dealt", dealt) and len(self.sequences) != 1:
             raise ValueError(f"dealt is for one sequence, got {len(self.sequences)}")
         num_given = len(source) if dealt else self.num_tokens
-        for name, x, blocks in zip(("key", "value"), (key, value), like, strict=True):
-            _check(
-                name, x, (len(self.sequences), blocks.shape[2], num_given, blocks.shape[3]), blocks
-            )
+        check_new_tokens(self._cache, key, value, len(self.sequences), num_given)
         with torch.inference_mode(False), torch.no_grad():
             keys, values = (x.transpose(1, 2).flatten(0, 1) for x in (key, value))
             if not dealt:
@@ -263,8 +270,8 @@ class PagedBatch:
                 batch was made.
             NotImplementedError: if the query needs a gradient while gradients are enabled.
         """
-        scores = self._scores(layer, query, mask, scale, softcap, None)
-        return self._attend(layer, query, scores, kernel)
+        scores = self._scores(layer, query, mask, scale, softcap, None, self._cache._memory.like)
+        return self._attend(layer, query, scores, kernel, None)
 
     def _scores(
         self,
@@ -274,11 +281,12 @@ class PagedBatch:
         scale: float | None,
         softcap: float,
         sinks: Tensor | None,
+        like: tuple[Tensor, Tensor],
     ) -> Scores:
         """Check all arguments but the kernel, and return how the queries are scored."""
         self._check_current()
         self._cache._number(layer)
-        keys, _ = self._cache._memory.like
+        keys, _ = like
         num_heads = query.shape[1] if isinstance(query, Tensor) and query.ndim == 4 else 0
         _check(
             "query", query, (len(self.sequences), num_heads, self.num_tokens, keys.shape[3]), keys
@@ -298,12 +306,17 @@ class PagedBatch:
         return scores
 
     def _attend(
-        self, layer: int, query: Tensor, scores: Scores, kernel: str | None
+        self,
+        layer: int,
+        query: Tensor,
+        scores: Scores,
+        kernel: str | None,
+        blocks: tuple[Tensor, Tensor] | None,
     ) -> tuple[Tensor, Tensor]:
         """Return this rank's partial result, without sinks, which are added after the merge."""
         if kernel is not None and not isinstance(kernel, str):
             raise TypeError(f"kernel must be the name of a kernel, a str, got {kernel!r}")
-        keys, values = self._cache._memory.like
+        keys, values = blocks or self._cache._memory.like
         facts = query.device.type, query.dtype, keys.shape[3], values.shape[3], scores.scale
         grouped = query.shape[1] > keys.shape[2]
         problem = Problem(*facts, softcap=scores.softcap, grouped=grouped)
@@ -311,10 +324,9 @@ class PagedBatch:
         with torch.no_grad():
             # Kernels need the head dim to be contiguous.
             query = query if query.stride(3) == 1 else query.contiguous()
-            step = self._plan.step(scores.mask)
-            return step.forward(
-                query, *self._cache._memory.to_attend(layer, step.pages), reader, scores
-            )
+            step = self._plan.step(scores.mask, blocks is not None)
+            pair = blocks or self._cache._memory.to_attend(layer, step.pages)
+            return step.forward(query, *pair, reader, scores)
 
     def decode(
         self,
@@ -328,6 +340,7 @@ class PagedBatch:
         softcap: float = 0.0,
         kernel: str | None = None,
         merge: str | None = None,
+        blocks: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Attend to the keys of all ranks: `attend`, and one round of messages that merges.
 
@@ -344,6 +357,8 @@ class PagedBatch:
             softcap: scores become `softcap * tanh(score / softcap)`; 0 turns it off.
             kernel: as for `attend`.
             merge: as for `decode_attention`.
+            blocks: what to attend to in place of the cache: keys and values `(P, block, Nkv, H)`
+                that a model made of `blocks(layer)`.
 
         Returns:
             `out` `(B, N, M, Hv)` in the query's dtype, and `lse` `(B, N, M)`.
@@ -363,15 +378,42 @@ class PagedBatch:
                 f"{place[0]}, and this is its rank {place[1]}; make the pool with "
                 "world_size=mesh.size(), and the cache with rank=mesh.get_local_rank()"
             )
-        scores = self._scores(layer, query, mask, scale, softcap, sinks)
+        if blocks is not None:
+            self._check_blocks(*blocks)
+        like = blocks or self._cache._memory.like
+        scores = self._scores(layer, query, mask, scale, softcap, sinks, like)
         batch = DecodeBatch(agree=self._plan.agreed(layer))
         call = DecodeCall(batch, scores, placed(query, mesh, True, merge)[0])
-        here = partial(self._attend, layer, query, scores, kernel)
+        here = partial(self._attend, layer, query, scores, kernel, blocks)
         # Ranks compare only heads and head dim of values, which the blocks have.
-        values = self._cache._memory.like[1].transpose(1, 2)
+        values = like[1].transpose(1, 2)
         given = here, call, self._plan.request(mask), query, values
         out, lse = called_from(sys._getframe(), merge_ranks, *given)
         return out.to(query.dtype), lse
+
+    def blocks(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Return copies of the sequences' blocks on this rank: keys `(P, block, Nkv, H)`, values.
+
+        They are for models that keep latents: `decode` takes what a model makes of them. Blocks
+        that sequences share are there once. A rank without blocks has one that nobody attends to.
+
+        Raises:
+            TypeError: if `layer` is not an int.
+            ValueError: if there is no such layer, or a sequence has changed since the batch was
+                made.
+        """
+        self._check_current()
+        return self._cache._memory.read(self._cache._number(layer), self._plan.pages)
+
+    def _check_blocks(self, keys: Tensor, values: Tensor) -> None:
+        """Refuse blocks that do not belong to `blocks(layer)`."""
+        shape = len(self._plan.pages), self._cache.pool.dealing.block
+        for name, x in (("keys", keys), ("values", values)):
+            if x.ndim != 4 or (*x.shape[:2], x.shape[2]) != (*shape, keys.shape[2]):
+                raise ValueError(
+                    f"{name} of blocks must be {(*shape, keys.shape[-2], 'head dim')}, made of "
+                    f"what blocks(layer) returned, got {tuple(x.shape)}"
+                )
 
     def _check_current(self) -> None:
         """Refuse a batch whose sequences have changed."""
@@ -381,6 +423,17 @@ class PagedBatch:
                     f"sequence {sequence.number} has changed since this batch was made; make a new "
                     "one for each step"
                 )
+
+
+def check_new_tokens(cache: PagedCache, key: Tensor, value: Tensor, batch: int, num: int) -> None:
+    """Refuse keys and values that are not `(batch, Nkv, num, H)`, as the cache keeps them.
+
+    Raises:
+        TypeError: if one is not a tensor.
+        ValueError: if a shape, dtype or device does not fit.
+    """
+    for name, x, like in zip(("key", "value"), (key, value), cache._memory.like, strict=True):
+        _check(name, x, (batch, like.shape[2], num, like.shape[3]), like)
 
 
 def _check(name: str, x: Tensor, shape: tuple[int, ...], like: Tensor) -> None:

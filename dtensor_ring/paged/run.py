@@ -73,10 +73,8 @@ class PagedStep:
         reads: the keys that the queries see.
         tables: by batch row, the blocks of the row's sequence on this rank.
         block: tokens of a block.
-        from_copies: whether `forward` gets copies of `pages`, not the memory of all blocks.
-
-    Attributes:
-        pages: the blocks that are read, ascending; `None` for the memory of all blocks.
+        pages: the blocks that `forward` gets copies of, ascending, all that are read among them;
+            `None` if it gets the memory of all blocks.
     """
 
     def __init__(
@@ -84,14 +82,12 @@ class PagedStep:
         reads: BlockReads,
         tables: Sequence[np.ndarray],
         block: int,
-        from_copies: bool = False,
+        pages: np.ndarray | None = None,
     ) -> None:
-        self._reads, self._block = reads, block
-        self.pages: np.ndarray | None = None
-        if from_copies:  # blocks count from 0 among the pages; those that nobody reads, anyhow
-            self.pages = pages_of(reads, tables, block)
-            last = max(0, len(self.pages) - 1)
-            tables = [np.minimum(np.searchsorted(self.pages, table), last) for table in tables]
+        self._reads, self._block, self.pages = reads, block, pages
+        if pages is not None:  # blocks count from 0 among the pages; those nobody reads, anyhow
+            last = max(0, len(pages) - 1)
+            tables = [np.minimum(np.searchsorted(pages, table), last) for table in tables]
         self._tables = tables
         self._edges = Step(0, 0, Cols(), reads.edges)
 
@@ -195,7 +191,7 @@ class PagedPlan:
     ) -> None:
         self._pool, self._rank, self._kv_dtype = pool, rank, kv_dtype
         self._sequences, self._num_tokens = sequences, num_tokens
-        self._steps: dict[Mask, PagedStep] = {}
+        self._steps: dict[tuple[Mask, bool], PagedStep] = {}
 
     @property
     def sources(self) -> Numbers:
@@ -210,21 +206,36 @@ class PagedPlan:
     @cached_property
     def _places(self) -> tuple[Numbers, ...]:
         sources, slots = [], []
-        for row, sequence in enumerate(self._sequences):
+        for row, (sequence, table) in enumerate(zip(self._sequences, self._tables, strict=True)):
             begin, dealing = len(sequence) - self._num_tokens, self._pool.dealing
             mine, columns = dealing.columns(begin, len(sequence), self._rank)
             sources.append(mine + row * self._num_tokens)
-            slots.append(slots_of(self._table(sequence), columns, dealing.block))
+            slots.append(slots_of(table, columns, dealing.block))
         lists = (np.concatenate([np.arange(0), *x]) for x in (sources, slots))
         return tuple(Numbers(torch.int64, torch.from_numpy(x)) for x in lists)
 
-    def step(self, mask: Mask) -> PagedStep:
-        """Return the step for a mask."""
-        if mask not in self._steps:
-            block, tables = self._pool.dealing.block, [self._table(x) for x in self._sequences]
-            reads = block_reads(decode_step(*self.request(mask)).tiles, block, len(tables))
-            self._steps[mask] = PagedStep(reads, tables, block, self._kv_dtype is not None)
-        return self._steps[mask]
+    @cached_property
+    def pages(self) -> np.ndarray:
+        """Return the blocks of all sequences on this rank, ascending; block 0 if there is none."""
+        found = np.unique(np.concatenate([np.zeros(0, dtype=np.int32), *self._tables]))
+        # Models that expand what they keep cannot view an empty tensor.
+        return found if len(found) else np.zeros(1, dtype=np.int32)
+
+    def step(self, mask: Mask, from_pages: bool = False) -> PagedStep:
+        """Return the step for a mask.
+
+        Args:
+            mask: which keys a query sees.
+            from_pages: whether it gets copies of all `pages`, in any form.
+        """
+        if (mask, from_pages) not in self._steps:
+            block, pages = self._pool.dealing.block, self.pages if from_pages else None
+            tiles = decode_step(*self.request(mask)).tiles
+            reads = block_reads(tiles, block, len(self._tables))
+            if pages is None and self._kv_dtype is not None:
+                pages = pages_of(reads, self._tables, block)
+            self._steps[mask, from_pages] = PagedStep(reads, self._tables, block, pages)
+        return self._steps[mask, from_pages]
 
     def request(self, mask: Mask) -> DecodeRequest:
         """Return the input of the planner; ranks differ in their rank only."""
@@ -258,5 +269,7 @@ class PagedPlan:
         ends = Documents([(0, length) for length in lengths])
         return runs, ends, tuple(length - self._num_tokens for length in lengths)
 
-    def _table(self, sequence: PooledSequence) -> np.ndarray:
-        return self._pool.block_table(sequence, self._rank)
+    @cached_property
+    def _tables(self) -> list[np.ndarray]:
+        """Return the blocks of each sequence on this rank."""
+        return [self._pool.block_table(x, self._rank) for x in self._sequences]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,17 +15,24 @@ from torch import Tensor
 from parallel_plans.huggingface.trl import ContextParallelMixin
 
 NO_GENERATION = (
-    "a sharded sequence cannot generate: completions come from elsewhere; give "
-    "rollout_func=..., which asks a server for them, and leave use_vllm, tools and environments out"
+    "over a sharded sequence, completions come from elsewhere or from the ranks themselves; give "
+    "rollout_func=..., which asks a server for them, or use_transformers_continuous_batching=True, "
+    "and leave use_vllm, tools and environments out"
 )
 
 
 class ContextParallelGRPOMixin(ContextParallelMixin):
-    """Context parallelism for TRL's `GRPOTrainer`, with completions from a `rollout_func`.
+    """Context parallelism for TRL's `GRPOTrainer`.
 
-    Put it before the trainer of TRL. The first rank of each axis calls `rollout_func`, and the
-    whole axis uses its completions and rewards. Rewards, advantages, losses and metrics are the
-    same as those of TRL's trainer on the ranks of `dp_replicate` alone.
+    Put it before the trainer of TRL. Completions come from one of two places, and rewards,
+    advantages, losses and metrics are the same as those of TRL's trainer on the ranks of
+    `dp_replicate` alone:
+
+    - from a `rollout_func`, which the first rank of each axis calls; the whole axis uses its
+      completions and rewards;
+    - with `use_transformers_continuous_batching=True`, from the ranks of the axis themselves, by
+      `generate_batch` with the weights as they are. A prompt is computed once for all of its
+      completions.
 
     Args:
         *args: arguments of TRL's trainer. `model` is under `context_parallel_plan`.
@@ -55,7 +63,10 @@ class ContextParallelGRPOMixin(ContextParallelMixin):
         config: Any = self.args
         config.generation_batch_size = self._rows_of_replica() * self._num_replicas()
         ask = self.rollout_func
-        self.rollout_func: Any = lambda prompts, trainer: self._share(lambda: ask(prompts, trainer))
+        if ask is not None:
+            self.rollout_func: Any = lambda prompts, trainer: self._share(
+                lambda: ask(prompts, trainer)
+            )
 
     def _makes_reference(self) -> bool:
         args: Any = self.args
@@ -69,8 +80,14 @@ class ContextParallelGRPOMixin(ContextParallelMixin):
     def _check_generation(self) -> None:
         trainer: Any = self
         config, rows = trainer.args, self._rows_of_replica()
-        if trainer.rollout_func is None or trainer.use_vllm:
+        is_own = config.use_transformers_continuous_batching
+        if (trainer.rollout_func is None) != is_own or trainer.use_vllm or trainer.tools:
             raise ValueError(NO_GENERATION)
+        if is_own and self.is_fsdp_enabled and self._num_replicas() > 1:
+            raise ValueError(
+                "FSDP gathers weights over replicas, whose completions take different numbers of "
+                "steps; generate on one replica, by a mesh of cp alone, or give rollout_func"
+            )
         if "tp" in (self._mesh.mesh_dim_names or ()):
             raise ValueError("GRPO shares completions along cp only; leave tp out of the mesh")
         if config.log_completions:
@@ -92,8 +109,28 @@ class ContextParallelGRPOMixin(ContextParallelMixin):
                     f"the {group} generations of a prompt, got {number}"
                 )
 
-    def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
-        raise ValueError(NO_GENERATION)
+    def _generate_single_turn(
+        self, prompt_ids: list[list[int]], images: Any, multimodal: Any, number: int, *_: Any
+    ) -> tuple[list[list[int]], list[list[float]]]:
+        """Return completions and their log-probabilities, `number` for each prompt in a row."""
+        trainer: Any = self
+        if not trainer.args.use_transformers_continuous_batching or images is not None:
+            raise ValueError(NO_GENERATION)
+        seed = self._share(lambda: int(torch.randint(2**62, ())))
+        how = replace(trainer.continuous_batching_config, return_logprobs=True, seed=seed)
+        model = self.accelerator.unwrap_model(trainer.model)
+        with torch.no_grad(), _evaluating(model):
+            found = model.generate_batch(
+                prompt_ids[::number],
+                trainer.generation_config,
+                how,
+                num_return_sequences=number,
+            )
+        outputs = list(found.values())
+        failed = [x.error for x in outputs if x.error is not None]
+        if failed:
+            raise ValueError(f"{len(failed)} prompts gave no completion, the first: {failed[0]}")
+        return [x.generated_tokens for x in outputs], [x.logprobs for x in outputs]
 
     def _generate_and_score_completions(self, inputs: Any) -> Any:
         parent: Any = super()
@@ -140,6 +177,17 @@ class ContextParallelGRPOMixin(ContextParallelMixin):
         if made[1] is not None:
             raise RuntimeError(f"the first rank of the axis failed with {made[1]}")
         return made[0]
+
+
+@contextmanager
+def _evaluating(model: Any) -> Iterator[None]:
+    """Put a model into evaluation, where layers without a cache drop nothing."""
+    before = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(before)
 
 
 class _Replicas:

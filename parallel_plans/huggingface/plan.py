@@ -60,6 +60,7 @@ from parallel_plans.huggingface.probing.probe import (
     check_token_mixing,
 )
 from parallel_plans.huggingface.probing.proxy_model import small_proxy
+from parallel_plans.huggingface.serving.generate_batch import install_generate_batch
 from parallel_plans.huggingface.sharding.sharding import Sharding, forward_by_name, shardings_of
 from parallel_plans.huggingface.states import state_passing, stateful
 from parallel_plans.huggingface.states.default_layout import (
@@ -244,6 +245,7 @@ class ShardedModel(ParallelStyle):
         else:
             backbone.forward = _sharded_forward(backbone, sharding)
         install_generate(model, sharding)
+        install_generate_batch(model)
         _name_layers(model)
         # Insert it first: pickle must reach its error before objects that transformers added.
         others = dict(vars(model))
@@ -300,6 +302,8 @@ def _sharded_forward(model: nn.Module, sharding: Sharding) -> MethodType:
     plain = type(model).forward
 
     def run(self: nn.Module, arguments: dict[str, Any]) -> Any:
+        if "ring" in arguments:  # these are a rank's tokens already
+            return plain(self, **arguments)
         if uses_cache(arguments):
             return forward_with_cache(plain, self, sharding, arguments)
         batch, spec = sharding.inputs(self, arguments)

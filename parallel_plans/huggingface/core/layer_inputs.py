@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,29 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dtensor_ring import SequenceAxis, decode_attention
 from parallel_plans.huggingface.core.documents import DocumentBounds
+
+
+class LayerInputs(Protocol):
+    """How a layer attends in one forward."""
+
+    @property
+    def documents(self) -> DocumentBounds:
+        """Return where documents begin and end."""
+        ...
+
+    @property
+    def key_runs(self) -> Tensor | None:
+        """Return `None` if the keys of a layer are those of its queries' tokens alone."""
+        ...
+
+    @property
+    def begin(self) -> int:
+        """Return the position in the sequence from which documents and runs count."""
+        ...
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, **scores: Any) -> Tensor:
+        """Return the outputs of this rank's queries, `(B, N, L, H)`."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -95,9 +118,6 @@ class DecodeInputs:
             agree=self.agree,
             **scores,
         )
-
-
-LayerInputs = ShardedInputs | DecodeInputs
 
 
 class ScanChunk(NamedTuple):

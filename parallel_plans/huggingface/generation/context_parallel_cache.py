@@ -74,10 +74,8 @@ class ContextParallelCache(Cache):
                 f"decode_tokens must be from 1 to {MAX_QUERIES}, got {decode_tokens!r}"
             )
         self.sharding = found[0]
-        config = model.config.get_text_config(decoder=True)
-        stock = DynamicCache(config=config).layers
-        sizes = _window_sizes(stock, getattr(config, "layer_types", None) or ())
-        kept = [i for i, x in enumerate(stock) if not isinstance(x, DummyLayer)]
+        stock, owners, sizes = _stock_layers(model)
+        kept = sorted({*owners})
         axis, chunks = self.sharding.axis, self.sharding.chunks
         how = chunks, decode_tokens, block, self.sharding.cache_dtype
         self.memory = CacheMemory(axis, sizes, kept, *how)
@@ -188,12 +186,39 @@ class KeptLayer(CacheLayerMixin):
         return -1
 
 
-def _window_sizes(layers: list[Any], types: Sequence[str]) -> list[int]:
-    """Return the number of tokens that each layer sees; 0 for all tokens.
+def pooled_cache(model: Any, memory: Any) -> tuple[Cache, list[int]]:
+    """Return a cache for memory that keeps all tokens of all layers alike.
 
-    A layer without a cache of its own uses that of the last layer before it of its type.
+    Args:
+        model: the model.
+        memory: what `KeptLayer` appends to.
+
+    Returns:
+        The cache, and for each layer the number of the layer whose keys it uses, among those that
+        keep any.
+
+    Raises:
+        ValueError: if a layer keeps anything other than keys and values.
     """
-    sizes: list[int] = []
+    stock, owners, sizes = _stock_layers(model)
+    kept = sorted({*owners})
+    layers: list[Any] = [
+        x if isinstance(x, DummyLayer) else KeptLayer(memory, i, sizes[i])
+        for i, x in enumerate(stock)
+    ]
+    return Cache(layers=layers), [kept.index(x) for x in owners]
+
+
+def _stock_layers(model: Any) -> tuple[list[Any], list[int], list[int]]:
+    """Return the layers of a stock cache, whose keys each layer uses, and how many it sees.
+
+    A layer without a cache of its own uses that of the last layer before it of its type. It sees
+    the last tokens, as many as its window has; 0 stands for all tokens.
+    """
+    config = model.config.get_text_config(decoder=True)
+    layers: list[Any] = DynamicCache(config=config).layers
+    types: Sequence[str] = getattr(config, "layer_types", None) or ()
+    owners: list[int] = []
     of_type: dict[str, int] = {}
     for number, layer in enumerate(layers):
         kind = types[number] if number < len(types) else ""
@@ -203,6 +228,6 @@ def _window_sizes(layers: list[Any], types: Sequence[str]) -> list[int]:
                 "sharded sequence; generate with use_cache=False, or with the stock model"
             )
         if not isinstance(layer, DummyLayer):
-            of_type[kind] = getattr(layer, "sliding_window", 0)
-        sizes.append(of_type.get(kind, 0))
-    return sizes
+            of_type[kind] = number
+        owners.append(of_type.get(kind, 0))
+    return layers, owners, [getattr(layers[x], "sliding_window", 0) for x in owners]

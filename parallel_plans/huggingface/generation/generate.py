@@ -111,8 +111,8 @@ def _described(model: Any, asked: dict[str, Any]) -> dict[str, str]:
     """Describe what must be the same on all ranks."""
     listed = {name: x for name, x in asked.items() if x is not None and name not in OWN_OF_RANKS}
     found = described(listed)
-    found |= {name: _written(x) for name, x in listed.items() if not isinstance(x, Tensor)}
-    found["generation_config of the model"] = _written(model.generation_config)
+    found |= {name: written(x) for name, x in listed.items() if not isinstance(x, Tensor)}
+    found["generation_config of the model"] = written(model.generation_config)
     if _option(model, asked, "do_sample"):
         found["random state"] = _digest(model.device)
     return found
@@ -124,12 +124,12 @@ def _tokens_of(result: Any) -> dict[str, str]:
     return described({"tokens": tokens}) if isinstance(tokens, Tensor) else {}
 
 
-def _written(x: Any) -> str:
+def written(x: Any) -> str:
     """Describe options by value, and other objects by type."""
     if hasattr(x, "to_dict"):
         return str(sorted(x.to_dict().items(), key=str))
     if isinstance(x, (list, tuple)):
-        return str([_written(part) for part in x])
+        return str([written(part) for part in x])
     return repr(x) if isinstance(x, (bool, int, float, str, dict)) else type(x).__name__
 
 

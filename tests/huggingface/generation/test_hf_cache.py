@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from copy import deepcopy
 from itertools import count
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -262,9 +263,8 @@ def test_cache(pool: Pool, what: str) -> None:
 
 
 def test_layers_that_keep_something_else() -> None:
-    from parallel_plans.huggingface.generation.context_parallel_cache import _window_sizes
+    from parallel_plans.huggingface.generation.context_parallel_cache import _stock_layers
 
     config = transformers.LlamaConfig(**SMALL, layer_types=["full_attention", "conv"])
-    layers = DynamicCache(config=config).layers
     with pytest.raises(ValueError, match="layer 1 keeps a LinearAttentionLayer"):
-        _window_sizes(layers, config.layer_types)
+        _stock_layers(SimpleNamespace(config=config))

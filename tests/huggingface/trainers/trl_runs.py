@@ -138,15 +138,20 @@ def result_of(run: Run, folder: str, sizes: Sizes = None, resume: str | None = N
     with harmless():
         trainer = trainer_of(run, folder, sizes)
         trainer.train(resume_from_checkpoint=resume)
-        numbers = {
-            f"{name} of {number}": value
-            for number, entry in enumerate(trainer.state.log_history)
-            for name, value in counted(entry).items()
-            if UNLIKE not in name
-        }
+        numbers = counted_numbers(trainer)
         trained = {name: x for name, x in trainer.model.named_parameters() if x.requires_grad}
         whole = {name: getattr(x, "full_tensor", lambda x=x: x)() for name, x in trained.items()}
     return numbers, {name: x.detach().clone() for name, x in whole.items()}
+
+
+def counted_numbers(trainer: Any) -> dict[str, Any]:
+    """What a training logged, but for times."""
+    return {
+        f"{name} of {number}": value
+        for number, entry in enumerate(trainer.state.log_history)
+        for name, value in counted(entry).items()
+        if UNLIKE not in name
+    }
 
 
 def trainer_of(run: Run, folder: str, sizes: Sizes = None, **changes: Any) -> Any:

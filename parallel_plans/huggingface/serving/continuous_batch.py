@@ -1,0 +1,295 @@
+"""Many sequences that come and go, generated over a pool that is sharded over ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+from zlib import crc32
+
+import torch
+
+from dtensor_ring import BlockPool
+from dtensor_ring.extension import axis_group, check_agreement
+from parallel_plans.huggingface.generation.generate import written
+from parallel_plans.huggingface.serving.pooled_forward import PooledForward
+from parallel_plans.huggingface.serving.scheduler import Scheduler, ServingCounts
+from parallel_plans.huggingface.serving.served_request import (
+    ServedRequest,
+    TokenChoice,
+    generation_output,
+    prepare_choice,
+)
+from parallel_plans.huggingface.serving.serving_options import ServingOptions
+from parallel_plans.huggingface.sharding.sharding import Sharding
+
+SAME_REQUESTS = (
+    "get the same requests in the same order, with the same options and, to sample, one seed or "
+    "random state (torch.manual_seed(s), one s on all ranks)"
+)
+
+
+class ContinuousBatch:
+    """Generates for requests that come and go, over a pool of blocks that all of them share.
+
+    All ranks of the axis make the same calls in the same order. They compare requests when these
+    come, and the tokens of each step in the messages of its attention.
+
+        batch = model.init_continuous_batching(generation_config, continuous_batching_config)
+        batch.add_requests(prompts)
+        for output in batch:  # a GenerationOutput of transformers, as soon as a request ends
+            batch.add_request(more)  # others may join at any time, or `cancel_request`
+
+    Args:
+        model: a causal language model under a `context_parallel_plan`.
+        sharding: how the plan shards it.
+        generation_config: how tokens are chosen; by default as the model's config says.
+        options: sizes of the pool and of steps.
+
+    Raises:
+        ValueError: if the model cannot be served.
+    """
+
+    def __init__(
+        self, model: Any, sharding: Sharding, generation_config: Any, options: ServingOptions
+    ) -> None:
+        self._model, self._sharding, self._config = model, sharding, generation_config
+        self._options, self._seed = options, options.seed
+        self._group = axis_group(sharding.axis.mesh)
+        self._requests: dict[str, ServedRequest] = {}
+        self._outputs: list[Any] = []
+        self._num_added = self._num_samples = 0
+        self._parts: tuple[Scheduler, PooledForward] | None = None
+        if options.num_blocks is not None:
+            self._parts = self._made(options.num_blocks)
+
+    @property
+    def counts(self) -> ServingCounts:
+        """Return what the steps did so far."""
+        return ServingCounts() if self._parts is None else self._parts[0].counts
+
+    @property
+    def pool(self) -> BlockPool | None:
+        """Return the pool; `None` before the first request, if its size follows from requests."""
+        return None if self._parts is None else self._parts[0].pool
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the bytes of keys and values on this rank."""
+        cache = None if self._parts is None else self._parts[1].memory.cache
+        return 0 if cache is None else cache.num_bytes
+
+    def has_requests(self) -> bool:
+        """Return whether there is anything left to do or to return."""
+        return bool(self._requests or self._outputs)
+
+    def add_request(
+        self, input_ids: Sequence[int], request_id: str | None = None, **options: Any
+    ) -> str:
+        """Add one request, and return its id; see `add_requests`."""
+        ids = None if request_id is None else [request_id]
+        return self.add_requests([input_ids], ids, **options)[0]
+
+    def add_requests(
+        self,
+        inputs: Sequence[Sequence[int]],
+        request_ids: Sequence[str] | None = None,
+        *,
+        seed: int | None = None,
+        **options: Any,
+    ) -> list[str]:
+        """Add requests; they join as soon as there is room.
+
+        A prompt that cannot be served gives an output with an `error`, and the others go on.
+
+        Args:
+            inputs: the prompts, tokens each.
+            request_ids: the ids of their outputs; by default `"req_0"`, `"req_1"`, ... Further
+                samples of a prompt, by `num_return_sequences`, have `"__child#0"`, ... after its
+                id.
+            seed: the seed of the first sample's random state; each sample after it has the next
+                one. By default seeds go on from those of the requests before.
+            options: options of `generate`, as `max_new_tokens`, for these requests.
+
+        Returns:
+            The ids, one for each prompt.
+
+        Raises:
+            ValueError: on every rank, if ranks differ, an id is taken, or an option is not one of
+                greedy decoding or sampling. Nothing was added then.
+        """
+        prompts = [_tokens_of(x) for x in inputs]
+        if request_ids is None:
+            request_ids = [f"req_{self._num_added + i}" for i in range(len(prompts))]
+        described = {name: written(x) for name, x in options.items()} | {
+            "requests": repr(list(request_ids)),
+            "tokens": f"checksum {crc32(repr(prompts).encode()):08x}",
+            "generation_config": written(self._config),
+            "options of the batch": repr(self._options),
+            "cache_dtype of the plan": str(self._sharding.cache_dtype),
+            "seed": str(seed),
+        }
+        check_agreement(self._group, described, SAME_REQUESTS)
+        if len({*request_ids} - {*self._requests}) < len(prompts):
+            raise ValueError(f"ids of requests must be new and differ, got {list(request_ids)}")
+        # All are prepared before any is added: `generate` may refuse an option.
+        prepared = [self._prepared(prompt, options) for prompt in prompts]
+        choices = [x for x in prepared if isinstance(x, TokenChoice)]
+        if self._parts is None and choices:
+            self._parts = self._made(self._num_blocks_for(choices))
+        if seed is None:
+            seed = self._next_seed(any(x.config.do_sample for x in choices))
+        for request_id, prompt, choice in zip(request_ids, prompts, prepared, strict=True):
+            seed = self._add(request_id, prompt, choice, seed)
+        self._num_added += len(prompts)
+        return list(request_ids)
+
+    def cancel_request(self, request_id: str) -> None:
+        """Take a request away, whose output then has an error; the others go on.
+
+        Raises:
+            ValueError: on every rank, if ranks differ, or the id is unknown or of a request that
+                ended.
+        """
+        check_agreement(self._group, {"request to cancel": repr(request_id)}, SAME_REQUESTS)
+        if request_id not in self._requests:
+            raise ValueError(
+                f"no request {request_id!r} to cancel: it is unknown, or ended before; there are "
+                f"{list(self._requests)}"
+            )
+        request = self._requests.pop(request_id)
+        self._scheduler.cancel(request)
+        self._outputs.append(request.output("the request was cancelled"))
+
+    def step(self) -> list[Any]:
+        """Compute the next tokens of some requests, and return the outputs of those that ended.
+
+        Prompts come first: as many of their tokens as the step has room for, through the ring. Then
+        each request whose prompt is done gets its next token.
+
+        Raises:
+            RingError: on every rank, if a rank raised, or ranks drifted apart. Requests then wait
+                again, and no block is lost.
+        """
+        if self._requests:
+            try:
+                self._compute(*self._made_parts)
+            except BaseException:
+                self._scheduler.release()
+                raise
+        found, self._outputs = self._outputs, []
+        return found
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield outputs as requests end, until there are none."""
+        while self.has_requests():
+            yield from self.step()
+
+    def _compute(self, scheduler: Scheduler, forward: PooledForward) -> None:
+        scheduler.counts.steps += 1
+        scheduler.admit()
+        chunks = scheduler.chunks()
+        if chunks:
+            forward.prefill([(request.held, num) for request, num in chunks])
+        scheduler.prefilled(chunks)
+        copies, requests = scheduler.grow(), scheduler.decoding[:]
+        if not requests:
+            return
+        forward.copy(copies)
+        logits = forward.decode([request.held for request in requests])
+        scheduler.decoded()
+        for request, row in zip(requests, logits.split(1), strict=True):
+            if request.extend(row):
+                scheduler.remove(request)
+                del self._requests[request.request_id]
+                self._outputs.append(request.output())
+
+    @property
+    def _made_parts(self) -> tuple[Scheduler, PooledForward]:
+        assert self._parts is not None, "a request makes them"
+        return self._parts
+
+    @property
+    def _scheduler(self) -> Scheduler:
+        return self._made_parts[0]
+
+    def _made(self, num_blocks: int) -> tuple[Scheduler, PooledForward]:
+        mesh, options = self._sharding.axis.mesh, self._options
+        pool = BlockPool(num_blocks, options.page_size, mesh.size())
+        sizes = options.max_batch_tokens, options.max_requests_per_batch
+        return Scheduler(pool, *sizes), PooledForward(self._model, self._sharding, pool)
+
+    def _next_seed(self, is_used: bool) -> int:
+        """Return the seed after those of the requests before; draw the first if it is used.
+
+        Raises:
+            ValueError: on every rank, if ranks have different random states.
+        """
+        if self._seed is None and is_used:
+            drawn = int(torch.randint(2**62, ()))
+            check_agreement(self._group, {"random state": str(drawn)}, SAME_REQUESTS)
+            self._seed = drawn
+        return (self._seed or 0) + self._num_samples
+
+    def _prepared(self, prompt: list[int], options: dict[str, Any]) -> TokenChoice | str:
+        """Return how tokens are chosen after a prompt, or why it cannot be served."""
+        num_entries = self._model.get_input_embeddings().weight.shape[0]
+        if not prompt:
+            return "a prompt must have at least one token, got none"
+        if not 0 <= min(prompt) <= max(prompt) < num_entries:
+            wrong = next(x for x in prompt if not 0 <= x < num_entries)
+            return f"tokens must be from 0 to {num_entries - 1}, got {wrong}"
+        found = prepare_choice(self._model, prompt, self._config, options)
+        return replace(found, returns_logprobs=self._options.return_logprobs)
+
+    def _num_blocks_for(self, choices: Sequence[TokenChoice]) -> int:
+        """Return the blocks of a rank with which no request has to wait for another's."""
+        each = [x.config.num_return_sequences * self._need(x) for x in choices]
+        return max(1, sum(each))
+
+    def _need(self, choice: TokenChoice) -> int:
+        """Return the blocks that a request has at its end, on the rank that has most of them."""
+        size = self._sharding.axis.mesh.size()
+        # The last token is not kept. Block 0 is on the first rank, so it has as many as any other.
+        return -(-(choice.config.max_length - 1) // (self._options.page_size * size))
+
+    def _add(self, request_id: str, prompt: list[int], choice: TokenChoice | str, seed: int) -> int:
+        """Let a request and its other samples wait; return the seed that comes after theirs."""
+        error = choice if isinstance(choice, str) else self._too_long(choice)
+        if error is not None or isinstance(choice, str):
+            self._outputs.append(generation_output(request_id, prompt, [], [], error))
+            return seed + 1
+        names = [request_id]
+        names += [f"{request_id}__child#{i}" for i in range(choice.config.num_return_sequences - 1)]
+        made = [
+            ServedRequest(name, self._num_samples + i, prompt, choice, self._model.device, seed + i)
+            for i, name in enumerate(names)
+        ]
+        made[0].siblings = made[1:]
+        self._requests |= {request.request_id: request for request in made}
+        self._num_samples += len(made)
+        self._scheduler.add(made[0])
+        return seed + len(made)
+
+    def _too_long(self, choice: TokenChoice) -> str | None:
+        """Return why a request can never have all its blocks, or `None`."""
+        need, pool = self._need(choice), self._scheduler.pool
+        if need <= pool.num_blocks:
+            return None
+        return (
+            f"prompt and new tokens are up to {choice.config.max_length}, which need {need} "
+            f"blocks of {pool.dealing.block} tokens on a rank, and the pool has {pool.num_blocks}; "
+            "ask for fewer tokens, or give continuous_batching_config a larger num_blocks"
+        )
+
+
+def _tokens_of(given: Any) -> list[int]:
+    """Return a prompt as a list.
+
+    Raises:
+        TypeError: if it is not a row of integers.
+    """
+    tokens = given.tolist() if hasattr(given, "tolist") else list(given)
+    if not all(type(x) is int for x in tokens):
+        raise TypeError(f"a prompt must be a row of token ids, integers, got {given!r}")
+    return tokens

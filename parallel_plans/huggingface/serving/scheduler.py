@@ -1,0 +1,185 @@
+"""Decides what each step of a continuous batch computes.
+
+All ranks hold the same requests and the same pool, so all ranks decide alike without a message.
+
+Note [Giving way]: a request that gives way loses its blocks, not its tokens: it waits again, and
+its keys are computed a second time, but for the blocks that are still in the pool. The youngest
+gives way first, and the pool is large enough for any single request. So the oldest one always gets
+on, and all of them end. After that nobody joins until a request has ended, else the one that gave
+way would come back at once.
+
+Note [Prefixes]: a request waits while another one computes full blocks that both begin with. Then
+it takes them from the pool, so each shared block is computed and kept once.
+"""
+
+from __future__ import annotations
+
+from array import array
+from bisect import insort
+from collections.abc import Iterable
+from dataclasses import dataclass
+from operator import attrgetter
+
+from dtensor_ring import BlockPool, OutOfBlocks
+from dtensor_ring.extension import BlockCopy
+from parallel_plans.huggingface.serving.served_request import ServedRequest
+
+AGE = attrgetter("number")
+
+
+@dataclass
+class ServingCounts:
+    """What the steps of a continuous batch did so far.
+
+    Attributes:
+        steps: the number of steps.
+        prefilled: tokens of prompts that were computed; again, if their request gave way.
+        cached: tokens of prompts that were taken from the pool.
+        decoded: tokens that were computed one at a time for each request.
+        preempted: how often a request gave way.
+    """
+
+    steps: int = 0
+    prefilled: int = 0
+    cached: int = 0
+    decoded: int = 0
+    preempted: int = 0
+
+
+class Scheduler:
+    """Keeps the requests of a continuous batch by what they do: wait, prefill or decode.
+
+    Args:
+        pool: the pool of their blocks.
+        max_tokens: the largest number of tokens of a step; a request whose prompt ends in a step
+            adds its next token to it.
+        max_requests: the largest number of requests that hold blocks.
+    """
+
+    def __init__(self, pool: BlockPool, max_tokens: int, max_requests: int) -> None:
+        self.pool, self.counts = pool, ServingCounts()
+        self.waiting: list[ServedRequest] = []
+        self.prefilling: list[ServedRequest] = []
+        self.decoding: list[ServedRequest] = []
+        self._max_tokens, self._max_requests = max_tokens, max_requests
+        self._is_held = False  # see Note [Giving way]
+
+    @property
+    def num_active(self) -> int:
+        """Return the number of requests that hold blocks."""
+        return len(self.prefilling) + len(self.decoding)
+
+    def add(self, request: ServedRequest) -> None:
+        """Let a request wait, in the order of age."""
+        insort(self.waiting, request, key=AGE)
+
+    def admit(self) -> None:
+        """Let waiting requests begin, the oldest first, as long as there is room."""
+        if self._is_held and self.num_active:
+            return
+        self._is_held = False
+        for request in self.waiting[:]:
+            if self.num_active >= self._max_requests:
+                return
+            tokens = request.written()
+            if self._is_being_prefilled(tokens):
+                continue
+            try:
+                request.sequence = self.pool.add(tokens)
+            except OutOfBlocks:
+                return  # younger requests that are shorter do not overtake it
+            self.counts.cached += request.sequence.num_cached
+            self.waiting.remove(request)
+            insort(self.prefilling, request, key=AGE)
+
+    def _is_being_prefilled(self, tokens: array[int]) -> bool:
+        """Return whether another request writes a full block that these tokens begin with."""
+        block = self.pool.dealing.block
+        for request in self.prefilling:
+            theirs = request.held.tokens
+            end = (request.held.num_written // block + 1) * block  # of the block that is next
+            if end <= min(len(tokens), len(theirs)) and tokens[:end] == theirs[:end]:
+                return True
+        return False
+
+    def chunks(self) -> list[tuple[ServedRequest, int]]:
+        """Return the requests that prefill in this step, and how many tokens of each."""
+        found, left = [], self._max_tokens - len(self.decoding)
+        for request in self.prefilling:
+            missing = len(request.held) - request.held.num_written
+            if num_tokens := min(missing, left):
+                found.append((request, num_tokens))
+                left -= num_tokens
+        return found
+
+    def prefilled(self, chunks: Iterable[tuple[ServedRequest, int]]) -> None:
+        """Commit what was computed. Requests with all of their prompt decode from now on."""
+        for request, num_tokens in chunks:
+            self.pool.commit(request.held, request.held.num_written + num_tokens)
+            self.counts.prefilled += num_tokens
+        for request in self.prefilling[:]:
+            if request.held.num_written == len(request.held):
+                self.prefilling.remove(request)
+                insort(self.decoding, request, key=AGE)
+                self._fork(request)
+
+    def _fork(self, request: ServedRequest) -> None:
+        """Let the other samples of a prompt share all of its blocks; without room they wait."""
+        for sibling in request.take_siblings():
+            if self.num_active < self._max_requests:
+                sibling.sequence = self.pool.fork(request.held)
+                insort(self.decoding, sibling, key=AGE)
+            else:
+                self.add(sibling)
+
+    def grow(self) -> list[BlockCopy]:
+        """Make room for the next token of each request that decodes; the youngest give way.
+
+        Returns:
+            The blocks to copy before anything is written.
+        """
+        copies: list[BlockCopy] = []
+        for request in self.decoding[:]:
+            while request.sequence is not None:  # it has not given way to an older one
+                try:
+                    copies += self.pool.append(request.sequence, [request.last_token])
+                    break
+                except OutOfBlocks:
+                    self.preempt(max(self.prefilling + self.decoding, key=AGE))
+        return copies
+
+    def decoded(self) -> None:
+        """Commit the tokens of `grow`."""
+        for request in self.decoding:
+            self.pool.commit(request.held)
+        self.counts.decoded += len(self.decoding)
+
+    def preempt(self, request: ServedRequest) -> None:
+        """Take the blocks of a request, which waits again."""
+        self.remove(request)
+        self.add(request)
+        self._is_held = True
+        self.counts.preempted += 1
+
+    def remove(self, request: ServedRequest) -> None:
+        """Forget a request that ended or was cancelled, and give its blocks back."""
+        for requests in (self.waiting, self.prefilling, self.decoding):
+            if request in requests:
+                requests.remove(request)
+        if request.sequence is not None:
+            self.pool.free(request.sequence)
+            request.sequence = None
+        self._is_held = False
+
+    def cancel(self, request: ServedRequest) -> None:
+        """Forget a request; the next sample of its prompt takes its place before a fork."""
+        siblings, request.is_cancelled = request.take_siblings(), True
+        self.remove(request)
+        if siblings:
+            siblings[0].siblings = siblings[1:]
+            self.add(siblings[0])
+
+    def release(self) -> None:
+        """Take the blocks of all requests, which wait again: a step has failed."""
+        for request in self.prefilling + self.decoding:
+            self.preempt(request)

@@ -1,0 +1,207 @@
+"""One sequence to generate: its tokens, how the next one is chosen, and when it ends."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dtensor_ring.extension import PooledSequence
+
+# Options of `generate` that choose tokens, beside those of a GenerationConfig.
+FUNCTIONS = ("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn", "tokenizer")
+# Options of a GenerationConfig that are for one call of `generate`, and the values that ask for
+# nothing.
+ALLOWED = (
+    ("max_time", (None,)),
+    ("guidance_scale", (None, 1)),
+    ("cache_implementation", (None, "dynamic")),
+    ("token_healing", (None, False)),
+)
+
+
+@dataclass(frozen=True)
+class TokenChoice:
+    """How the tokens of a request are chosen, as `generate` of transformers prepared it.
+
+    Attributes:
+        processors: turns logits `(1, V)` into scores, given the tokens before, `(1, S)`.
+        criteria: says whether a sequence `(1, S)` ends.
+        config: the generation config with all defaults.
+        returns_logprobs: whether to keep the log-probability of each token.
+    """
+
+    processors: Any
+    criteria: Any
+    config: Any
+    returns_logprobs: bool = False
+
+
+def prepare_choice(
+    model: Any, prompt: list[int], generation_config: Any, options: dict[str, Any]
+) -> TokenChoice:
+    """Let `generate` of the model prepare how tokens are chosen after a prompt.
+
+    Raises:
+        ValueError: if `generate` refuses an option, or it asks for anything but greedy decoding or
+            sampling.
+    """
+
+    def keep(
+        model: Any,
+        input_ids: Tensor,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: Any,
+        **_: Any,
+    ) -> TokenChoice:
+        return TokenChoice(logits_processor, stopping_criteria, generation_config)
+
+    _check_options(options)
+    ids = torch.tensor([prompt], device=model.device)
+    # A function in place of a way to decode gets all that was prepared for it.
+    found = type(model).generate(
+        model, ids, generation_config=generation_config, custom_generate=keep, **options
+    )
+    mode = found.config.get_generation_mode(options.get("assistant_model"))
+    if mode not in ("greedy_search", "sample"):
+        raise ValueError(
+            f"generate_batch decodes greedily or samples, and the options ask for {mode.value}; "
+            "call generate for it"
+        )
+    for name, allowed in ALLOWED:
+        if getattr(found.config, name, None) not in allowed:
+            raise ValueError(
+                f"{name}={getattr(found.config, name)!r} is not supported by generate_batch over a "
+                "sharded pool; leave it out"
+            )
+    return found
+
+
+def _check_options(options: dict[str, Any]) -> None:
+    """Refuse options that are about a whole batch, not about how tokens are chosen.
+
+    Raises:
+        ValueError: naming the first one.
+    """
+    from transformers import GenerationConfig
+
+    known = GenerationConfig().to_dict()
+    for name, given in options.items():
+        if name not in known and name not in FUNCTIONS:
+            raise ValueError(
+                f"{name} is not an option of generate_batch, which takes those of a "
+                f"GenerationConfig, and {', '.join(FUNCTIONS)}; got {given!r}"
+            )
+    for criterion in options.get("stopping_criteria") or ():
+        if "MaxTime" in type(criterion).__name__:
+            raise ValueError("time would stop ranks at different tokens; use max_new_tokens")
+
+
+class ServedRequest:
+    """A sequence that grows by a token in each step in which it decodes.
+
+    Args:
+        request_id: the id that its output has.
+        number: how many requests came before it: its age.
+        prompt: the tokens of the prompt, at least one.
+        choice: how tokens are chosen.
+        device: where they are chosen.
+        seed: the seed of its random state.
+
+    Attributes:
+        sequence: the sequence in the pool that holds all tokens but the last; `None` while it
+            waits.
+        siblings: other samples of the prompt, which wait until it is prefilled.
+        is_cancelled: whether nobody waits for it any more.
+        logprobs: the log-probabilities of the new tokens, if they are asked for.
+    """
+
+    def __init__(
+        self,
+        request_id: str,
+        number: int,
+        prompt: list[int],
+        choice: TokenChoice,
+        device: torch.device,
+        seed: int,
+    ) -> None:
+        self.request_id, self.number, self.prompt = request_id, number, prompt
+        self.choice, self.logprobs = choice, list[float]()
+        self.sequence: PooledSequence | None = None
+        self.siblings: list[ServedRequest] = []
+        self.is_cancelled = False
+        self._ids = torch.empty(1, choice.config.max_length, dtype=torch.int64, device=device)
+        self._ids[0, : len(prompt)] = torch.tensor(prompt)
+        self._tokens = array("q", prompt)
+        self._generator: torch.Generator | None = None
+        if choice.config.do_sample:
+            self._generator = torch.Generator(device).manual_seed(seed)
+
+    @property
+    def held(self) -> PooledSequence:
+        """Return the sequence of a request that has one."""
+        assert self.sequence is not None, "it waits"
+        return self.sequence
+
+    @property
+    def last_token(self) -> int:
+        """Return the last token, whose keys are not in the pool yet."""
+        return self._tokens[-1]
+
+    @property
+    def new_tokens(self) -> list[int]:
+        """Return the tokens after the prompt."""
+        return self._tokens[len(self.prompt) :].tolist()
+
+    def written(self) -> array[int]:
+        """Return the tokens whose keys the pool holds before the next token is chosen."""
+        return self._tokens[:-1]
+
+    def take_siblings(self) -> list[ServedRequest]:
+        """Return the other samples of its prompt that were not cancelled, and forget them."""
+        found, self.siblings = self.siblings, []
+        return [x for x in found if not x.is_cancelled]
+
+    def extend(self, logits: Tensor) -> bool:
+        """Choose the next token from the logits `(1, V)` of the last one; return whether it ends.
+
+        This is what `generate` does with one row, so a request gets the tokens that it gets alone.
+        """
+        num_tokens = len(self._tokens)
+        scores = self.choice.processors(
+            self._ids[:, :num_tokens], logits.to(torch.float32, copy=True)
+        )
+        if self._generator is None:
+            token = scores.argmax(-1)
+        else:
+            weights = scores.softmax(-1)
+            token = torch.multinomial(weights, 1, generator=self._generator)[0]
+        if self.choice.returns_logprobs:
+            self.logprobs.append(scores.log_softmax(-1)[0, token].item())
+        self._ids[0, num_tokens] = token[0]
+        self._tokens.append(int(token))
+        return bool(self.choice.criteria(self._ids[:, : num_tokens + 1], scores).all())
+
+    def output(self, error: str | None = None) -> Any:
+        """Return the result, or why there is none, as transformers' `GenerationOutput`."""
+        return generation_output(
+            self.request_id, self.prompt, self.new_tokens, self.logprobs, error
+        )
+
+
+def generation_output(
+    request_id: str,
+    prompt: list[int],
+    new_tokens: list[int],
+    logprobs: list[float],
+    error: str | None = None,
+) -> Any:
+    """Return a `GenerationOutput` of transformers: finished, or failed with an error."""
+    from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
+
+    status = RequestStatus.FINISHED if error is None else RequestStatus.FAILED
+    return GenerationOutput(request_id, prompt, new_tokens, logprobs, error, status)

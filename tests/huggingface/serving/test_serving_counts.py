@@ -1,0 +1,176 @@
+"""What steps compute, send and keep."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from dtensor_ring.transport.transport import ProcessGroupTransport
+from tests.huggingface.generation.generating import SEND_RECORD, Collectives, sharded, stock
+from tests.huggingface.serving.workloads import (
+    GREEDY,
+    Arrival,
+    Workload,
+    alone_on,
+    check_workload,
+    prompt_of,
+    served,
+)
+from tests.pool import Pool
+
+BLOCK, LENGTHS = 4, (17, 17, 18, 9, 9, 22, 1)
+"""Of prompts: two new tokens fill no block."""
+
+
+def shared_prompts() -> list[tuple[int, ...]]:
+    """Prompts with two beginnings, some of them equal."""
+    return [prompt_of(number % 2, length) for number, length in enumerate(LENGTHS)] + [
+        prompt_of(0, 8) + prompt_of(5, 5)
+    ]
+
+
+def check_prefixes() -> None:
+    """Each full block that several prompts begin with is computed once, and kept once."""
+    prompts = shared_prompts()
+    arrivals = tuple(Arrival(number // 4, prompt, 2) for number, prompt in enumerate(prompts))
+    batch, _ = served(sharded("Llama"), Workload(arrivals, BLOCK, 99, 24, 16))
+    # The last token of a prompt is decoded.
+    ends = [(prompt, (len(prompt) - 1) // BLOCK * BLOCK) for prompt in prompts]
+    blocks = {prompt[:end] for prompt, last in ends for end in range(BLOCK, last + 1, BLOCK)}
+    rest = sum(len(prompt) - 1 - last for prompt, last in ends)
+    assert batch.counts.prefilled == BLOCK * len(blocks) + rest
+    assert batch.counts.prefilled + batch.counts.cached == sum(len(x) - 1 for x in prompts)
+    assert sum(batch.pool.usage().cached) == len(blocks)
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_prefixes_are_computed_once(pool: Pool, world_size: int) -> None:
+    pool.run(world_size, check_prefixes)
+
+
+def check_samples() -> None:
+    """Samples of a prompt share its blocks: a prompt is computed once, but for its last token.
+
+    The last block that they share is not full, so each gets a copy of it.
+    """
+    prompt, num_samples, num_new = prompt_of(0, BLOCK + 4), 4, 8
+    workload = Workload((Arrival(0, prompt, num_new, num_samples),), BLOCK, 20, 64, 8)
+    batch = check_workload(sharded("Llama"), alone_on(stock("Llama")), workload)
+    assert batch.counts.prefilled == len(prompt) - 1
+    assert batch.counts.decoded == num_new * num_samples
+
+
+def test_samples_share_a_prompt(pool: Pool) -> None:
+    pool.run(2, check_samples)
+
+
+def messages_of_steps(family: str) -> list[int]:
+    """Messages of this rank in each step, after prompts were prefilled."""
+    model, counts = sharded(family), []
+    arrivals = tuple(Arrival(0, prompt_of(i, 9 + i), 6) for i in range(5))
+    batch = Workload(arrivals, BLOCK, 99, 400, 16).batch(model)
+    batch.add_requests([x.prompt for x in arrivals], max_new_tokens=6, **GREEDY)
+    batch.step()
+    while batch.has_requests():
+        with (
+            mock.patch.object(ProcessGroupTransport, "send_record", autospec=True) as send_record,
+            mock.patch.object(ProcessGroupTransport, "start") as start,
+            Collectives() as collectives,
+        ):
+            send_record.side_effect = SEND_RECORD
+            batch.step()
+        assert not [x for call in start.call_args_list for side in call.args for x in side]
+        # Call records carry what is merged; nothing else is sent.
+        assert {*collectives.found} <= {"c10d.send.default", "c10d.recv_.default"}
+        assert collectives.found.count("c10d.send.default") <= send_record.call_count
+        counts.append(send_record.call_count)
+    return counts
+
+
+@pytest.mark.parametrize("family", ["Llama", "Gemma 3"])
+def test_one_message_for_each_layer(pool: Pool, family: str) -> None:
+    """For the whole batch; models have two layers."""
+    assert pool.run(2, messages_of_steps, family) == [[2] * 5] * 2
+
+
+def check_bytes() -> None:
+    """A rank keeps its part of the tokens, and at most a block of each sequence more."""
+    model = sharded("Llama")
+    size, rank = model.context_parallel_sharding.axis.mesh.size(), torch.distributed.get_rank()
+    prompts = [prompt_of(i, 30 + 7 * i) for i in range(4)]
+    batch = Workload(tuple(Arrival(0, x, 4) for x in prompts), BLOCK, 99, 400, 16).batch(model)
+    batch.add_requests(prompts, max_new_tokens=4, **GREEDY)
+    batch.step()
+    tokens = sum(map(len, prompts))
+    assert BLOCK * batch.pool.usage().held[rank] <= tokens / size + BLOCK * len(prompts)
+
+
+def test_bytes_of_a_rank(pool: Pool) -> None:
+    pool.run(3, check_bytes)
+
+
+def sampled_tokens(seeds: tuple[int, ...]) -> dict[int, tuple[list[int], list[float]]]:
+    """By seed, the tokens of a request and their log-probabilities."""
+    model = sharded("Llama")
+    arrivals = tuple(Arrival(0, prompt_of(seed, 11), 6) for seed in seeds)
+    batch = Workload(arrivals, BLOCK, 20, 400, 16).batch(model, return_logprobs=True)
+    for seed, arrival in zip(seeds, arrivals, strict=True):
+        how = {"do_sample": True, "temperature": 1.5, "max_new_tokens": arrival.num_new, **GREEDY}
+        batch.add_request(arrival.prompt, str(seed), seed=seed, **how)
+    return {int(x.request_id): (x.generated_tokens, x.logprobs) for x in batch}
+
+
+def test_sampled_tokens_do_not_depend_on_the_batch(pool: Pool) -> None:
+    """They are those that the stock model samples from a random state with their seed."""
+    together = pool.run(2, sampled_tokens, (1, 2, 3, 4))
+    assert together[0] == together[1]
+    for seed in (1, 3):
+        alone = pool.run(2, sampled_tokens, (seed,))[0][seed]
+        assert alone[0] == together[0][seed][0]
+        assert alone[1] == pytest.approx(together[0][seed][1], abs=1e-6)
+    model: Any = stock("Llama")
+    torch.manual_seed(3)
+    how = {"do_sample": True, "temperature": 1.5, "max_new_tokens": 6, **GREEDY}
+    found = model.generate(torch.tensor([prompt_of(3, 11)]), **how)
+    assert found[0, 11:].tolist() == together[0][3][0]
+
+
+def check_eight_bits() -> None:
+    """About a fourth of the bytes of float64 and more, and the tokens of a batch of one."""
+    found = {}
+    prompts = [prompt_of(i, 40) for i in range(3)]
+    arrivals = tuple(Arrival(0, x, 4) for x in prompts)
+    for kv_dtype in (None, "int8"):
+        batch, outputs = served(
+            sharded("Llama", cache_dtype=kv_dtype), Workload(arrivals, 8, 9, 400, 4)
+        )
+        found[kv_dtype] = batch.num_bytes, {k: x.generated_tokens for k, x in outputs.items()}
+    assert found["int8"][0] < 0.5 * found[None][0]
+    for number, arrival in enumerate(arrivals):
+        _, alone = served(sharded("Llama", cache_dtype="int8"), Workload((arrival,), 8, 9, 400, 4))
+        assert alone["0"].generated_tokens == found["int8"][1][str(number)]
+
+
+def test_eight_bits(pool: Pool) -> None:
+    pool.run(2, check_eight_bits)
+
+
+def check_stops() -> None:
+    """A request ends after a token that ends sequences, like the stock model alone."""
+    model, alone, ends = sharded("Llama"), stock("Llama"), [*range(2, 32, 3)]
+    how = {"max_new_tokens": 12, "eos_token_id": ends, "pad_token_id": 0, "repetition_penalty": 1.1}
+    prompts = [prompt_of(i, 9 + i) for i in range(4)]
+    found = model.generate_batch(prompts, **how)
+    assert list(found) == [f"req_{i}" for i in range(4)]
+    for prompt, output in zip(prompts, found.values(), strict=True):
+        expected = alone.generate(torch.tensor([prompt]), **how)[0, len(prompt) :].tolist()
+        assert output.generated_tokens == expected
+        assert output.is_finished()
+    assert len({len(x.generated_tokens) for x in found.values()}) > 1
+
+
+def test_requests_stop(pool: Pool) -> None:
+    pool.run(2, check_stops)

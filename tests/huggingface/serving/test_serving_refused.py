@@ -1,0 +1,158 @@
+"""Calls and requests that cannot be served: an error for those, and the others go on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import ContinuousBatchingConfig
+
+from dtensor_ring import RingError
+from tests.huggingface.generation.generating import sharded
+from tests.huggingface.serving.workloads import (
+    GREEDY,
+    Arrival,
+    Workload,
+    check_pool,
+    prompt_of,
+)
+from tests.pool import Pool
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "beams": ({"num_beams": 2}, "decodes greedily or samples, .* beam_search; call generate"),
+    "assisted": ({"prompt_lookup_num_tokens": 2}, "the options ask for assisted_generation"),
+    "time": ({"max_time": 1.0}, "max_time=1.0 is not supported by generate_batch"),
+    "mask": ({"attention_mask": 1}, "attention_mask is not an option of generate_batch"),
+    "static": ({"cache_implementation": "static"}, "cache_implementation='static' is not"),
+    "id": ({"request_id": "first"}, r"ids of requests must be new and differ, got \['first'\]"),
+    "two greedy samples": ({"num_return_sequences": 2}, "num_return_sequences"),
+}
+
+
+def batch_of_one(model: Any, **options: Any) -> Any:
+    batch = Workload((Arrival(0, prompt_of(0, 9), 5),), max_tokens=64).batch(model, **options)
+    batch.add_request(prompt_of(0, 9), "first", max_new_tokens=5, **GREEDY)
+    return batch
+
+
+def check_calls() -> None:
+    model = sharded("Llama")
+    batch = batch_of_one(model)
+    for changes, match in REFUSED.values():
+        before = batch.pool.usage(), list(batch._requests)
+        with pytest.raises(ValueError, match=match):
+            batch.add_request(prompt_of(1, 5), **{"max_new_tokens": 2} | changes)
+        assert (batch.pool.usage(), list(batch._requests)) == before
+    with pytest.raises(TypeError, match=r"a prompt must be a row of token ids"):
+        batch.add_request("text", max_new_tokens=2)
+    with pytest.raises(ValueError, match="no request 'other' to cancel: it is unknown"):
+        batch.cancel_request("other")
+    outputs = list(batch)
+    assert [x.request_id for x in outputs] == ["first"]
+    assert len(outputs[0].generated_tokens) == 5
+    with pytest.raises(ValueError, match=r"no request 'first' to cancel: .* ended before"):
+        batch.cancel_request("first")
+
+
+def test_calls_that_are_refused(pool: Pool) -> None:
+    pool.run(2, check_calls)
+
+
+FAILED = {
+    "empty": ((), "at least one token, got none"),
+    "unknown token": ((3, 99), "tokens must be from 0 to 31, got 99"),
+    "too long": (
+        prompt_of(0, 90),
+        "which need 12 blocks of 4 tokens on a rank, and the pool has 4",
+    ),
+}
+
+
+def check_requests() -> None:
+    """The others end, in order of their own."""
+    batch = batch_of_one(sharded("Llama"))
+    for name, (prompt, _) in FAILED.items():
+        batch.add_request(prompt, name, max_new_tokens=2, **GREEDY)
+        check_pool(batch)
+    outputs = {x.request_id: x for x in batch}
+    assert list(outputs) == [*FAILED, "first"]
+    for name, (_, match) in FAILED.items():
+        assert match in outputs[name].error
+        assert not outputs[name].generated_tokens
+    assert outputs["first"].error is None
+    assert not any(batch.pool.usage().held)
+
+
+def test_requests_that_fail(pool: Pool) -> None:
+    pool.run(2, check_requests)
+
+
+def check_queues() -> None:
+    """A rank whose queue differs: all ranks say so, nothing was added, and the batch goes on."""
+    model, rank = sharded("Llama"), dist.get_rank()
+    batch = batch_of_one(model)
+    for call, match in (
+        (lambda: batch.add_request(prompt_of(rank, 5), max_new_tokens=2), "differ in tokens"),
+        (
+            lambda: batch.add_request((3,), max_new_tokens=2 + rank),
+            "differ in max_new_tokens: 2 on",
+        ),
+        (lambda: batch.add_request((3,), max_new_tokens=2, seed=rank), "differ in seed"),
+        (lambda: batch.cancel_request(["first", "x"][rank]), "differ in request to cancel"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            call()
+        assert list(batch._requests) == ["first"]
+    assert len(next(iter(batch)).generated_tokens) == 5
+
+
+def test_ranks_whose_queues_differ(pool: Pool) -> None:
+    pool.run(2, check_queues)
+
+
+class Planted(Exception):
+    """Of a processor on one rank."""
+
+
+def check_raises() -> None:
+    """A rank raises in a step: the others are told, requests wait again, and no block is lost."""
+    rank = dist.get_rank()
+
+    def raises(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if rank and ids.shape[1] == 11:
+            raise Planted
+        return scores
+
+    batch = Workload((Arrival(0, prompt_of(0, 9), 5),), max_tokens=64).batch(sharded("Llama"))
+    batch.add_request(prompt_of(0, 9), max_new_tokens=5, logits_processor=[raises], **GREEDY)
+    with pytest.raises(Planted if rank else RingError):
+        list(batch)
+    assert not any(batch.pool.usage().held)
+    assert batch.has_requests()
+
+
+def test_a_rank_raises(pool: Pool) -> None:
+    pool.run(2, check_raises)
+
+
+def check_configs() -> None:
+    model = sharded("Llama")
+    for changes, match in (
+        ({"scheduler_type": "prefill_first"}, "scheduler_type='prefill_first' .* not supported"),
+        ({"allow_block_sharing": False}, "allow_block_sharing=False"),
+        ({"max_batch_tokens": 3, "max_requests_per_batch": 4}, "each request needs a token"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            model.generate_batch([[3]], None, ContinuousBatchingConfig(**changes))
+    with pytest.raises(ValueError, match="persistent_manager are not supported"):
+        model.generate_batch([[3]], persistent_manager=True)
+    assert model.generate_batch([]) == {}
+    longest = sharded("Llama, dynamic")
+    with pytest.raises(ValueError, match="a rotary embedding whose factors depend on the longest"):
+        longest.generate_batch([[3]])
+
+
+def test_configs_that_are_refused(pool: Pool) -> None:
+    pool.run(1, check_configs)

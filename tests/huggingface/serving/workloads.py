@@ -1,0 +1,154 @@
+"""Workloads of a continuous batch, and each of their requests alone on the stock model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+from transformers import ContinuousBatchingConfig
+
+from parallel_plans.huggingface.serving.continuous_batch import ContinuousBatch
+from tests.families import VOCABULARY
+from tests.huggingface.generation.generating import exact_softmax
+from tests.paged.test_block_pool_walks import check_counts
+
+LONGEST = 300
+"""Tokens of a prompt and of what follows."""
+GREEDY = {"eos_token_id": None, "pad_token_id": 0}
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A request, the step before which it comes, and that before which it is cancelled."""
+
+    step: int
+    prompt: tuple[int, ...]
+    num_new: int
+    num_samples: int = 1
+    cancelled: int | None = None
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Requests and sizes of the pool; `spare` blocks more than the longest of them needs."""
+
+    arrivals: tuple[Arrival, ...]
+    block: int = 4
+    spare: int = 2
+    max_tokens: int = 16
+    max_requests: int = 8
+
+    def batch(self, model: Any, **options: Any) -> ContinuousBatch:
+        """One whose pool is just large enough."""
+        longest = max(len(x.prompt) + x.num_new for x in self.arrivals) - 1
+        size = model.context_parallel_sharding.axis.mesh.size()
+        config = ContinuousBatchingConfig(
+            page_size=self.block,
+            num_blocks=-(-longest // (self.block * size)) + self.spare,
+            max_batch_tokens=self.max_tokens,
+            max_requests_per_batch=self.max_requests,
+            seed=7,
+            **options,
+        )
+        return model.init_continuous_batching(None, config)
+
+
+def served(model: Any, workload: Workload, **options: Any) -> tuple[ContinuousBatch, dict]:
+    """The batch at its end, and the outputs by id; the pool is checked after each step."""
+    batch, outputs, step = workload.batch(model), {}, 0
+    while batch.has_requests() or any(x.step >= step for x in workload.arrivals):
+        for number, arrival in enumerate(workload.arrivals):
+            if arrival.step == step:
+                how = {"max_new_tokens": arrival.num_new, **options}
+                if arrival.num_samples > 1:
+                    how |= {"num_return_sequences": arrival.num_samples, "do_sample": True}
+                batch.add_request(arrival.prompt, str(number), seed=100 * number, **GREEDY | how)
+            if arrival.cancelled == step and str(number) in batch._requests:
+                batch.cancel_request(str(number))
+        outputs |= {x.request_id: x for x in batch.step()}
+        check_pool(batch)
+        step += 1
+        assert step < 5000, "it does not end"
+    usage = batch.pool.usage()
+    assert not usage.num_sequences
+    assert not any(usage.held)
+    return batch, outputs
+
+
+def check_pool(batch: ContinuousBatch) -> None:
+    """Each block is held by the sequences of requests that run, and by no others."""
+    scheduler = batch._scheduler
+    running = scheduler.prefilling + scheduler.decoding
+    assert len(running) == batch.pool.usage().num_sequences
+    assert all(x.sequence is None for x in scheduler.waiting)
+    check_counts(batch.pool, [x.held for x in running])
+
+
+def check_workload(model: Any, alone: Any, workload: Workload) -> ContinuousBatch:
+    """All requests have the tokens that the stock model gives to each of them alone."""
+    batch, outputs = served(model, workload)
+    for number, arrival in enumerate(workload.arrivals):
+        names = [str(number)]
+        names += [f"{number}__child#{i}" for i in range(arrival.num_samples - 1)]
+        for sample, name in enumerate(names):
+            output = outputs[name]
+            assert output.prompt_ids == list(arrival.prompt)
+            seed = 100 * number + sample if arrival.num_samples > 1 else None
+            expected = alone(arrival.prompt, arrival.num_new, seed)
+            if output.error is not None:
+                assert arrival.cancelled is not None
+                assert "cancelled" in output.error
+                expected = expected[: len(output.generated_tokens)]
+            assert output.generated_tokens == expected, f"{name} of {workload}"
+    return batch
+
+
+def alone_on(model: Any) -> Any:
+    """What the stock model gives to a prompt: greedily, or sampled from a seed."""
+
+    @cache
+    def generate(prompt: tuple[int, ...], num_new: int, seed: int | None) -> list[int]:
+        with exact_softmax(), torch.random.fork_rng():
+            torch.manual_seed(seed or 0)
+            how = {"max_new_tokens": num_new, "do_sample": seed is not None, **GREEDY}
+            found = model.generate(torch.tensor([prompt]), **how)
+        return found[0, len(prompt) :].tolist()
+
+    return generate
+
+
+def prompt_of(kind: int, num_tokens: int) -> tuple[int, ...]:
+    """The first tokens of one of a few endless texts."""
+    generator = torch.Generator().manual_seed(kind)
+    return tuple(
+        torch.randint(2, VOCABULARY, (LONGEST,), generator=generator)[:num_tokens].tolist()
+    )
+
+
+@st.composite
+def arrivals(draw: st.DrawFn) -> Arrival:
+    """Prompts begin like one of two texts, and go on like another."""
+    num_new = draw(st.integers(1, 8))
+    # Most are short, since a long prompt takes many steps.
+    longest = draw(st.sampled_from([12, 12, 40, LONGEST - 8]))
+    shared, own = draw(st.integers(0, longest)), draw(st.integers(0, 4))
+    prompt = prompt_of(draw(st.integers(0, 1)), shared) + prompt_of(
+        2 + draw(st.integers(0, 2)), own
+    )
+    step = draw(st.integers(0, 6))
+    cancelled = draw(st.none() | st.none() | st.integers(step + 1, step + 8))
+    return Arrival(step, prompt or (5,), num_new, draw(st.sampled_from([1, 1, 1, 3])), cancelled)
+
+
+@st.composite
+def workloads(draw: st.DrawFn) -> Workload:
+    return Workload(
+        tuple(draw(st.lists(arrivals(), min_size=2, max_size=6))),
+        block=draw(st.sampled_from([1, 4, 8])),
+        spare=draw(st.sampled_from([0, 1, 4, 40])),
+        max_tokens=draw(st.sampled_from([4, 16, 64, 400])),
+        max_requests=draw(st.sampled_from([1, 2, 4])),
+    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,21 @@ from parallel_plans.huggingface.core.layer_inputs import LayerInputs, ScanChunks
 from parallel_plans.huggingface.core.model_masks import ModelMask, PrecomputedMask
 
 IMPLEMENTATION = "ring"
-BIASES = ("position_bias", "attention_bias", "alibi", "head_mask", "block_mask")
+BIASES = ("position_bias", "attention_bias", "alibi", "head_mask", "block_mask", "block_indices")
+
+
+class KeySelection(Protocol):
+    """The keys that an index chooses for each query."""
+
+    def attend(
+        self,
+        module: nn.Module,
+        states: tuple[Tensor, Tensor, Tensor],
+        inputs: LayerInputs,
+        seen: dict[str, Any],
+        scores: dict[str, Any],
+    ) -> Tensor:
+        """Return attention of each query to its keys, `(B, N, L, H)`."""
 
 
 class RingInputs(NamedTuple):
@@ -67,10 +81,14 @@ def attention(
     dropout: float = 0.0,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
+    indices: KeySelection | None = None,
     ring: RingInputs | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Attend over the whole sequence: local shards `(B, N, L, H)` give outputs `(B, L, N, H)`."""
+    """Attend over the whole sequence: local shards `(B, N, L, H)` give outputs `(B, L, N, H)`.
+
+    With `indices`, a query sees only keys that an index chooses of those that the mask shows.
+    """
     if ring is None:
         raise ValueError(
             'attention "ring" needs the model to be called as a whole: parallelize_module with '
@@ -79,10 +97,14 @@ def attention(
     inputs = ring.of_layer(module)
     _refuse(module, query, key, dropout, others, inputs)
     query = at_positions(module, query, ring.indices, ring.past)
-    scores = {"sinks": s_aux, "scale": scaling, "softcap": softcap or 0.0}
+    scores: dict[str, Any] = {"sinks": s_aux, "scale": scaling}
     seen = _seen(module, attention_mask, ring, inputs)
     with within_layer(module):
-        out = inputs.attend(query, key, value, **scores, **seen)
+        if indices is None:
+            out = inputs.attend(query, key, value, softcap=softcap or 0.0, **scores, **seen)
+        else:
+            _refuse_indices(module, indices, softcap)
+            out = indices.attend(module, (query, key, value), inputs, seen, scores)
     return out.transpose(1, 2), None
 
 
@@ -148,6 +170,17 @@ def _refuse(
     for name in BIASES:
         if others.get(name) is not None:
             raise ValueError(f"{type(module).__name__} gives {name}, which a ring does not take")
+
+
+def _refuse_indices(module: nn.Module, indices: Any, softcap: float | None) -> None:
+    name = type(module).__name__
+    if not hasattr(indices, "attend"):
+        raise ValueError(
+            f"{name} gives attention a {type(indices).__name__} of key indices, which count the "
+            f"keys of one rank; a ring takes what an indexer with a cache of keys chooses"
+        )
+    if softcap:
+        raise ValueError(f"{name} gives a softcap of {softcap} for keys that an index chooses")
 
 
 def at_positions(module: Any, query: Tensor, indices: Tensor, past: int = 0) -> Tensor:

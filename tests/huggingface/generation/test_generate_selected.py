@@ -15,7 +15,7 @@ SOME = ("greedy", "left padded", "chunked prefill")
 OF_DEEPSEEK = ("greedy", "no cache", "beams", "assisted", "left padded", "chunked prefill")
 
 
-@pytest.mark.parametrize(("family", "world_size"), zip(SELECTING, (3, 2, 2, 2), strict=True))
+@pytest.mark.parametrize(("family", "world_size"), [*zip(SELECTING, (3, 2, 2, 2), strict=True)])
 def test_ways_to_generate(
     pool: Pool, request: pytest.FixtureRequest, family: str, world_size: int
 ) -> None:

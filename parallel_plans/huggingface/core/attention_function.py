@@ -235,13 +235,15 @@ def no_dropout(module: Any, dropout: float) -> str:
 
 
 RING_ATTENTION = torch.ops.dtensor_ring.ring_attention.default
+SELECTED = torch.ops.dtensor_ring.select_keys, torch.ops.dtensor_ring.selected_attention
 
 
 def ring_checkpoint_contexts() -> tuple[Any, Any]:
     """Return contexts for `torch.utils.checkpoint` that recompute everything but attention.
 
     A layer runs ring attention once in forward and once in backward, as without checkpointing. It
-    keeps the output of its attention, `(B, N, L, H)`, beside its input.
+    keeps the output of its attention, `(B, N, L, H)`, beside its input, and the positions of keys
+    that its index chose.
 
     Example:
         >>> config = LlamaConfig(vocab_size=8, hidden_size=16, intermediate_size=16,
@@ -251,4 +253,5 @@ def ring_checkpoint_contexts() -> tuple[Any, Any]:
         ...     {"use_reentrant": False, "context_fn": ring_checkpoint_contexts}
         ... )
     """
-    return create_selective_checkpoint_contexts([RING_ATTENTION])
+    kept = [RING_ATTENTION, *(op.default for op in SELECTED)]
+    return create_selective_checkpoint_contexts(kept)

@@ -40,7 +40,7 @@ from dtensor_ring.selected.decode_keys import (
     own_positions,
 )
 from dtensor_ring.selected.listed_attention import Residents, gathered_forward
-from dtensor_ring.selected.op import check_index
+from dtensor_ring.selected.op import check_index, register_choice
 from dtensor_ring.selected.run import IndexQueries, KeyChoice
 from dtensor_ring.transport.transport import Transport
 
@@ -223,9 +223,6 @@ def _without_gradient(
 
 
 nodes.LIBRARY.impl("decode_selected_attention", _without_gradient, "Autograd", with_keyset=True)
-for _name, _op, _num_cast in (
-    (DECODE_SELECT, decode_select_op, 0),
-    (DECODE_ATTEND, decode_selected_op, 2),
-):
-    nodes.register_samples(_name)
-    nodes.register_autocast(_name, _op, _num_cast)
+nodes.register_samples(DECODE_ATTEND)
+nodes.register_autocast(DECODE_ATTEND, decode_selected_op, 2)
+register_choice(DECODE_SELECT, decode_select_op, decode_keys)

@@ -346,11 +346,22 @@ def _gradient(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tup
     return tuple(grads)
 
 
+def register_choice(name: str, op: Any, run: Any) -> None:
+    """Register an op whose result are integers: its inputs may require gradients, and get none."""
+
+    def below(keyset: Any, *arguments: Any) -> Tensor:
+        return nodes.below_autograd(op, run, keyset, *arguments)
+
+    nodes.LIBRARY.impl(op._opname, below, "Autograd", with_keyset=True)
+    nodes.register_samples(name)
+    nodes.register_autocast(name, op, 0)
+
+
+register_choice(SELECT, select_op, select)
 nodes.register_gradient(ATTEND, _gradient, _save)
-for _name, _op, _num_cast in ((SELECT, select_op, 0), (ATTEND, selected_op, 2)):
-    nodes.register_samples(_name)
-    nodes.register_autocast(_name, _op, _num_cast)
+nodes.register_samples(ATTEND)
 nodes.register_samples(BACKWARD)
+nodes.register_autocast(ATTEND, selected_op, 2)
 nodes.register_autocast(BACKWARD, selected_backward_op, 0)
 
 

@@ -73,7 +73,7 @@ def on_one_process(seq_len: int = SEQ_LEN) -> tuple[Tensor, Tensor]:
     scores = torch.einsum("bsh,bsht->bst", x["weights"], products)
     hidden = torch.ones(seq_len, seq_len, dtype=torch.bool).triu(1)
     scores = scores.masked_fill(hidden, -torch.inf)
-    values, order = scores.sort(-1, descending=True, stable=True)
+    values, order = torch.sort(scores, dim=-1, descending=True, stable=True)
     best = order[..., :K].masked_fill(values[..., :K] == -torch.inf, seq_len).sort(-1).values
     selected = best.masked_fill(best == seq_len, -1).int()
     latents = x["latents"]
@@ -153,7 +153,7 @@ def _compiled() -> tuple[list[str], list[str], float]:
         leaves = {name: y.clone().requires_grad_() for name, y in x.items()}
         selected, out = function(leaves, mesh=mesh)
         out.square().sum().backward()
-        outputs.append([selected, out, leaves["query"].grad, leaves["latents"].grad])
+        outputs.append([selected, out.detach(), leaves["query"].grad, leaves["latents"].grad])
         assert leaves["index_key"].grad is None
     differs = max(float((a - b).abs().max()) for a, b in zip(*outputs, strict=True))
     return graphs[0], graphs[1], differs

@@ -180,7 +180,7 @@ def _checked_select(
     agree = call.batch.agree
     text = "none" if agree is None else numbers_text(boundaries.on_host(agree).numpy().reshape(-1))
     attention = attention_facts("select keys", query, key, call.scores, (query.shape[1], 1))
-    record = _record(attention, text, own, *request)
+    record = _best_keys_record(attention, text, own, *request)
     groups = 1 if with_weights else query.shape[1]
     wide = torch.promote_types(query.dtype, torch.float32)
     size = query.shape[0] * groups * query.shape[2] * k * (wide.itemsize + 4)
@@ -190,7 +190,7 @@ def _checked_select(
 
 
 @cached_bytes(max_bytes=8 << 20, num_bytes=lambda record: 4 * MAX_BYTES)
-def _record(
+def _best_keys_record(
     attention: AttentionFacts, agree: str, own: tuple[int, bool], *asked: Any
 ) -> CallRecord:
     request = DecodeRequest(*asked)

@@ -298,12 +298,12 @@ def _checked(
     number = 0 if lse is None else group_state_of(group).forward_call_of(lse)
     heads = query.shape[1], value.shape[1]
     facts = attention_facts(direction, query, value, call.scores, heads)
-    record = _record(facts, tuple(own.items()), call.place.policy, *request)
+    record = _selected_record(facts, tuple(own.items()), call.place.policy, *request)
     return checked_transport(group, record, direction, query.device, number, CALLER.site)
 
 
 @cached_bytes(max_bytes=8 << 20, num_bytes=lambda record: 4 * MAX_BYTES)
-def _record(
+def _selected_record(
     attention: AttentionFacts, own: tuple[tuple[str, object], ...], policy: Any, *asked: Any
 ) -> CallRecord:
     request = PlanRequest(*asked)

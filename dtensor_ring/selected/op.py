@@ -30,14 +30,14 @@ from dtensor_ring.planning.lru import cached_bytes
 from dtensor_ring.planning.plan import checked_slices
 from dtensor_ring.planning.run_table import shard_table
 from dtensor_ring.selected.moved_keys import SelectedKeys, selected_backward, selected_forward
-from dtensor_ring.selected.plan import KeyPositions, key_positions
+from dtensor_ring.selected.plan import SELECTED, KeyPositions, key_positions, key_route
 from dtensor_ring.selected.run import IndexQueries, KeyChoice, ring_select, tokens_of_blocks
 from dtensor_ring.transport.transport import transport_of
 
 SELECT = "dtensor_ring::select_keys"
 ATTEND = "dtensor_ring::selected_attention"
 BACKWARD = "dtensor_ring::selected_attention_backward"
-_LISTED = "Tensor selected, int value_begin, int value_end, str route"
+_LISTED = "Tensor selected, int value_begin, int value_end, str? route"
 
 torch.library.define(
     SELECT,
@@ -64,13 +64,19 @@ class Listed(NamedTuple):
         selected: int32 `(B, G, L, K)`, -1 for none.
         value_begin: index of the first number of a value in a row.
         value_end: index after the last.
-        route: "selected" or "all".
+        route: "selected" or "all"; `None` until the number of all keys is known.
     """
 
     selected: Tensor
     value_begin: int
     value_end: int
-    route: str
+    route: str | None
+
+    def routed(self, request: PlanRequest) -> Listed:
+        """Return this with a route, which all ranks choose alike."""
+        # Ranks may hold different numbers of keys, so only that of all keys may decide.
+        route = key_route(self.route, self.selected.shape[-1], request.key_seq_len)
+        return self._replace(route=route)
 
     def key_and_value(self, query: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Return views of the keys and the values in rows `(B, Nkv, C, D)`."""
@@ -162,12 +168,13 @@ def attend(query: Tensor, rows: Tensor, *arguments: Any) -> tuple[Tensor, Tensor
     listed, call = Listed(*arguments[:4]), unflatten(arguments[4:])
     check_listed(query, rows, listed, call)
     request = call.request(query.shape[0])
+    listed = listed.routed(request)
     facts = query, listed.key_and_value(query, rows)[1]
     with _checked("forward", call, request, facts, _of_listed(listed)) as transport:
         keys = _keys(rows, query, listed, request, transport, "forward")
         (query,) = unit_stride(query)
         scores = call.scores
-        how = listed.selected, listed.route, scores.scale, scores.sinks
+        how = listed.selected, listed.route or SELECTED, scores.scale, scores.sinks
         out, lse = selected_forward(query, keys, *how)
     if request.world_size > 1:
         group_state_of(call.group).remember(lse)
@@ -183,11 +190,12 @@ def backward(
     """Run the backward op of the attention over selected keys on plain tensors."""
     listed, (out, lse), call = Listed(*rest[:4]), rest[4:6], unflatten(rest[6:])
     request = call.request(query.shape[0])
+    listed = listed.routed(request)
     facts = query, listed.key_and_value(query, rows)[1]
     with _checked("backward", call, request, facts, _of_listed(listed), lse) as transport:
         keys = _keys(rows, query, listed, request, transport, "backward")
         saved = Saved(grad_out, out, lse, grad_lse)
-        how = listed.selected, listed.route, call.scores.scale
+        how = listed.selected, listed.route or SELECTED, call.scores.scale
         dtype = call.place.policy.sum_dtype(rows.dtype)
         (query,) = unit_stride(query)
         grads = selected_backward(saved, query, keys, *how, dtype)

@@ -21,7 +21,7 @@ from dtensor_ring.planning.strategy import Strategy
 from dtensor_ring.planning.tile import FULL
 from dtensor_ring.selected.op import select_op, selected_op
 from dtensor_ring.selected.place_of_call import placed_call
-from dtensor_ring.selected.plan import MAX_SELECTED, key_route
+from dtensor_ring.selected.plan import KEY_ROUTES, MAX_SELECTED
 
 
 def select_keys(
@@ -210,9 +210,9 @@ def selected_attention(
     place = placed_call(query, key, mesh, batch, Strategy.default, seq_len)
     call = Call(batch, scores, place)
     call_check.check_options(query, call)
-    num_keys: Any = key.shape[2] if place.key_seq_len is None else place.key_seq_len
-    how = selected, *values, key_route(route, selected.shape[-1], num_keys)
-    out, lse = _called(selected_op, (query, rows, *how, *flatten(call)))
+    if route is not None and route not in KEY_ROUTES:
+        raise ValueError(f"route must be one of {', '.join(KEY_ROUTES)}, or None, got {route!r}")
+    out, lse = _called(selected_op, (query, rows, selected, *values, route, *flatten(call)))
     return (out, lse) if return_lse else out
 
 

@@ -40,7 +40,7 @@ from dtensor_ring.selected.decode_keys import (
     own_positions,
 )
 from dtensor_ring.selected.listed_attention import Residents, gathered_forward
-from dtensor_ring.selected.op import check_index
+from dtensor_ring.selected.op import check_index, register_choice
 from dtensor_ring.selected.run import IndexQueries, KeyChoice
 from dtensor_ring.transport.transport import Transport
 
@@ -180,7 +180,7 @@ def _checked_select(
     agree = call.batch.agree
     text = "none" if agree is None else numbers_text(boundaries.on_host(agree).numpy().reshape(-1))
     attention = attention_facts("select keys", query, key, call.scores, (query.shape[1], 1))
-    record = _record(attention, text, own, *request)
+    record = _best_keys_record(attention, text, own, *request)
     groups = 1 if with_weights else query.shape[1]
     wide = torch.promote_types(query.dtype, torch.float32)
     size = query.shape[0] * groups * query.shape[2] * k * (wide.itemsize + 4)
@@ -190,7 +190,7 @@ def _checked_select(
 
 
 @cached_bytes(max_bytes=8 << 20, num_bytes=lambda record: 4 * MAX_BYTES)
-def _record(
+def _best_keys_record(
     attention: AttentionFacts, agree: str, own: tuple[int, bool], *asked: Any
 ) -> CallRecord:
     request = DecodeRequest(*asked)
@@ -223,9 +223,6 @@ def _without_gradient(
 
 
 nodes.LIBRARY.impl("decode_selected_attention", _without_gradient, "Autograd", with_keyset=True)
-for _name, _op, _num_cast in (
-    (DECODE_SELECT, decode_select_op, 0),
-    (DECODE_ATTEND, decode_selected_op, 2),
-):
-    nodes.register_samples(_name)
-    nodes.register_autocast(_name, _op, _num_cast)
+nodes.register_samples(DECODE_ATTEND)
+nodes.register_autocast(DECODE_ATTEND, decode_selected_op, 2)
+register_choice(DECODE_SELECT, decode_select_op, decode_keys)

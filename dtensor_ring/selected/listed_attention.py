@@ -35,7 +35,7 @@ class Residents(NamedTuple):
     """
 
     rows: Tensor
-    places: Tensor
+    places: Tensor | None
     head_dim: int
     values: Span
     apart: Tensor | None = None

@@ -30,14 +30,14 @@ from dtensor_ring.planning.lru import cached_bytes
 from dtensor_ring.planning.plan import checked_slices
 from dtensor_ring.planning.run_table import shard_table
 from dtensor_ring.selected.moved_keys import SelectedKeys, selected_backward, selected_forward
-from dtensor_ring.selected.plan import KeyPositions, key_positions
+from dtensor_ring.selected.plan import SELECTED, KeyPositions, key_positions, key_route
 from dtensor_ring.selected.run import IndexQueries, KeyChoice, ring_select, tokens_of_blocks
 from dtensor_ring.transport.transport import transport_of
 
 SELECT = "dtensor_ring::select_keys"
 ATTEND = "dtensor_ring::selected_attention"
 BACKWARD = "dtensor_ring::selected_attention_backward"
-_LISTED = "Tensor selected, int value_begin, int value_end, str route"
+_LISTED = "Tensor selected, int value_begin, int value_end, str? route"
 
 torch.library.define(
     SELECT,
@@ -64,13 +64,19 @@ class Listed(NamedTuple):
         selected: int32 `(B, G, L, K)`, -1 for none.
         value_begin: index of the first number of a value in a row.
         value_end: index after the last.
-        route: "selected" or "all".
+        route: "selected" or "all"; `None` until the number of all keys is known.
     """
 
     selected: Tensor
     value_begin: int
     value_end: int
-    route: str
+    route: str | None
+
+    def routed(self, request: PlanRequest) -> Listed:
+        """Return this with a route, which all ranks choose alike."""
+        # Ranks may hold different numbers of keys, so only that of all keys may decide.
+        route = key_route(self.route, self.selected.shape[-1], request.key_seq_len)
+        return self._replace(route=route)
 
     def key_and_value(self, query: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Return views of the keys and the values in rows `(B, Nkv, C, D)`."""
@@ -162,12 +168,13 @@ def attend(query: Tensor, rows: Tensor, *arguments: Any) -> tuple[Tensor, Tensor
     listed, call = Listed(*arguments[:4]), unflatten(arguments[4:])
     check_listed(query, rows, listed, call)
     request = call.request(query.shape[0])
+    listed = listed.routed(request)
     facts = query, listed.key_and_value(query, rows)[1]
     with _checked("forward", call, request, facts, _of_listed(listed)) as transport:
         keys = _keys(rows, query, listed, request, transport, "forward")
         (query,) = unit_stride(query)
         scores = call.scores
-        how = listed.selected, listed.route, scores.scale, scores.sinks
+        how = listed.selected, listed.route or SELECTED, scores.scale, scores.sinks
         out, lse = selected_forward(query, keys, *how)
     if request.world_size > 1:
         group_state_of(call.group).remember(lse)
@@ -183,11 +190,12 @@ def backward(
     """Run the backward op of the attention over selected keys on plain tensors."""
     listed, (out, lse), call = Listed(*rest[:4]), rest[4:6], unflatten(rest[6:])
     request = call.request(query.shape[0])
+    listed = listed.routed(request)
     facts = query, listed.key_and_value(query, rows)[1]
     with _checked("backward", call, request, facts, _of_listed(listed), lse) as transport:
         keys = _keys(rows, query, listed, request, transport, "backward")
         saved = Saved(grad_out, out, lse, grad_lse)
-        how = listed.selected, listed.route, call.scores.scale
+        how = listed.selected, listed.route or SELECTED, call.scores.scale
         dtype = call.place.policy.sum_dtype(rows.dtype)
         (query,) = unit_stride(query)
         grads = selected_backward(saved, query, keys, *how, dtype)
@@ -298,12 +306,12 @@ def _checked(
     number = 0 if lse is None else group_state_of(group).forward_call_of(lse)
     heads = query.shape[1], value.shape[1]
     facts = attention_facts(direction, query, value, call.scores, heads)
-    record = _record(facts, tuple(own.items()), call.place.policy, *request)
+    record = _selected_record(facts, tuple(own.items()), call.place.policy, *request)
     return checked_transport(group, record, direction, query.device, number, CALLER.site)
 
 
 @cached_bytes(max_bytes=8 << 20, num_bytes=lambda record: 4 * MAX_BYTES)
-def _record(
+def _selected_record(
     attention: AttentionFacts, own: tuple[tuple[str, object], ...], policy: Any, *asked: Any
 ) -> CallRecord:
     request = PlanRequest(*asked)
@@ -346,11 +354,22 @@ def _gradient(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tup
     return tuple(grads)
 
 
+def register_choice(name: str, op: Any, run: Any) -> None:
+    """Register an op whose result are integers: its inputs may require gradients, and get none."""
+
+    def below(keyset: Any, *arguments: Any) -> Tensor:
+        return nodes.below_autograd(op, run, keyset, *arguments)
+
+    nodes.LIBRARY.impl(op._opname, below, "Autograd", with_keyset=True)
+    nodes.register_samples(name)
+    nodes.register_autocast(name, op, 0)
+
+
+register_choice(SELECT, select_op, select)
 nodes.register_gradient(ATTEND, _gradient, _save)
-for _name, _op, _num_cast in ((SELECT, select_op, 0), (ATTEND, selected_op, 2)):
-    nodes.register_samples(_name)
-    nodes.register_autocast(_name, _op, _num_cast)
+nodes.register_samples(ATTEND)
 nodes.register_samples(BACKWARD)
+nodes.register_autocast(ATTEND, selected_op, 2)
 nodes.register_autocast(BACKWARD, selected_backward_op, 0)
 
 

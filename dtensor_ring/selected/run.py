@@ -83,8 +83,7 @@ def ring_select(
         for step in plan.steps:
             label = Label("select", step.number, step.source)
             with shards.moving(step, label) as (keys, _):
-                if step.tiles:
-                    at = columns_in(positions.of(step.source), step.cols)
+                at = columns_in(positions.of(step.source), step.cols)
                 with label("tile"):
                     for tile in step.tiles:
                         score_tile(found, own, keys, tile, choice, at[slice(*tile.cols)])

@@ -40,6 +40,7 @@ from tests.test_memory import Counted
 
 SEQ_LEN, K = 16, 4
 CAUSAL = Mask.causal()
+KEYS = "index_key", "latents"
 
 
 def inputs(seq_len: int = SEQ_LEN, seed: int = 5) -> dict[str, Tensor]:
@@ -73,7 +74,7 @@ def on_one_process(seq_len: int = SEQ_LEN) -> tuple[Tensor, Tensor]:
     scores = torch.einsum("bsh,bsht->bst", x["weights"], products)
     hidden = torch.ones(seq_len, seq_len, dtype=torch.bool).triu(1)
     scores = scores.masked_fill(hidden, -torch.inf)
-    values, order = scores.sort(-1, descending=True, stable=True)
+    values, order = torch.sort(scores, dim=-1, descending=True, stable=True)
     best = order[..., :K].masked_fill(values[..., :K] == -torch.inf, seq_len).sort(-1).values
     selected = best.masked_fill(best == seq_len, -1).int()
     latents = x["latents"]
@@ -153,7 +154,7 @@ def _compiled() -> tuple[list[str], list[str], float]:
         leaves = {name: y.clone().requires_grad_() for name, y in x.items()}
         selected, out = function(leaves, mesh=mesh)
         out.square().sum().backward()
-        outputs.append([selected, out, leaves["query"].grad, leaves["latents"].grad])
+        outputs.append([selected, out.detach(), leaves["query"].grad, leaves["latents"].grad])
         assert leaves["index_key"].grad is None
     differs = max(float((a - b).abs().max()) for a, b in zip(*outputs, strict=True))
     return graphs[0], graphs[1], differs
@@ -200,6 +201,28 @@ def _check_runs() -> None:
     x = {name: y.index_select(sequence_dim(name), mine) for name, y in inputs().items()}
     found, out = attend(x, mesh=mesh, runs=sequence_runs(layout), seq_len=SEQ_LEN)
     positions, expected = on_one_process()
+    assert torch.equal(found, positions[:, mine])
+    torch.testing.assert_close(out.double(), expected[:, :, mine], atol=1e-5, rtol=0)
+
+
+def test_a_turn_of_ranks_with_different_numbers_of_keys(pool: Pool) -> None:
+    pool.run(2, _check_turn)
+
+
+def _check_turn() -> None:
+    """The last 8 tokens, all on one rank; a list is nearly as long as the keys of a rank."""
+    mesh, rank = init_device_mesh("cpu", (2,)), dist.get_rank()
+    SequenceAxis(mesh, "zigzag")
+    key_runs = torch.tensor([[[0, 4]], [[4, 12]]], dtype=torch.int32)
+    runs = torch.tensor([[[8, 0]], [[8, 8]]], dtype=torch.int32)
+    held, new = torch.arange(0, 4) if rank == 0 else torch.arange(4, 16), torch.arange(8, 16)
+    x, (positions, expected) = inputs(), on_one_process()
+    of_keys = {name: x[name].index_select(sequence_dim(name), held) for name in KEYS}
+    mine = new[:0] if rank == 0 else new
+    given = of_keys | {
+        name: y.index_select(sequence_dim(name), mine) for name, y in x.items() if name not in KEYS
+    }
+    found, out = attend(given, mesh=mesh, runs=runs, key_runs=key_runs)
     assert torch.equal(found, positions[:, mine])
     torch.testing.assert_close(out.double(), expected[:, :, mine], atol=1e-5, rtol=0)
 

@@ -109,7 +109,7 @@ class IndexScores:
         return Selection(KeyIndex(found.query, found.keys, found.weights, k, found.scale))
 
     def _times(self, left: Tensor) -> IndexScores:
-        """Return products with queries, or sums of rectified products by weights, `(B, L, 1, N)`."""
+        """Return products with queries, or sums of rectified ones by weights `(B, L, 1, N)`."""
         if self.stage == "keys":
             return replace(self, stage="products", query=left)
         return self._having("rectified products", stage="scores", weights=left.squeeze(-2))

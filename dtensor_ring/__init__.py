@@ -26,6 +26,8 @@ from dtensor_ring.paged.blocks import OutOfBlocks
 from dtensor_ring.planning.layout import BlockCyclic, Contiguous, Striped, ZigZag
 from dtensor_ring.planning.mask import Mask
 from dtensor_ring.planning.slices import Slices
+from dtensor_ring.selected.api import select_keys, selected_attention
+from dtensor_ring.selected.decode_calls import decode_select_keys, decode_selected_attention
 from dtensor_ring.simulate.choose_layout import choose_layout
 from dtensor_ring.simulate.comparison import compare_strategies
 from dtensor_ring.simulate.machine import Machine
@@ -60,6 +62,8 @@ __all__ = [
     "compare_layouts",
     "compare_strategies",
     "decode_attention",
+    "decode_select_keys",
+    "decode_selected_attention",
     "describe_schedule",
     "exchange",
     "merge_attention",
@@ -67,6 +71,8 @@ __all__ = [
     "register_kernel",
     "relayout",
     "ring_attention",
+    "select_keys",
+    "selected_attention",
     "sequence_layout",
     "sequence_runs",
     "sequence_slices",

@@ -171,6 +171,25 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """Layers with a state, some beside attention."""
 
+INDEX = {
+    "index_topk": 5,
+    "index_n_heads": 16,  # with few, many scores would be 0, and tie
+    "index_head_dim": 8,
+    "num_hidden_layers": 3,
+}
+SHARES = {"indexer_types": ["full", "shared", "full"]}
+ROUTED_BY_TYPE = {"mlp_layer_types": ["dense", "sparse", "sparse"], "n_shared_experts": 1}
+SELECTING: dict[str, tuple[str, dict[str, Any]]] = {
+    "DeepSeek-V3.2": ("DeepseekV32", LATENT | ROUTED | INDEX),
+    "GLM-5": ("GlmMoeDsa", LATENT | ROUTED | INDEX | SHARES),
+    "A.X K2": ("AXK2", LATENT | ROUTED | INDEX | ROUTED_BY_TYPE | {"gated_norm_rank": 4}),
+    "Hy 4": (
+        "HYV4",
+        LATENT | ROUTED | INDEX | ROUTED_BY_TYPE | SHARES | {"n_group": 1, "hc_mult": 2},
+    ),
+}
+"""Layers whose index chooses the keys of each token."""
+
 REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "RecurrentGemma": (
         "RecurrentGemma",
@@ -186,7 +205,7 @@ TEXT = ("Gemma3", "Llama4", "Qwen3_5")
 
 def small_model(family: str, head: str = "", **changes: Any) -> Any:
     """The same weights at every call, attention as transformers writes it out."""
-    name, options = (FAMILIES | HYBRIDS | REFUSED)[family]
+    name, options = (FAMILIES | HYBRIDS | SELECTING | REFUSED)[family]
     text = "Text" if name in TEXT else ""
     config = getattr(transformers, f"{name}{text}Config")(**SMALL | options | changes)
     head = head or ("ForMaskedLM" if family in ENCODERS else "ForCausalLM")

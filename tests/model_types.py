@@ -32,6 +32,23 @@ LARGEST = 20_000_000
 OPTIONS: dict[str, dict[str, Any]] = {
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "dots3_note_text": {
+        "layer_types": ["indexed_attention", "sliding_attention"],
+        "per_layer_config": {
+            "1": {
+                "num_attention_heads": 4,
+                "num_key_value_heads": 4,
+                "q_lora_rank": 8,
+                "kv_lora_rank": 8,
+                "head_dim": 12,
+                "qk_nope_head_dim": 8,
+                "qk_rope_head_dim": 4,
+                "v_head_dim": 8,
+            }
+        },
+        "num_hidden_layers": 2,
+        "mlp_layer_types": ["dense", "sparse"],
+    },
     "gemma3": {"mm_tokens_per_image": 4},
     "shieldgemma2": {"mm_tokens_per_image": 4},
     "vipllava": {"vision_feature_layers": [-1, -2]},

@@ -19,16 +19,19 @@ from tests.test_public import ROOT
 # A feature's `plan`, `run` and `op` stand beside the planner, the transport and the ops.
 # Its other files know DTensors and stand above `dtensor`.
 WITHOUT_TORCH = ("planning", "all_to_all.plan", "decode.plan", "balanced", "paged.plan")
-WITHOUT_TORCH += ("paged.blocks", "paged.block_pool")
+WITHOUT_TORCH += ("paged.blocks", "paged.block_pool", "selected.plan")
 WITHOUT_TORCH += ("simulate.machine", "simulate.presets", "simulate.machine_files")
 LAYERS = (*WITHOUT_TORCH, "compute", "quantised", "transport", "all_to_all.run")
 LAYERS += ("all_to_all.rounded_keys", "decode.run")
+LAYERS += ("selected.top_keys", "selected.listed_attention", "selected.run", "selected.moved_keys")
+LAYERS += ("selected.decode_keys",)
 LAYERS += ("simulate", "agreement")
-LAYERS += ("ring", "ops", "all_to_all.op", "all_to_all.ulysses", "decode.op", "dtensor")
-LAYERS += ("all_to_all", "decode", "paged", "extension", "command")
+LAYERS += ("ring", "ops", "all_to_all.op", "all_to_all.ulysses", "decode.op", "selected.op")
+LAYERS += ("selected.decode_ops", "dtensor")
+LAYERS += ("all_to_all", "decode", "paged", "selected", "extension", "command")
 """A module imports from its own layer and those before it, and never in a circle."""
-FOLDERS = ("core", "states", "probing", "losses", "sharding", "generation", "serving")
-FOLDERS += ("vision", "trainers")
+FOLDERS = ("core", "states", "selecting", "probing", "losses", "sharding", "generation")
+FOLDERS += ("serving", "vision", "trainers")
 """Of `huggingface/`, in the order of their imports; its other files stand above them."""
 DOOR = {"dtensor_ring": dtensor_ring.__all__, "dtensor_ring.extension": extension.__all__}
 """What plans may import of the package: modules, and the names of each."""

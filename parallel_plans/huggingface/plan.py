@@ -60,6 +60,7 @@ from parallel_plans.huggingface.probing.probe import (
     check_token_mixing,
 )
 from parallel_plans.huggingface.probing.proxy_model import small_proxy
+from parallel_plans.huggingface.selecting.indexers import describing_scores, select_keys_of
 from parallel_plans.huggingface.serving.generate_batch import install_generate_batch
 from parallel_plans.huggingface.sharding.sharding import Sharding, forward_by_name, shardings_of
 from parallel_plans.huggingface.states import state_passing, stateful
@@ -238,6 +239,7 @@ class ShardedModel(ParallelStyle):
         sharding = Sharding(decoder, axis, layer_masks, loss, *how)
         if passing is not None:
             stateful.pass_states(stateful.stateful_layers(decoder), passing)
+        select_keys_of(decoder)
         if head is not None:
             join_behind(head, sharding.join)
         if outer is not None:
@@ -265,16 +267,18 @@ def _examine(
     decoder = language_model_of(model)
     before = decoder.config._attn_implementation
     try:
-        layer_masks: LayerMasks = {}
-        if stateful.attention_layers(decoder) or not stateful.stateful_layers(decoder):
-            layer_masks = read_patterns(decoder)
-            check_attention(decoder)
-            check_dropout(decoder)
-        states = check_token_mixing(decoder)
-        if decoder is not model:
-            check_head(model)
-        reasons = other_loss(model), other_balance(model)
-        return layer_masks, states, reasons, None if reasons[0] else find_logits_transform(model)
+        with describing_scores(decoder):
+            layer_masks: LayerMasks = {}
+            if stateful.attention_layers(decoder) or not stateful.stateful_layers(decoder):
+                layer_masks = read_patterns(decoder)
+                check_attention(decoder)
+                check_dropout(decoder)
+            states = check_token_mixing(decoder)
+            if decoder is not model:
+                check_head(model)
+            reasons = other_loss(model), other_balance(model)
+            transform = None if reasons[0] else find_logits_transform(model)
+        return layer_masks, states, reasons, transform
     finally:
         decoder.set_attn_implementation(before)
 

@@ -64,6 +64,18 @@ DECODED: Right = {
     "agree": made(lambda: None, lambda: torch.arange(5)),
     "mesh": [lambda mesh: mesh, lambda _: None],
 }
+INDEXED: Right = {
+    "index_query": made(lambda: tensor(1, 8, 2, 4)),
+    "index_key": made(lambda: tensor(1, 8, 4)),
+    "weights": made(lambda: tensor(1, 8, 2), lambda: None),
+    "k": just(1, 20),
+    "scale": just(1.0, -0.5),
+    **{name: OPTIONS[name] for name in ("mask", "cu_seqlens", "slices")},
+}
+LISTED: Right = {
+    "selected": made(lambda: ints([[0]] * 8), lambda: ints([[[3, -1]] * 8] * 2)),
+    **{name: OPTIONS[name] for name in ("scale", "sinks")},
+}
 AXIS: Right = {
     "layout": just("zigzag", "contiguous", "block_cyclic:2", ring.Striped()),
     "strategy": just(None, "ring", "direct", "ulysses", "auto"),

@@ -20,8 +20,10 @@ from tests.bad_calls.arguments import (
     DECODED,
     DIMS,
     IDS,
+    INDEXED,
     INPUTS,
     LAID_OUT,
+    LISTED,
     MASK,
     MESH,
     OPTIONS,
@@ -88,6 +90,33 @@ FUNCTIONS: dict[str, Function] = {
     ),
     "decode_attention": Function(
         lambda _, **given: ring.decode_attention(**given), QKV | DECODED, check_attention
+    ),
+    "select_keys": Function(
+        lambda _, **given: ring.select_keys(**given),
+        INDEXED
+        | MESH
+        | {"block_size": just(2), "local_blocks": just(0, 1), "route": just(None, "all_gather")}
+        | {"seq_len": just(None, 8), "runs": just(None), "key_runs": just(None)},
+    ),
+    "selected_attention": Function(
+        lambda _, **given: ring.selected_attention(**given),
+        QKV
+        | MESH
+        | LISTED
+        | {"value": just(2) + QKV["value"], "route": just(None, "all", "selected")}
+        | {"return_lse": CALLED["return_lse"], "seq_len": just(None, 8)}
+        | {"runs": just(None), "key_runs": just(None)},
+    ),
+    "decode_select_keys": Function(
+        lambda _, **given: ring.decode_select_keys(**given),
+        INDEXED | {name: DECODED[name] for name in ("key_runs", "query_starts", "agree", "mesh")},
+    ),
+    "decode_selected_attention": Function(
+        lambda _, **given: ring.decode_selected_attention(**given),
+        QKV
+        | LISTED
+        | {"value": just(2) + QKV["value"]}
+        | {name: DECODED[name] for name in ("key_runs", "agree", "mesh")},
     ),
     "SequenceAxis.attention": Function(
         on_axis("attention"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,21 @@ from parallel_plans.huggingface.core.layer_inputs import LayerInputs, ScanChunks
 from parallel_plans.huggingface.core.model_masks import ModelMask, PrecomputedMask
 
 IMPLEMENTATION = "ring"
-BIASES = ("position_bias", "attention_bias", "alibi", "head_mask", "block_mask")
+BIASES = ("position_bias", "attention_bias", "alibi", "head_mask", "block_mask", "block_indices")
+
+
+class KeySelection(Protocol):
+    """The keys that an index chooses for each query."""
+
+    def attend(
+        self,
+        module: nn.Module,
+        states: tuple[Tensor, Tensor, Tensor],
+        inputs: LayerInputs,
+        seen: dict[str, Any],
+        scores: dict[str, Any],
+    ) -> Tensor:
+        """Return attention of each query to its keys, `(B, N, L, H)`."""
 
 
 class RingInputs(NamedTuple):
@@ -67,10 +81,14 @@ def attention(
     dropout: float = 0.0,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
+    indices: KeySelection | None = None,
     ring: RingInputs | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Attend over the whole sequence: local shards `(B, N, L, H)` give outputs `(B, L, N, H)`."""
+    """Attend over the whole sequence: local shards `(B, N, L, H)` give outputs `(B, L, N, H)`.
+
+    With `indices`, a query sees only keys that an index chooses of those that the mask shows.
+    """
     if ring is None:
         raise ValueError(
             'attention "ring" needs the model to be called as a whole: parallelize_module with '
@@ -79,10 +97,14 @@ def attention(
     inputs = ring.of_layer(module)
     _refuse(module, query, key, dropout, others, inputs)
     query = at_positions(module, query, ring.indices, ring.past)
-    scores = {"sinks": s_aux, "scale": scaling, "softcap": softcap or 0.0}
+    scores: dict[str, Any] = {"sinks": s_aux, "scale": scaling}
     seen = _seen(module, attention_mask, ring, inputs)
     with within_layer(module):
-        out = inputs.attend(query, key, value, **scores, **seen)
+        if indices is None:
+            out = inputs.attend(query, key, value, softcap=softcap or 0.0, **scores, **seen)
+        else:
+            _refuse_indices(module, indices, softcap)
+            out = indices.attend(module, (query, key, value), inputs, seen, scores)
     return out.transpose(1, 2), None
 
 
@@ -150,6 +172,17 @@ def _refuse(
             raise ValueError(f"{type(module).__name__} gives {name}, which a ring does not take")
 
 
+def _refuse_indices(module: nn.Module, indices: Any, softcap: float | None) -> None:
+    name = type(module).__name__
+    if not hasattr(indices, "attend"):
+        raise ValueError(
+            f"{name} gives attention a {type(indices).__name__} of key indices, which count the "
+            f"keys of one rank; a ring takes what an indexer with a cache of keys chooses"
+        )
+    if softcap:
+        raise ValueError(f"{name} gives a softcap of {softcap} for keys that an index chooses")
+
+
 def at_positions(module: Any, query: Tensor, indices: Tensor, past: int = 0) -> Tensor:
     """Rescale queries that a layer has scaled by their position in the shard.
 
@@ -202,13 +235,15 @@ def no_dropout(module: Any, dropout: float) -> str:
 
 
 RING_ATTENTION = torch.ops.dtensor_ring.ring_attention.default
+SELECTED = torch.ops.dtensor_ring.select_keys, torch.ops.dtensor_ring.selected_attention
 
 
 def ring_checkpoint_contexts() -> tuple[Any, Any]:
     """Return contexts for `torch.utils.checkpoint` that recompute everything but attention.
 
     A layer runs ring attention once in forward and once in backward, as without checkpointing. It
-    keeps the output of its attention, `(B, N, L, H)`, beside its input.
+    keeps the output of its attention, `(B, N, L, H)`, beside its input, and the positions of keys
+    that its index chose.
 
     Example:
         >>> config = LlamaConfig(vocab_size=8, hidden_size=16, intermediate_size=16,
@@ -218,4 +253,5 @@ def ring_checkpoint_contexts() -> tuple[Any, Any]:
         ...     {"use_reentrant": False, "context_fn": ring_checkpoint_contexts}
         ... )
     """
-    return create_selective_checkpoint_contexts([RING_ATTENTION])
+    kept = [RING_ATTENTION, *(op.default for op in SELECTED)]
+    return create_selective_checkpoint_contexts(kept)

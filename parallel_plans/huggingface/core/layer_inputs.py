@@ -10,8 +10,36 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from dtensor_ring import SequenceAxis, decode_attention
+from dtensor_ring import (
+    SequenceAxis,
+    decode_attention,
+    decode_select_keys,
+    decode_selected_attention,
+    select_keys,
+    selected_attention,
+)
 from parallel_plans.huggingface.core.documents import DocumentBounds
+
+
+@dataclass(frozen=True, eq=False)
+class KeyIndex:
+    """An index by which queries choose keys: the best by a sum over heads of rectified products.
+
+    This is not a tuple: fully_shard moves the tensors in a layer's tuples to the device.
+
+    Attributes:
+        query: queries of this rank, `(B, L, heads, D)`.
+        keys: keys of this rank, `(B, C, D)`.
+        weights: weights of the heads, `(B, L, heads)`.
+        k: how many keys each query chooses.
+        scale: the factor of the products.
+    """
+
+    query: Tensor
+    keys: Tensor
+    weights: Tensor
+    k: int
+    scale: float
 
 
 class LayerInputs(Protocol):
@@ -34,6 +62,16 @@ class LayerInputs(Protocol):
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, **scores: Any) -> Tensor:
         """Return the outputs of this rank's queries, `(B, N, L, H)`."""
+        ...
+
+    def select(self, index: KeyIndex, strategy: str | None = None, **seen: Any) -> Tensor:
+        """Return the positions that this rank's queries choose, `(B, L, k)`."""
+        ...
+
+    def attend_selected(
+        self, query: Tensor, key: Tensor, value: Tensor | int, chosen: Tensor, **scores: Any
+    ) -> Tensor:
+        """Return attention to the keys at `chosen`, `(B, N, L, H)`."""
         ...
 
 
@@ -61,8 +99,41 @@ class ShardedInputs:
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, **scores: Any) -> Tensor:
         """Return the outputs of this rank's queries, `(B, N, L, H)`."""
-        where = {"seq_len": self.seq_len, "runs": self.runs, "key_runs": self.key_runs}
-        return self.axis.attention(query, key, value, **where, **scores)
+        return self.axis.attention(query, key, value, **self._where, **scores)
+
+    @property
+    def _where(self) -> dict[str, Any]:
+        return {"seq_len": self.seq_len, "runs": self.runs, "key_runs": self.key_runs}
+
+    def select(self, index: KeyIndex, strategy: str | None = None, **seen: Any) -> Tensor:
+        """Return the positions that this rank's queries choose, `(B, L, k)`; -1 for none.
+
+        Keys of an index take the axis's route, so `strategy` is ignored.
+        """
+        num_keys = _num_keys(self.key_runs) if self.seq_len is None else self.seq_len
+        how: dict[str, Any] = {"scale": index.scale, "mesh": self.axis.mesh}
+        how |= self._where | seen
+        k = min(index.k, num_keys)
+        return select_keys(index.query, self._own(index.keys, 1), index.weights, k, **how)
+
+    def attend_selected(
+        self, query: Tensor, key: Tensor, value: Tensor | int, chosen: Tensor, **scores: Any
+    ) -> Tensor:
+        """Return attention of this rank's queries to the keys at `chosen`, `(B, N, L, H)`.
+
+        A number in place of values says how many of the first numbers of a key are its value.
+        """
+        how: dict[str, Any] = {"mesh": self.axis.mesh, **self._where, **scores}
+        key = self._own(key, 2)
+        if not isinstance(value, int):
+            value = self._own(value, 2)
+        return selected_attention(query, key, value, chosen, **how)
+
+    def _own(self, x: Tensor, dim: int) -> Tensor:
+        """Return the keys of this rank: a cache without any gives a column that is none."""
+        if self.key_runs is None:
+            return x
+        return x.narrow(dim, 0, _num_keys(self.key_runs[self.axis.mesh.get_local_rank()]))
 
 
 @dataclass(frozen=True)
@@ -100,12 +171,7 @@ class DecodeInputs:
         Raises:
             ValueError: if the layer has fewer keys than its cache.
         """
-        if key.shape[2] < self.num_columns:
-            raise ValueError(
-                f"a layer attends to {key.shape[2]} keys per rank where its cache has "
-                f"{self.num_columns}, which is not supported over a sharded sequence; generate "
-                "with use_cache=False"
-            )
+        self._check(key)
         if key.shape[2] > self.num_columns:
             key, value = key.narrow(2, 0, self.num_columns), value.narrow(2, 0, self.num_columns)
         return decode_attention(
@@ -118,6 +184,41 @@ class DecodeInputs:
             agree=self.agree,
             **scores,
         )
+
+    def _check(self, key: Tensor) -> None:
+        """Refuse fewer keys than the cache has."""
+        if key.shape[2] < self.num_columns:
+            raise ValueError(
+                f"a layer attends to {key.shape[2]} keys per rank where its cache has "
+                f"{self.num_columns}, which is not supported over a sharded sequence; generate "
+                "with use_cache=False"
+            )
+
+    def select(self, index: KeyIndex, strategy: str | None = None, **seen: Any) -> Tensor:
+        """Return the positions that the queries choose, `(B, M, k)`, the same on all ranks."""
+        keys = index.keys.narrow(1, 0, self.num_columns)
+        k = min(index.k, _num_keys(self.key_runs))
+        how: dict[str, Any] = {"scale": index.scale, "key_runs": self.key_runs, "mesh": self.mesh}
+        return decode_select_keys(index.query, keys, index.weights, k, **how, **seen)
+
+    def attend_selected(
+        self, query: Tensor, key: Tensor, value: Tensor | int, chosen: Tensor, **scores: Any
+    ) -> Tensor:
+        """Return attention to the keys at `chosen`, `(B, N, M, H)`, the same on all ranks.
+
+        A number in place of values says how many of the first numbers of a key are its value.
+        """
+        self._check(key)
+        key = key.narrow(2, 0, self.num_columns)
+        if not isinstance(value, int):
+            value = value.narrow(2, 0, self.num_columns)
+        how: dict[str, Any] = {"key_runs": self.key_runs, "mesh": self.mesh, "agree": self.agree}
+        return decode_selected_attention(query, key, value, chosen, **how, **scores)
+
+
+def _num_keys(runs: Tensor | None) -> int:
+    """Return the number of keys in runs `(..., 2)`, 0 for none."""
+    return 0 if runs is None else int(runs[..., 1].sum())
 
 
 class ScanChunk(NamedTuple):

@@ -52,10 +52,13 @@ class Pattern(NamedTuple):
 def cut(mask: Any, index: tuple[Any, ...]) -> Any:
     """Return `mask`, which stands for a mask of all tokens, if the slice keeps all of them.
 
+    It may take the first of its heads, which see the same keys.
+
     Raises:
         ValueError: if the slice drops tokens.
     """
-    if any(x not in (Ellipsis, slice(None), slice(0, None)) for x in index):
+    kept = index if index[1:2] != (0,) else index[:1] + index[2:]
+    if any(x not in (Ellipsis, slice(None), slice(0, None)) for x in kept):
         raise ValueError(
             f"the model takes a part of its mask, {list(index)}, which over a sharded sequence is "
             "a mask of all tokens"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
-from inspect import signature
+from inspect import signature, unwrap
 from typing import Any
 
 # Names of the cache in arguments and outputs: first since transformers 5.24, then before it.
@@ -54,3 +54,18 @@ def with_cache(model: Any, arguments: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments of a call, with the cache under the name that the model takes."""
     cache = cache_argument(arguments)
     return without_cache(arguments) | ({} if cache is None else {cache_name(model): cache})
+
+
+def names_in_forward(module: Any) -> tuple[str, ...]:
+    """Return the names of globals and attributes that the forward of a module's class reads."""
+    code = getattr(unwrap(type(module).forward), "__code__", None)
+    return () if code is None else code.co_names
+
+
+def kept_whole() -> tuple[type, ...]:
+    """Return the classes of stock cache layers that keep all tokens of a layer."""
+    from transformers import cache_utils
+
+    # Layers with an index have a class of their own, in versions that have such models.
+    indexed = getattr(cache_utils, "DynamicIndexedLayer", cache_utils.DynamicLayer)
+    return cache_utils.DynamicLayer, indexed

@@ -26,6 +26,7 @@ class CacheMemory:
         decode_tokens: the largest number of later tokens that are replicated, not sharded.
         block: number of tokens by which memory grows.
         kv_dtype: the format in which full blocks are kept; `None` to round nothing.
+        indexed: the layers that keep keys of an index, too; these are not rounded.
     """
 
     def __init__(
@@ -37,6 +38,7 @@ class CacheMemory:
         decode_tokens: int,
         block: int,
         kv_dtype: str | None = None,
+        indexed: Sequence[int] = (),
     ) -> None:
         self.axis, self.seq_len, self.batch = axis, 0, -1
         self._sizes, self._chunks, self._decode_tokens = sizes, chunks, decode_tokens
@@ -46,14 +48,19 @@ class CacheMemory:
         how = len(full), self._layout, block, kv_dtype
         self._shards = ShardedCache(axis.mesh, *how) if full else None
         self._layers = dict(zip(full, self._shards or (), strict=True))
+        how = len(indexed), self._layout, block
+        self._index = ShardedCache(axis.mesh, *how) if indexed else None
+        self._indexes = dict(zip(indexed, self._index or (), strict=True))
+        self._sharded = tuple(x for x in (self._shards, self._index) if x is not None)
         self._windows = {i: WindowCache(size, kv_dtype) for i in kept if (size := sizes[i])}
 
     def usage(self) -> CacheUsage:
         """Return the bytes on each rank. They are computed locally, without a message."""
         window = sum(x.num_bytes for x in self._windows.values())
-        none = (0,) * self.axis.mesh.size()
-        held, used = (none, none) if self._shards is None else self._shards.usage()
-        return CacheUsage(*(tuple(x + window for x in by_rank) for by_rank in (held, used)))
+        usages = [x.usage() for x in self._sharded]
+        ranks = range(self.axis.mesh.size())
+        held = tuple(window + sum(x.held[rank] for x in usages) for rank in ranks)
+        return CacheUsage(held, tuple(window + sum(x.used[rank] for x in usages) for rank in ranks))
 
     @contextmanager
     def appending(
@@ -81,8 +88,8 @@ class CacheMemory:
         num_kept = num_kept or min(num_tokens, self._decode_tokens)
         length = self.seq_len, num_tokens, sharded
         new = NewTokens(self.axis, self._layout, *length, left_padding, num_kept, self._chunks)
-        if self._shards is not None:
-            self._shards.begin(sharded or num_tokens, dealt=is_sharded)
+        for cache in self._sharded:
+            cache.begin(sharded or num_tokens, dealt=is_sharded)
         self._new = new
         try:
             yield new, self._inputs(new, tokens)
@@ -112,14 +119,15 @@ class CacheMemory:
         # Compute all windows before any is updated, so that an error leaves all unchanged.
         appended = [window.appended() for window in self._windows.values()]
         # The padding that the layout needs has the last positions.
-        if self._shards is not None and new.sharded_length > new.num_tokens:
-            self._shards.crop(new.end)
+        if new.sharded_length > new.num_tokens:
+            for cache in self._sharded:
+                cache.crop(new.end)
         self._hold(appended)
         self.seq_len, self.batch = new.end, rows
 
     def _take_back(self, new: NewTokens) -> None:
-        if self._shards is not None:
-            self._shards.crop(new.past)
+        for cache in self._sharded:
+            cache.crop(new.past)
         for window in self._windows.values():
             window.take_back()
 
@@ -139,6 +147,11 @@ class CacheMemory:
         # Models that expand latents cannot view an empty tensor; attention ignores this column.
         return torch.zeros_like(key[:, :, :1]), torch.zeros_like(value[:, :, :1])
 
+    def append_index(self, layer: int, keys: Tensor) -> Tensor:
+        """Append keys of a layer's index, `(B, L, D)`, and return this rank's past and new ones."""
+        heads = keys.unsqueeze(1)
+        return self._indexes[layer].append(heads, heads[..., :0])[0].squeeze(1)
+
     def crop(self, num_tokens: int) -> None:
         """Remove the last tokens.
 
@@ -150,14 +163,14 @@ class CacheMemory:
         for window in self._windows.values():
             window.crop(num_tokens)
         self.seq_len -= num_tokens
-        if self._shards is not None:
-            self._shards.crop(self.seq_len)
+        for cache in self._sharded:
+            cache.crop(self.seq_len)
 
     def select(self, rows: Tensor) -> None:
         """Keep only these rows of the batch."""
         selected = [window.selected(rows) for window in self._windows.values()]
-        if self._shards is not None:
-            self._shards.select(rows)
+        for cache in self._sharded:
+            cache.select(rows)
         self._hold(selected)
         self.batch = len(rows)
 
@@ -167,8 +180,8 @@ class CacheMemory:
 
     def reset(self) -> None:
         """Forget all tokens."""
-        if self._shards is not None:
-            self._shards.reset()
+        for cache in self._sharded:
+            cache.reset()
         for window in self._windows.values():
             window.hold(None)
         self.seq_len, self.batch = 0, -1

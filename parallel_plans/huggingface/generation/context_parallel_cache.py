@@ -13,13 +13,14 @@ from transformers.cache_utils import (
     CacheLayerMixin,
     DummyLayer,
     DynamicCache,
-    DynamicLayer,
     DynamicSlidingWindowLayer,
 )
 
 from dtensor_ring.extension import MAX_QUERIES, CacheUsage
+from parallel_plans.huggingface.core.versions import kept_whole
 from parallel_plans.huggingface.generation.cache_memory import CacheMemory
 from parallel_plans.huggingface.generation.new_tokens import Pair
+from parallel_plans.huggingface.selecting.indexers import indexers_of
 from parallel_plans.huggingface.sharding.sharding import shardings_of
 
 
@@ -48,7 +49,7 @@ class ContextParallelCache(Cache):
 
     Raises:
         ValueError: if the model has no plan, a number is out of range, or a layer keeps anything
-            other than keys and values.
+            other than keys and values, and keys of an index.
 
     Example:
         >>> mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("cp",))
@@ -77,7 +78,8 @@ class ContextParallelCache(Cache):
         stock, owners, sizes = _stock_layers(model)
         kept = sorted({*owners})
         axis, chunks = self.sharding.axis, self.sharding.chunks
-        how = chunks, decode_tokens, block, self.sharding.cache_dtype
+        indexed = [x.layer_idx for x in indexers_of(model)]
+        how = chunks, decode_tokens, block, self.sharding.cache_dtype, indexed
         self.memory = CacheMemory(axis, sizes, kept, *how)
         layers: list[Any] = [
             x if isinstance(x, DummyLayer) else KeptLayer(self.memory, i, sizes[i])
@@ -173,6 +175,10 @@ class KeptLayer(CacheLayerMixin):
         """Append keys and values; return this rank's columns, past and new."""
         return self._memory.append(self._number, key_states, value_states)
 
+    def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
+        """Append keys of an index, `(B, L, D)`; return this rank's past and new ones."""
+        return self._memory.append_index(self._number, indexer_key_states)
+
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Return the number of tokens after a forward, and the position of the first one."""
         return self._memory.seq_len + query_length, 0
@@ -222,7 +228,7 @@ def _stock_layers(model: Any) -> tuple[list[Any], list[int], list[int]]:
     of_type: dict[str, int] = {}
     for number, layer in enumerate(layers):
         kind = types[number] if number < len(types) else ""
-        if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer, DummyLayer):
+        if type(layer) not in (*kept_whole(), DynamicSlidingWindowLayer, DummyLayer):
             raise ValueError(
                 f"layer {number} keeps a {type(layer).__name__}, which is not supported over a "
                 "sharded sequence; generate with use_cache=False, or with the stock model"

@@ -25,7 +25,8 @@ SIZES: tuple[tuple[str, int], ...] = (
     (r"\w*_layer_offset", 1),
     (r"mamba_(d_head|head_dim|headdim)", 16),
     (r"\w*(num_key_value|kv|key_value)_heads|num_query_groups", 2),
-    (r"\w*(num_|n_)(\w+_)?(attention_)?heads?|\w*attention_heads|n_head|index_n_heads", HEADS),
+    (r"index_n_heads", 16),  # with few, many scores of an index would be 0, and tie
+    (r"\w*(num_|n_)(\w+_)?(attention_)?heads?|\w*attention_heads|n_head", HEADS),
     (r"\w*head_?dim|\w*head_size|kv_channels|dim_head|d_head|d_kv|\w*attention_head_dim", HEAD_DIM),
     (r"moe_(shared_expert_)?intermediate_size|expert_ffn_hidden_size", 12),
     (r"mamba_d_ssm|mamba_intermediate|ssm_intermediate_size", WIDTH),

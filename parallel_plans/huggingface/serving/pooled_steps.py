@@ -17,8 +17,14 @@ from torch import Tensor
 from dtensor_ring import BlockPool, Mask, PagedBatch, PagedCache, SequenceAxis
 from dtensor_ring.extension import PagedPrefill, PooledSequence
 from parallel_plans.huggingface.core.documents import DocumentBounds
+from parallel_plans.huggingface.core.layer_inputs import KeyIndex
 
 Pair = tuple[Tensor, Tensor]
+
+NO_INDEX = (
+    "layers whose index chooses the keys of each token are not served from a pool, whose blocks "
+    "keep no keys of an index; call generate"
+)
 
 
 class PooledMemory:
@@ -241,6 +247,16 @@ class PooledInputs:
         assert memory.step is not None and memory.cache is not None, "outside of a forward"
         memory.expands = (key.shape[1], key.shape[3]) != memory.kept
         return memory.step.attend(memory.numbers[self.layer], query, key, value, **scores)
+
+    def select(self, index: KeyIndex, strategy: str | None = None, **seen: Any) -> Tensor:
+        """Refuse layers whose index chooses keys: blocks of the pool keep no keys of an index."""
+        raise ValueError(NO_INDEX)
+
+    def attend_selected(
+        self, query: Tensor, key: Tensor, value: Tensor | int, chosen: Tensor, **scores: Any
+    ) -> Tensor:
+        """Refuse layers whose index chooses keys, as `select` does."""
+        raise ValueError(NO_INDEX)
 
 
 def _by_row(x: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ from torch.nn.functional import silu, softplus
 
 from dtensor_ring.extension import within_layer
 from parallel_plans.huggingface.core.layer_inputs import ScanChunks
-from parallel_plans.huggingface.core.versions import parameter_of_cache
+from parallel_plans.huggingface.core.versions import names_in_forward, parameter_of_cache
 
 # The cache methods with which stateful layers store a state.
 UPDATES = ("update_conv_state", "update_recurrent_state", "set_linear_cache")
@@ -126,18 +126,12 @@ def stateful_layers(model: nn.Module) -> list[nn.Module]:
 
 def attention_layers(model: nn.Module) -> list[nn.Module]:
     """Return the modules that get their attention function from transformers."""
-    return [x for x in model.modules() if "ALL_ATTENTION_FUNCTIONS" in _names_in_forward(x)]
-
-
-def _names_in_forward(module: nn.Module) -> tuple[str, ...]:
-    """Return the names of globals and attributes that a module's forward reads."""
-    code = getattr(unwrap(type(module).forward), "__code__", None)
-    return () if code is None else code.co_names
+    return [x for x in model.modules() if "ALL_ATTENTION_FUNCTIONS" in names_in_forward(x)]
 
 
 def _cache_parameter(module: nn.Module) -> str | None:
     """Return the name of a module's cache parameter, if its forward stores a state there."""
-    if set(UPDATES).isdisjoint(_names_in_forward(module)):
+    if set(UPDATES).isdisjoint(names_in_forward(module)):
         return None
     return parameter_of_cache(type(module).forward)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from parallel_plans.huggingface import ContextParallelCache
-from tests.families import VOCABULARY
+from tests.families import SELECTING, VOCABULARY
 from tests.huggingface.generation.generating import (
     CAUSAL,
     PROMPT,
@@ -114,7 +114,7 @@ def test_ways_to_generate(pool: Pool, family: str, world_size: int, ways: tuple[
 TURNS = (2, 1, 9, 1, 2, 7, 1, 1, 4, 9, 1)
 """New tokens of each forward: the first, and more than four, are sharded over ranks. Of four ranks
 two have none of the first two tokens, and one still has none when the third is decoded."""
-FLOAT32 = {"Llama 4": 1e-6, "DeepSeek-V3": 1e-6}
+FLOAT32 = {"Llama 4": 1e-6, "DeepSeek-V3": 1e-6, **dict.fromkeys(SELECTING, 1e-6)}
 """Errors of models that compute rotations or routers in float32 whatever their dtype."""
 
 

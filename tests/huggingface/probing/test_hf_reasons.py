@@ -47,9 +47,16 @@ def granite(*layers: str) -> Any:
 
 
 def deepseek() -> Any:
-    """Its layers attend to the keys that an index chooses."""
-    sizes = {"kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4}
-    return built("DeepseekV32Config", "DeepseekV32ForCausalLM", **TEXT, **sizes, v_head_dim=8)
+    """Its layers attend to windows of tokens."""
+    sizes = {"q_lora_rank": 8, "o_lora_rank": 8, "o_groups": 2, "index_topk": 4}
+    kinds = {"layer_types": ["heavily_compressed_attention", "compressed_sparse_attention"]}
+    return built("DeepseekV4Config", "DeepseekV4ForCausalLM", **TEXT | sizes | kinds)
+
+
+def minimax() -> Any:
+    """Its index chooses blocks."""
+    options = TEXT | {"layer_types": ["full_attention", "minimax_m3_sparse"]}
+    return built("MiniMaxM3VLTextConfig", "MiniMaxM3VLForCausalLM", **options)
 
 
 def with_mamba() -> Any:
@@ -67,7 +74,8 @@ def answers() -> Any:
 
 
 REFUSED = {
-    r"layers\.0 \(indexed_attention\).* choose the keys .* the best of them by their pos": deepseek,
+    r"layers\.0 \(heavily_compr.* windows of tokens, .* one softmax over tokens and": deepseek,
+    r"layers\.1 \(minimax_m3_sparse\) choose blocks of keys": minimax,
     r"beside model\.vision_tower, and its head .* to its model\.language_model alone": answers,
     r"that part, model\.language_model, has no plan either: layers\.0\.mamba": with_mamba,
 }

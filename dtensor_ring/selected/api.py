@@ -1,0 +1,253 @@
+"""What users call: `select_keys`, and `selected_attention` to the keys that it found."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, Literal, overload
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from dtensor_ring.dtensor import call_check
+from dtensor_ring.dtensor.annotation import tag_compiled
+from dtensor_ring.ops.call_site import called_from
+from dtensor_ring.ops.options import Call, flatten
+from dtensor_ring.planning.mask import Mask
+from dtensor_ring.planning.ranges import as_count
+from dtensor_ring.planning.route import ROUTES
+from dtensor_ring.planning.slices import Slices
+from dtensor_ring.planning.strategy import Strategy
+from dtensor_ring.planning.tile import FULL
+from dtensor_ring.selected.op import select_op, selected_op
+from dtensor_ring.selected.place_of_call import placed_call
+from dtensor_ring.selected.plan import KEY_ROUTES, MAX_SELECTED
+
+
+def select_keys(
+    index_query: Tensor,
+    index_key: Tensor,
+    weights: Tensor | None,
+    k: int,
+    *,
+    scale: float = 1.0,
+    mask: Mask | None = None,
+    cu_seqlens: Tensor | None = None,
+    slices: Slices | Tensor | None = None,
+    runs: Tensor | None = None,
+    key_runs: Tensor | None = None,
+    seq_len: int | None = None,
+    route: str | None = None,
+    block_size: int = 1,
+    local_blocks: int = 0,
+    mesh: DeviceMesh | None = None,
+) -> Tensor:
+    """Find the k best keys of each query of a sharded sequence, by the scores of an indexer.
+
+    The score of a key is `sum_h weights[h] * relu(scale * index_query[h] . index_key)`, in float32
+    or wider (DeepSeek-AI, 2025, "DeepSeek-V3.2", equation 1). Of equal scores the lower position
+    wins; `torch.topk` leaves that open. Index keys travel, a few scores at a time are kept, and the
+    best keys so far: memory grows with the local queries, whatever the length of the sequence.
+    The result is the same as on one process. It has no gradient.
+
+    Args:
+        index_query: `(B, S, Hi, Di)`, as DTensors that are `Shard(1)` over one axis, or this rank's
+            shard `(B, L, Hi, Di)` with `mesh`.
+        index_key: `(B, S, Di)`, likewise, one head.
+        weights: `(B, S, Hi)`, likewise. `None` lets each index head choose keys of its own, by its
+            plain products.
+        k: the number of keys, or of blocks, of a query.
+        scale: a factor of the products, before the relu.
+        mask: which keys a query sees; causal by default, full with `slices`.
+        cu_seqlens: boundaries of documents, see `ring_attention`.
+        slices: what queries see, in place of mask and boundaries.
+        runs: which tokens each rank holds, if this depends on the batch.
+        key_runs: the positions of each rank's keys, see `ring_attention`.
+        seq_len: S of local shards, if ranks hold different numbers of tokens.
+        route: how index keys travel, "ring" by default, or "around", "direct" or "all_gather".
+        block_size: the number of positions that compete as one, by the best that a query sees, and
+            are chosen together; 1 is a key by itself (MoBA, Lu et al., 2025, arXiv 2502.13189).
+        local_blocks: how many blocks up to that of a query are always among its k.
+        mesh: the 1-D mesh of the axis, for local shards.
+
+    Returns:
+        Positions in the sharded sequence, int32: `(B, S, k * block_size)`, or without weights
+        `(B, Hi, S, k * block_size)`. They ascend, and end with -1 where a query sees fewer keys.
+
+    Raises:
+        TypeError: if an argument has a wrong type, or DTensors and tensors are mixed.
+        ValueError: if the shapes, placements, boundaries or numbers do not allow it.
+        RingError: if calls of ranks differ, or a rank ended, raised, or did not answer in time.
+
+    Example:
+        >>> mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("cp",))
+        >>> query, key = torch.ones(1, 4, 2, 8), torch.ones(1, 4, 8)
+        >>> select_keys(query, key, torch.ones(1, 4, 2), 2, mesh=mesh).tolist()
+        [[[0, -1], [0, 1], [0, 1], [0, 1]]]
+    """
+    _check_dims("index_query", index_query, 4, "(B, L, Hi, Di)")
+    _check_dims("index_key", index_key, 3, "(B, L, Di)")
+    query, key = index_query.transpose(1, 2), index_key.unsqueeze(1)
+    if weights is not None:
+        _check_dims("weights", weights, 3, "(B, L, Hi)")
+        weights = weights.transpose(1, 2)
+    block_size = as_count("block_size", block_size, 1, MAX_SELECTED)
+    k = as_count("k", k, 1, MAX_SELECTED // block_size)
+    local_blocks = as_count("local_blocks", local_blocks, 0)
+    if local_blocks and block_size == 1:
+        raise ValueError(f"local_blocks={local_blocks} needs blocks; pass block_size")
+    mask = call_check.mask_of(mask, slices)
+    batch = call_check.batch_of(cu_seqlens, None, runs, slices, key_runs)
+    scores = call_check.scores_of(query, mask, scale, 0.0, None, None)
+    place = placed_call(query, key, mesh, batch, _route(route), seq_len)
+    call = Call(batch, scores, place)
+    call_check.check_options(query, call)
+    arguments = query, key, weights, k, block_size, local_blocks, *flatten(call)
+    found = _called(select_op, arguments)
+    return found if weights is None else found.squeeze(1)
+
+
+@overload
+def selected_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor | int,
+    selected: Tensor,
+    *,
+    scale: float | None = ...,
+    sinks: Tensor | None = ...,
+    runs: Tensor | None = ...,
+    key_runs: Tensor | None = ...,
+    seq_len: int | None = ...,
+    route: str | None = ...,
+    return_lse: Literal[False] = ...,
+    mesh: DeviceMesh | None = ...,
+) -> Tensor: ...
+@overload
+def selected_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor | int,
+    selected: Tensor,
+    *,
+    scale: float | None = ...,
+    sinks: Tensor | None = ...,
+    runs: Tensor | None = ...,
+    key_runs: Tensor | None = ...,
+    seq_len: int | None = ...,
+    route: str | None = ...,
+    return_lse: Literal[True],
+    mesh: DeviceMesh | None = ...,
+) -> tuple[Tensor, Tensor]: ...
+def selected_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor | int,
+    selected: Tensor,
+    *,
+    scale: float | None = None,
+    sinks: Tensor | None = None,
+    runs: Tensor | None = None,
+    key_runs: Tensor | None = None,
+    seq_len: int | None = None,
+    route: str | None = None,
+    return_lse: bool = False,
+    mesh: DeviceMesh | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention of each query to the keys that it selected, over a sharded sequence.
+
+    Only keys travel that a query of another rank selected. Each rank asks the others for them, with
+    one bit for each of their keys, and in backward their gradients go home and are added up. Exact
+    softmax attention over the selected keys, in float32 or wider, by chunks of queries.
+
+    There is no mask: what is selected is attended to. `select_keys` selects what a mask shows.
+
+    Args:
+        query: `(B, N, S, H)`, as DTensors that are `Shard(2)` over one axis, or this rank's shard
+            `(B, N, L, H)` with `mesh`.
+        key: `(B, Nkv, S, H)`, likewise; `Nkv` divides N.
+        value: `(B, Nkv, S, Hv)`, likewise. Or the number Hv: then the first Hv numbers of a key are
+            its value, and travel once, as the latents of multi-head latent attention
+            (DeepSeek-AI, 2024, arXiv 2405.04434).
+        selected: int32 positions `(B, S, K)` for all heads, or `(B, G, S, K)`, where group g is for
+            the key heads of the g-th part. In any order, none twice; -1 for none.
+        scale: a factor of the scores, `H ** -0.5` by default.
+        sinks: `(N,)`, one logit for each query head, which takes part in the softmax without a
+            value; its gradient is as in `ring_attention`.
+        runs: which tokens each rank holds, if this depends on the batch.
+        key_runs: the positions of each rank's keys, see `ring_attention`.
+        seq_len: S of local shards, if ranks hold different numbers of tokens.
+        route: "selected": keys that are asked for travel. "all": all of them do, which saves the
+            requests. By default "all" if K is nearly S.
+        return_lse: also return the log-sum-exp of the scores, `(B, N, S)`, float32 or wider, -inf
+            for a query without keys.
+        mesh: the 1-D mesh of the axis, for local shards.
+
+    Returns:
+        `out` `(B, N, S, Hv)`, placed as the query, 0 for a query without keys; or `(out, lse)`.
+
+    Raises:
+        TypeError: if an argument has a wrong type, or DTensors and tensors are mixed.
+        ValueError: if the shapes, placements or positions do not allow it.
+        RingError: if calls of ranks differ, or a rank ended, raised, or did not answer in time.
+
+    Example:
+        >>> mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("cp",))
+        >>> query, latents = torch.randn(1, 4, 6, 8), torch.randn(1, 1, 6, 8)
+        >>> selected = torch.tensor([[[0, -1], [0, 1], [0, 2], [1, 3], [1, 4], [0, 5]]]).int()
+        >>> selected_attention(query, latents, 6, selected, mesh=mesh).shape
+        torch.Size([1, 4, 6, 6])
+    """
+    return_lse = call_check.as_flag("return_lse", return_lse)
+    _check_dims("query", query, 4, "(B, N, L, H)")
+    _check_dims("key", key, 4, "(B, Nkv, L, H)")
+    if not isinstance(selected, Tensor):
+        raise TypeError(f"selected must be a tensor of positions, got {type(selected).__name__}")
+    selected = selected.unsqueeze(1) if selected.ndim == 3 else selected
+    rows, values = _rows(key, value)
+    batch = call_check.batch_of(None, None, runs, None, key_runs)
+    scores = call_check.scores_of(query, FULL, scale, 0.0, sinks, None)
+    place = placed_call(query, key, mesh, batch, Strategy.default, seq_len)
+    call = Call(batch, scores, place)
+    call_check.check_options(query, call)
+    if route is not None and route not in KEY_ROUTES:
+        raise ValueError(f"route must be one of {', '.join(KEY_ROUTES)}, or None, got {route!r}")
+    out, lse = _called(selected_op, (query, rows, selected, *values, route, *flatten(call)))
+    return (out, lse) if return_lse else out
+
+
+def _rows(key: Tensor, value: Tensor | int) -> tuple[Tensor, tuple[int, int]]:
+    """Return keys and values side by side, and the span of the values."""
+    if isinstance(value, Tensor):
+        _check_dims("value", value, 4, "(B, Nkv, L, Hv)")
+        if value.shape[:3] != key.shape[:3] or value.dtype != key.dtype:
+            raise ValueError(
+                f"value must have the batch, heads, tokens and dtype of key, {tuple(key.shape)} "
+                f"{key.dtype}, got {tuple(value.shape)} {value.dtype}"
+            )
+        return torch.cat((key, value), -1), (key.shape[3], key.shape[3] + value.shape[3])
+    return key, (0, as_count("value", value, 1, key.shape[3]))
+
+
+def _route(route: str | None) -> str:
+    if route is None:
+        return Strategy.default
+    if route not in ROUTES:
+        raise ValueError(f"route must be one of {', '.join(ROUTES)}, or None, got {route!r}")
+    return route
+
+
+def _check_dims(name: str, x: Any, ndim: int, shape: str) -> None:
+    """Refuse what is not a tensor of these dims."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} must be a tensor or a DTensor, got {type(x).__name__}")
+    if x.ndim != ndim:
+        raise ValueError(f"{name} must be {shape}, got shape {tuple(x.shape)}")
+
+
+def _called(op: Any, arguments: tuple[Any, ...]) -> Any:
+    """Run an op; outside of a compiler, note the user's line for errors and records."""
+    if torch.compiler.is_compiling():
+        tag_compiled()
+        return op(*arguments)
+    return called_from(sys._getframe(2), op, *arguments)

@@ -1,0 +1,198 @@
+"""Attention in which each query has a list of its own keys, by chunks of queries.
+
+A chunk gathers the keys of its queries, so its memory is (queries of a chunk) x (keys of a list),
+whatever the length of the sequence. Memory is the same for the gradients. This is the reference,
+for any device and dtype, and what CPUs run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dtensor_ring.compute.accumulate import add_sinks
+from dtensor_ring.compute.kernels.kernel import Saved
+from dtensor_ring.compute.memory import empty, order_of
+from dtensor_ring.planning.ranges import Span
+
+# Numbers that a chunk gathers, on CPUs and on GPUs; each is at least one query.
+CHUNK, CHUNK_ON_GPUS = 1 << 21, 1 << 26
+
+
+class Residents(NamedTuple):
+    """The keys that a rank has at hand, and where each position of the sequence is among them.
+
+    Attributes:
+        rows: `(T, B, Nkv, D)`: the key and the value of T tokens. Gradients need it contiguous.
+        places: int32 `(S + 1,)`: the row of each position, -1 where it is not at hand; the last
+            entry is -1, for the position -1. `None` if lists have rows in place of positions.
+        head_dim: the first numbers of a row are its key.
+        values: the span of its value in a row, which may overlap the key.
+        apart: `(T, B, Nkv, Hv)`, values that are not in `rows` but follow them; without gradients.
+    """
+
+    rows: Tensor
+    places: Tensor | None
+    head_dim: int
+    values: Span
+    apart: Tensor | None = None
+
+
+class Chunk(NamedTuple):
+    """Queries with the keys that they selected, by groups of heads that share a list.
+
+    Attributes:
+        tokens: the local queries.
+        where: int64 `(B, G, R, K)`: rows of the residents, 0 for none.
+        is_none: `(B, G, R, K)`, true where a list has no key.
+        rows: `(B, G, R, K, n, D)` in float32 or wider; n key heads share a list.
+    """
+
+    tokens: slice
+    where: Tensor
+    is_none: Tensor
+    rows: Tensor
+
+
+def gathered_forward(
+    query: Tensor,
+    residents: Residents,
+    selected: Tensor,
+    scale: float,
+    sinks: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return `(out, lse)`: `(B, N, L, Hv)` in the query's memory order, and `(B, N, L)`.
+
+    Args:
+        query: `(B, N, L, H)`.
+        residents: the keys at hand.
+        selected: int32 `(B, G, L, K)`: positions of keys, -1 for none. Group g is for the key heads
+            of the g-th part.
+        scale: factor of the scores.
+        sinks: one logit for each head `(N,)`.
+        dtype: dtype of the output; by default the query's.
+    """
+    first, end = residents.values
+    wide = torch.promote_types(query.dtype, torch.float32)
+    out = empty(query, (*query.shape[:3], end - first), order_of(query), dtype)
+    lse = query.new_empty(query.shape[:3], dtype=wide)
+    for chunk in _chunks(residents, selected, wide):
+        scored = _scores(_grouped(query, chunk), chunk, residents.head_dim, scale)
+        own = scored.logsumexp(-1)
+        # A row with no key gets weights of 0; -inf - -inf would be nan.
+        base = own.masked_fill(own == -torch.inf, 0.0)
+        weights = (scored - base.unsqueeze(-1)).exp_()
+        own_out = _ungrouped(weights @ _values(chunk, residents.values))
+        own_lse = _ungrouped(own.unsqueeze(-1)).squeeze(-1)
+        if sinks is not None:
+            own_lse = add_sinks(own_out, own_lse, sinks)
+        out[:, :, chunk.tokens], lse[:, :, chunk.tokens] = own_out, own_lse
+    return out, lse
+
+
+def gathered_backward(
+    saved: Saved, query: Tensor, residents: Residents, selected: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of the queries and of the residents' rows, the latter wide.
+
+    The formula is that of flash attention (Dao et al., 2022, arXiv 2205.14135, appendix B.4).
+    """
+    grad_query = empty(query, query.shape, order_of(query))
+    grad_rows = torch.zeros_like(residents.rows, dtype=saved.lse.dtype)
+    delta = (saved.grad_out.to(saved.lse.dtype) * saved.out).sum(-1)
+    if saved.grad_lse is not None:
+        delta -= saved.grad_lse
+    of_row = torch.stack((saved.lse, delta), -1)
+    for chunk in _chunks(residents, selected, saved.lse.dtype):
+        queries, grads = _grouped(query, chunk), _grouped(saved.grad_out, chunk)
+        lse, deltas = _grouped(of_row, chunk).split(1, -1)
+        scored = _scores(queries, chunk, residents.head_dim, scale)
+        # A row that sees nothing has an lse of -inf, and weights of 0.
+        weights = (scored - lse.masked_fill(lse == -torch.inf, 0.0)).exp_()
+        grad_weights = grads @ _values(chunk, residents.values).mT
+        grad_scored = weights * (grad_weights - deltas) * scale
+        grad_query[:, :, chunk.tokens] = _ungrouped(grad_scored @ _keys(chunk, residents.head_dim))
+        _add_rows(grad_rows, chunk, residents, (grad_scored.mT @ queries, weights.mT @ grads))
+    return grad_query, grad_rows
+
+
+def _chunks(residents: Residents, selected: Tensor, wide: torch.dtype) -> Iterator[Chunk]:
+    """Yield chunks of queries with their keys."""
+    batch, groups, num_queries, width = selected.shape
+    num_heads, numbers = residents.rows.shape[2] // groups, residents.rows.shape[3]
+    each = max(1, batch * groups * width * num_heads * numbers)
+    size = max(1, (CHUNK_ON_GPUS if selected.is_cuda else CHUNK) // each)
+    for start in range(0, num_queries, size):
+        tokens = slice(start, min(num_queries, start + size))
+        where = selected[:, :, tokens].long()
+        if residents.places is not None:
+            where = residents.places[where].long()
+        is_none = where < 0
+        where = where.masked_fill(is_none, 0)
+        rows = _at(residents.rows, where)
+        if residents.apart is not None:
+            rows = torch.cat((rows, _at(residents.apart, where)), -1)
+        yield Chunk(tokens, where, is_none, rows.to(wide))
+
+
+def _at(rows: Tensor, where: Tensor) -> Tensor:
+    """Return rows `(T, B, Nkv, D)` at `(B, G, R, K)`, as `(B, G, R, K, n, D)`; any if T is 0."""
+    batch, groups = where.shape[:2]
+    by_group = rows.unflatten(2, (groups, -1))
+    if not len(rows):
+        return rows.new_zeros(*where.shape, *by_group.shape[3:])
+    of_batch = torch.arange(batch, device=rows.device).view(-1, 1, 1, 1)
+    return by_group[where, of_batch, torch.arange(groups, device=rows.device).view(-1, 1, 1)]
+
+
+def _grouped(x: Tensor, chunk: Chunk) -> Tensor:
+    """Return rows of a chunk by key head: `(B, N, L, H)` to `(B, G, R, n, N / Nkv, H)`, wide."""
+    groups, num_heads = chunk.rows.shape[1], chunk.rows.shape[4]
+    part = x[:, :, chunk.tokens].to(chunk.rows.dtype)
+    return part.unflatten(1, (groups, num_heads, -1)).permute(0, 1, 4, 2, 3, 5)
+
+
+def _ungrouped(x: Tensor) -> Tensor:
+    """Return `(B, G, R, n, M, H)` as `(B, N, R, H)`."""
+    return x.permute(0, 1, 3, 4, 2, 5).flatten(1, 3)
+
+
+def _keys(chunk: Chunk, head_dim: int) -> Tensor:
+    """Return the keys of a chunk, `(B, G, R, n, K, H)`."""
+    return chunk.rows[..., :head_dim].transpose(3, 4)
+
+
+def _values(chunk: Chunk, span: Span) -> Tensor:
+    """Return the values of a chunk, `(B, G, R, n, K, Hv)`."""
+    return chunk.rows[..., slice(*span)].transpose(3, 4)
+
+
+def _scores(queries: Tensor, chunk: Chunk, head_dim: int, scale: float) -> Tensor:
+    """Return the scores of a chunk, `(B, G, R, n, M, K)`, -inf where there is no key."""
+    scored = (queries @ _keys(chunk, head_dim).mT) * scale
+    return scored.masked_fill_(chunk.is_none[:, :, :, None, None], -torch.inf)
+
+
+def _add_rows(
+    total: Tensor, chunk: Chunk, residents: Residents, grads: tuple[Tensor, Tensor]
+) -> None:
+    """Add the gradients of a chunk's keys and values to those of the residents' rows."""
+    grad = torch.zeros_like(chunk.rows)
+    of_keys, of_values = (x.transpose(3, 4) for x in grads)
+    grad[..., : residents.head_dim] += of_keys
+    grad[..., slice(*residents.values)] += of_values
+    # What stands for no key has a gradient of 0, and is added to row 0.
+    batch, groups = chunk.rows.shape[:2]
+    number = torch.arange(batch * groups, device=total.device).view(batch, groups, 1, 1)
+    where, flat = (chunk.where * (batch * groups) + number).flatten(), grad.flatten(0, 3)
+    rows = total.view(-1, *flat.shape[1:])
+    if not len(rows):
+        return
+    if total.is_cuda:
+        rows.index_put_((where,), flat, accumulate=True)  # sorts, so that runs are reproducible
+    else:
+        rows.index_add_(0, where, flat)

@@ -1,0 +1,408 @@
+"""The ops of attention that selects its keys: schemas, implementations, gradient, records."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from dtensor_ring.agreement.call_record import MAX_BYTES, CallRecord
+from dtensor_ring.agreement.checked_transport import TransportContext, checked_transport
+from dtensor_ring.agreement.group_state import group_state_of
+from dtensor_ring.compute.accumulate import sinks_gradient
+from dtensor_ring.compute.kernels import Saved
+from dtensor_ring.compute.memory import TOKEN_MAJOR, empty, order_of
+from dtensor_ring.ops import nodes
+from dtensor_ring.ops.attention_record import (
+    AttentionFacts,
+    attention_facts,
+    record_of,
+    runs_text,
+)
+from dtensor_ring.ops.call_site import CALLER
+from dtensor_ring.ops.checks import check_inputs, unit_stride, warn_of_tiles
+from dtensor_ring.ops.options import LEAVES, SCHEMA, Call, PlanRequest, unflatten
+from dtensor_ring.ops.ring_op import check_batch, number_of
+from dtensor_ring.planning.lru import cached_bytes
+from dtensor_ring.planning.plan import checked_slices
+from dtensor_ring.planning.run_table import shard_table
+from dtensor_ring.selected.moved_keys import SelectedKeys, selected_backward, selected_forward
+from dtensor_ring.selected.plan import SELECTED, KeyPositions, key_positions, key_route
+from dtensor_ring.selected.run import IndexQueries, KeyChoice, ring_select, tokens_of_blocks
+from dtensor_ring.transport.transport import transport_of
+
+SELECT = "dtensor_ring::select_keys"
+ATTEND = "dtensor_ring::selected_attention"
+BACKWARD = "dtensor_ring::selected_attention_backward"
+_LISTED = "Tensor selected, int value_begin, int value_end, str? route"
+
+torch.library.define(
+    SELECT,
+    "(Tensor query, Tensor key, Tensor? weights, int k, int block_size, int local_blocks, "
+    f"{SCHEMA}) -> Tensor",
+)
+torch.library.define(
+    ATTEND, f"(Tensor query, Tensor rows, {_LISTED}, {SCHEMA}) -> (Tensor out, Tensor lse)"
+)
+torch.library.define(
+    BACKWARD,
+    f"(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor rows, {_LISTED}, Tensor out, "
+    f"Tensor lse, {SCHEMA}) -> (Tensor grad_query, Tensor grad_rows, Tensor grad_sinks)",
+)
+select_op = torch.ops.dtensor_ring.select_keys.default
+selected_op = torch.ops.dtensor_ring.selected_attention.default
+selected_backward_op = torch.ops.dtensor_ring.selected_attention_backward.default
+
+
+class Listed(NamedTuple):
+    """Which keys queries selected, and where the values of rows are.
+
+    Attributes:
+        selected: int32 `(B, G, L, K)`, -1 for none.
+        value_begin: index of the first number of a value in a row.
+        value_end: index after the last.
+        route: "selected" or "all"; `None` until the number of all keys is known.
+    """
+
+    selected: Tensor
+    value_begin: int
+    value_end: int
+    route: str | None
+
+    def routed(self, request: PlanRequest) -> Listed:
+        """Return this with a route, which all ranks choose alike."""
+        # Ranks may hold different numbers of keys, so only that of all keys may decide.
+        route = key_route(self.route, self.selected.shape[-1], request.key_seq_len)
+        return self._replace(route=route)
+
+    def key_and_value(self, query: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Return views of the keys and the values in rows `(B, Nkv, C, D)`."""
+        return rows[..., : query.shape[3]], rows[..., self.value_begin : self.value_end]
+
+
+def positions_of_keys(request: PlanRequest) -> KeyPositions:
+    """Return the positions of the keys of all ranks."""
+    layout = request.key_layout or request.layout
+    return key_positions(layout, request.world_size, request.key_seq_len)
+
+
+def select(
+    query: Tensor,
+    key: Tensor,
+    weights: Tensor | None,
+    k: int,
+    block_size: int,
+    local_blocks: int,
+    *options: Any,
+) -> Tensor:
+    """Run the selection op on plain tensors, see `select_keys`; `(B, G, L, k * block_size)`."""
+    call = unflatten(options)
+    check_index(query, key, weights)
+    request = call.request(query.shape[0])
+    choice = KeyChoice(k, call.scores.scale, block_size, local_blocks)
+    own: dict[str, object] = {"weights": weights is not None, "choice": tuple(choice)}
+    with _checked("select keys", call, request, (query, key), own) as transport:
+        # Within the context: an error of this rank is reported to the others.
+        plan = request.plan(query, key)
+        warn_of_tiles(plan, request)
+        places = key_positions(request.layout, request.world_size, request.seq_len)
+        of_rows = torch.from_numpy(places.of(request.rank).copy()).to(query.device)
+        queries = IndexQueries(query, weights, of_rows)
+        found = ring_select(queries, key, plan, choice, positions_of_keys(request), transport)
+    if block_size == 1:
+        return found
+    shards = shard_table(request.layout, request.world_size, request.seq_len).shards
+    seen = _slices(request)
+    return tokens_of_blocks(found, block_size, of_rows, shards[request.rank], seen)
+
+
+def _slices(request: PlanRequest) -> Any:
+    """Return what queries see, as slices."""
+    lengths = request.seq_len, request.key_seq_len
+    of_documents = request.documents, request.key_documents
+    asked = request.mask, request.world_size, lengths, *of_documents, request.slices
+    return checked_slices(*asked)
+
+
+torch.library.impl(SELECT, "CompositeExplicitAutograd")(select)
+
+
+@torch.library.register_fake(SELECT)
+def _fake_select(
+    query: Tensor,
+    key: Tensor,
+    weights: Tensor | None,
+    k: int,
+    block_size: int,
+    local_blocks: int,
+    *options: Any,
+) -> Tensor:
+    check_index(query, key, weights)
+    check_batch(query, unflatten(options).batch)
+    batch, heads, num_queries, _ = query.shape
+    groups = heads if weights is None else 1
+    return query.new_empty(batch, groups, num_queries, k * block_size, dtype=torch.int32)
+
+
+def check_index(query: Tensor, key: Tensor, weights: Tensor | None) -> None:
+    """Refuse tensors of an indexer that do not fit.
+
+    Raises:
+        ValueError: says what was given.
+    """
+    check_inputs(query, key, key, None)
+    if key.shape[1] != 1:
+        raise ValueError(f"index keys have one head, got {tuple(key.shape)}")
+    if weights is not None and weights.shape != query.shape[:3]:
+        raise ValueError(
+            f"weights must hold one number for each query and index head, "
+            f"{tuple(query.shape[:3])}, got {tuple(weights.shape)}"
+        )
+
+
+def attend(query: Tensor, rows: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+    """Run the attention over selected keys on plain tensors."""
+    listed, call = Listed(*arguments[:4]), unflatten(arguments[4:])
+    check_listed(query, rows, listed, call)
+    request = call.request(query.shape[0])
+    listed = listed.routed(request)
+    facts = query, listed.key_and_value(query, rows)[1]
+    with _checked("forward", call, request, facts, _of_listed(listed)) as transport:
+        keys = _keys(rows, query, listed, request, transport, "forward")
+        (query,) = unit_stride(query)
+        scores = call.scores
+        how = listed.selected, listed.route or SELECTED, scores.scale, scores.sinks
+        out, lse = selected_forward(query, keys, *how)
+    if request.world_size > 1:
+        group_state_of(call.group).remember(lse)
+    return out, lse
+
+
+torch.library.impl(ATTEND, "CompositeExplicitAutograd")(attend)
+
+
+def backward(
+    grad_out: Tensor, grad_lse: Tensor | None, query: Tensor, rows: Tensor, *rest: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Run the backward op of the attention over selected keys on plain tensors."""
+    listed, (out, lse), call = Listed(*rest[:4]), rest[4:6], unflatten(rest[6:])
+    request = call.request(query.shape[0])
+    listed = listed.routed(request)
+    facts = query, listed.key_and_value(query, rows)[1]
+    with _checked("backward", call, request, facts, _of_listed(listed), lse) as transport:
+        keys = _keys(rows, query, listed, request, transport, "backward")
+        saved = Saved(grad_out, out, lse, grad_lse)
+        how = listed.selected, listed.route or SELECTED, call.scores.scale
+        dtype = call.place.policy.sum_dtype(rows.dtype)
+        (query,) = unit_stride(query)
+        grads = selected_backward(saved, query, keys, *how, dtype)
+    return *grads, sinks_gradient(saved, call.scores.sinks)
+
+
+torch.library.impl(BACKWARD, "CompositeExplicitAutograd")(backward)
+
+
+def _keys(
+    rows: Tensor, query: Tensor, listed: Listed, request: PlanRequest, transport: Any, ring: str
+) -> SelectedKeys:
+    """Return what moves the keys; refuse shards of a wrong length, and positions of no key."""
+    positions, rank = positions_of_keys(request), request.rank
+    places = key_positions(request.layout, request.world_size, request.seq_len)
+    for name, x, expected in (
+        ("query", query, places.num_local(rank)),
+        ("key", rows, positions.num_local(rank)),
+    ):
+        if x.shape[2] != expected:
+            raise ValueError(
+                f"{name} of rank {rank} of {request.world_size} must have the {expected} tokens "
+                f"of its shard, got {x.shape[2]}"
+            )
+    selected = listed.selected
+    # On a GPU the host would wait; an index out of range fails there, too.
+    if selected.is_cpu and selected.numel() and int(selected.amax()) >= positions.end:
+        raise ValueError(
+            f"selected has position {int(selected.amax())}, and keys end at {positions.end}; "
+            "positions are those of the sharded sequence, as select_keys returns them"
+        )
+    shape = query.shape[3], (listed.value_begin, listed.value_end)
+    return SelectedKeys(rows, shape, positions, rank, transport, ring)
+
+
+def check_listed(query: Tensor, rows: Tensor, listed: Listed, call: Call) -> None:
+    """Refuse tensors of an attention over selected keys that do not fit.
+
+    Raises:
+        ValueError: says what was given.
+    """
+    check_inputs(query, *listed.key_and_value(query, rows), call.scores.sinks)
+    selected, num_key_heads = listed.selected, rows.shape[1]
+    if selected.ndim != 4 or selected.dtype != torch.int32:
+        raise ValueError(
+            f"selected must be int32 positions (B, L, K) or (B, G, L, K), got "
+            f"{tuple(selected.shape)} {selected.dtype}; use .int()"
+        )
+    batch, groups, num_queries, _ = selected.shape
+    if (batch, num_queries) != (query.shape[0], query.shape[2]) or num_key_heads % groups:
+        raise ValueError(
+            f"selected must have the batch and tokens of query {tuple(query.shape)}, and groups "
+            f"that divide the {num_key_heads} key heads, got {tuple(selected.shape)}"
+        )
+
+
+@torch.library.register_fake(ATTEND)
+def _fake_attend(query: Tensor, rows: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+    listed, call = Listed(*arguments[:4]), unflatten(arguments[4:])
+    check_listed(query, rows, listed, call)
+    check_batch(query, call.batch)
+    wide = torch.promote_types(query.dtype, torch.float32)
+    (query,) = unit_stride(query)
+    # Compilers rely on the fake's strides, so they must be those of the implementation.
+    out = empty(query, (*query.shape[:3], listed.value_end - listed.value_begin), order_of(query))
+    return out, query.new_empty(query.shape[:3], dtype=wide)
+
+
+@torch.library.register_fake(BACKWARD)
+def _fake_backward(
+    grad_out: Tensor, grad_lse: Any, query: Tensor, rows: Tensor, *rest: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    sinks = unflatten(rest[6:]).scores.sinks
+    (query,) = unit_stride(query)
+    grad_sinks = query.new_empty(0) if sinks is None else torch.empty_like(sinks)
+    grad_query = empty(query, query.shape, order_of(query))
+    return grad_query, empty(rows, rows.shape, TOKEN_MAJOR), grad_sinks
+
+
+def _of_listed(listed: Listed) -> dict[str, object]:
+    """Return what ranks compare of the lists; the positions themselves differ."""
+    _, groups, _, width = listed.selected.shape
+    values = listed.value_begin, listed.value_end
+    return {"selected": (groups, width), "values": values, "route": listed.route}
+
+
+def _checked(
+    direction: str,
+    call: Call,
+    request: PlanRequest,
+    tensors: tuple[Tensor, Tensor],
+    own: dict[str, object],
+    lse: Tensor | None = None,
+) -> TransportContext:
+    """Return the context of a call, which gives its transport.
+
+    Args:
+        direction: what the ranks do.
+        call: the call's options.
+        request: the planner's arguments.
+        tensors: queries, and keys or values.
+        own: what ranks compare besides.
+        lse: what the forward call returned, if this is its backward call.
+    """
+    group, (query, value) = call.group, tensors
+    if request.world_size == 1:
+        return nullcontext(transport_of(group))  # nobody to agree with
+    number = 0 if lse is None else group_state_of(group).forward_call_of(lse)
+    heads = query.shape[1], value.shape[1]
+    facts = attention_facts(direction, query, value, call.scores, heads)
+    record = _selected_record(facts, tuple(own.items()), call.place.policy, *request)
+    return checked_transport(group, record, direction, query.device, number, CALLER.site)
+
+
+@cached_bytes(max_bytes=8 << 20, num_bytes=lambda record: 4 * MAX_BYTES)
+def _selected_record(
+    attention: AttentionFacts, own: tuple[tuple[str, object], ...], policy: Any, *asked: Any
+) -> CallRecord:
+    request = PlanRequest(*asked)
+    shared: dict[str, object] = {
+        "tokens of keys": request.key_seq_len,
+        "strategy": request.strategy.spec,
+        "policy": policy,
+        "runs": runs_text(request.layout),
+        "key_runs": runs_text(request.key_layout),
+    }
+    return record_of(attention, request, shared | dict(own))
+
+
+_SINKS = nodes.place_of_sinks(LEAVES)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    query, rows, selected, *rest = inputs
+    tensors = [i for i, x in enumerate(rest) if isinstance(x, Tensor)]
+    ctx.save_for_backward(query, rows, selected, *output, *[rest[i] for i in tensors])
+    ctx.tensors, ctx.rest = tensors, [None if i in tensors else x for i, x in enumerate(rest)]
+    ctx.set_materialize_grads(False)
+
+
+def _gradient(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
+    query, rows, selected, out, lse, *saved = ctx.saved_tensors
+    rest = list(ctx.rest)
+    none = (None,) * (3 + len(rest))
+    if grad_out is None and grad_lse is None:
+        return none
+    for i, x in zip(ctx.tensors, saved, strict=True):
+        rest[i] = x
+    # Only lse was used: the formula still takes a gradient of out.
+    grad_out = torch.zeros_like(out) if grad_out is None else grad_out
+    inputs = grad_out, grad_lse, query, rows, selected, *rest[:3], out, lse, *rest[3:]
+    grad_query, grad_rows, grad_sinks = selected_backward_op(*inputs)
+    grads = [grad_query, grad_rows, *none[2:]]
+    if rest[3 + _SINKS] is not None:
+        grads[6 + _SINKS] = grad_sinks
+    return tuple(grads)
+
+
+def register_choice(name: str, op: Any, run: Any) -> None:
+    """Register an op whose result are integers: its inputs may require gradients, and get none."""
+
+    def below(keyset: Any, *arguments: Any) -> Tensor:
+        return nodes.below_autograd(op, run, keyset, *arguments)
+
+    nodes.LIBRARY.impl(op._opname, below, "Autograd", with_keyset=True)
+    nodes.register_samples(name)
+    nodes.register_autocast(name, op, 0)
+
+
+register_choice(SELECT, select_op, select)
+nodes.register_gradient(ATTEND, _gradient, _save)
+nodes.register_samples(ATTEND)
+nodes.register_samples(BACKWARD)
+nodes.register_autocast(ATTEND, selected_op, 2)
+nodes.register_autocast(BACKWARD, selected_backward_op, 0)
+
+
+@register_flop_formula(selected_op.overloadpacket, get_raw=True)
+def _forward_flops(query: Tensor, rows: Tensor, selected: Tensor, *rest: Any, **_: Any) -> int:
+    """Count two products, each with 2 flops per listed key and head dim."""
+    return 2 * _pairs(query, selected) * (number_of(query.shape[3]) + rest[1] - rest[0])
+
+
+@register_flop_formula(selected_backward_op.overloadpacket, get_raw=True)
+def _backward_flops(
+    grad_out: Any,
+    grad_lse: Any,
+    query: Tensor,
+    rows: Tensor,
+    selected: Tensor,
+    *rest: Any,
+    **_: Any,
+) -> int:
+    """Count five products: the recomputed scores, and gradients of scores, query, key, value."""
+    return 2 * _pairs(query, selected) * (3 * number_of(query.shape[3]) + 2 * (rest[1] - rest[0]))
+
+
+def _pairs(query: Tensor, selected: Tensor) -> int:
+    batch, heads, num_queries, _ = map(number_of, query.shape)
+    return batch * heads * num_queries * number_of(selected.shape[3])
+
+
+@register_flop_formula(select_op.overloadpacket, get_raw=True)
+def _select_flops(query: Tensor, key: Tensor, *rest: Any, **_: Any) -> int:
+    """Count a product over all pairs of local queries and keys of all ranks, seen or not."""
+    call = unflatten(rest[4:])
+    num_keys = call.place.key_seq_len
+    num_keys = number_of(key.shape[2]) if num_keys is None else number_of(num_keys)
+    batch, heads, num_queries, head_dim = map(number_of, query.shape)
+    return 2 * batch * heads * num_queries * num_keys * head_dim

@@ -1,0 +1,186 @@
+"""Positions of all ranks' keys, blocks of positions, and bytes of an attention that selects keys.
+
+Everything here is integer arithmetic, without torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import NamedTuple
+
+import numpy as np
+
+from dtensor_ring.planning.demand import Cols
+from dtensor_ring.planning.layout import Layout
+from dtensor_ring.planning.lru import cached_bytes
+from dtensor_ring.planning.ranges import Span
+from dtensor_ring.planning.run_table import shard_table
+
+# A call that selects at least this part of the keys moves all of them: its requests save nothing.
+NEARLY_ALL = 7 / 8
+
+# The largest number of keys that a query may select; models select 2,048.
+MAX_SELECTED = 1 << 16
+
+# How keys travel to the queries that selected them.
+SELECTED, ALL = "selected", "all"
+KEY_ROUTES = SELECTED, ALL
+
+
+@dataclass(frozen=True, eq=False)
+class KeyPositions:
+    """The positions of the keys of all ranks, in the order of the ranks.
+
+    Attributes:
+        numbers: int32 `(S,)`, the positions of rank 0, then those of rank 1, and so on.
+        offsets: the index in `numbers` at which each rank begins, then S.
+        end: the position after the last one.
+
+    >>> from dtensor_ring import ZigZag
+    >>> key_positions(ZigZag(), 2, 8).of(0).tolist()
+    [0, 1, 6, 7]
+    """
+
+    numbers: np.ndarray
+    offsets: tuple[int, ...]
+    end: int
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return len(self.offsets) - 1
+
+    def span(self, rank: int) -> Span:
+        """Return where the positions of a rank are in `numbers`."""
+        return self.offsets[rank], self.offsets[rank + 1]
+
+    def num_local(self, rank: int) -> int:
+        """Return the number of keys of a rank."""
+        return self.offsets[rank + 1] - self.offsets[rank]
+
+    def of(self, rank: int) -> np.ndarray:
+        """Return the positions of a rank's keys, which ascend."""
+        return self.numbers[slice(*self.span(rank))]
+
+
+@cached_bytes(2**26, lambda found: found.numbers.nbytes + 64)
+def key_positions(layout: Layout, world_size: int, seq_len: int) -> KeyPositions:
+    """Return the positions of all ranks' keys; a cache keeps at most 64 MiB of them.
+
+    Raises:
+        ValueError: if the layout cannot shard the length.
+    """
+    table = shard_table(layout, world_size, seq_len)
+    parts = [
+        run.start + run.stride * np.arange(run.length, dtype=np.int32)
+        for shard in table.shards
+        for run in shard
+    ]
+    offsets = accumulate((table.num_local(rank) for rank in range(world_size)), initial=0)
+    numbers = np.concatenate([np.empty(0, np.int32), *parts]).astype(np.int32)
+    numbers.setflags(write=False)
+    return KeyPositions(numbers, tuple(offsets), seq_len)
+
+
+def columns_in(numbers: np.ndarray, cols: Cols) -> np.ndarray:
+    """Return the entries of these columns, side by side.
+
+    >>> columns_in(np.arange(10, 20), Cols(((0, 2), (5, 6)))).tolist()
+    [10, 11, 15]
+    """
+    return np.concatenate([numbers[:0], *(numbers[begin:end] for begin, end in cols.spans)])
+
+
+class PositionBlocks(NamedTuple):
+    """The blocks of ascending positions.
+
+    Attributes:
+        numbers: the blocks that hold any of the positions, ascending, int32.
+        index: the index in `numbers` of the block of each position, int64.
+    """
+
+    numbers: np.ndarray
+    index: np.ndarray
+
+
+def blocks_of(positions: np.ndarray, size: int) -> PositionBlocks:
+    """Return the blocks of `size` positions that hold these positions.
+
+    >>> [x.tolist() for x in blocks_of(np.array([0, 3, 4, 9]), 4)]
+    [[0, 1, 2], [0, 0, 1, 2]]
+    """
+    numbers, index = np.unique(positions // size, return_inverse=True)
+    return PositionBlocks(numbers.astype(np.int32), index.reshape(-1).astype(np.int64))
+
+
+def key_route(route: str | None, num_selected: int, seq_len: int) -> str:
+    """Return how keys travel: the given route, or the one that a bound chooses.
+
+    A query with S keys in sight selects `num_selected` of them, so a rank needs at least as many.
+    If that is nearly all of S, requests would save nothing, and all keys travel without them.
+
+    Args:
+        route: "selected", "all", or `None`.
+        num_selected: the largest number of keys that a query selects.
+        seq_len: number of keys of all ranks, S.
+
+    >>> key_route(None, 2048, 65536), key_route(None, 2048, 2048)
+    ('selected', 'all')
+    """
+    return route or (ALL if num_selected >= NEARLY_ALL * seq_len else SELECTED)
+
+
+def request_bytes(num_keys: int) -> int:
+    """Return the bytes of a request for some of a rank's keys: one bit for each of them.
+
+    >>> request_bytes(1000)
+    125
+    """
+    return -(-num_keys // 8)
+
+
+class SelectedTraffic(NamedTuple):
+    """Bytes that a rank receives in one attention that selects its keys.
+
+    Attributes:
+        requests: of the other ranks, which keys of this rank they selected.
+        keys: the keys and values that this rank's queries selected.
+        gradients: gradients of this rank's keys from other ranks, in the backward pass.
+    """
+
+    requests: int
+    keys: int
+    gradients: int
+
+
+def selected_traffic(
+    positions: KeyPositions,
+    rank: int,
+    wanted: Sequence[int],
+    given: Sequence[int],
+    key_bytes: int,
+    gradient_bytes: int,
+    route: str = SELECTED,
+) -> SelectedTraffic:
+    """Return the bytes that a rank receives in a forward and a backward pass.
+
+    The backward pass repeats requests and keys.
+
+    Args:
+        positions: the keys of all ranks.
+        rank: this rank.
+        wanted: number of keys that it needs of each rank; those of itself are not counted.
+        given: number of its own keys that each rank needs.
+        key_bytes: bytes of the key and value of a token, over batch and heads.
+        gradient_bytes: bytes of their gradients.
+        route: "selected" or "all".
+    """
+    others = [peer for peer in range(positions.world_size) if peer != rank]
+    asks = len(others) * request_bytes(positions.num_local(rank)) if route == SELECTED else 0
+    return SelectedTraffic(
+        asks,
+        key_bytes * sum(wanted[peer] for peer in others),
+        gradient_bytes * sum(given[peer] for peer in others),
+    )

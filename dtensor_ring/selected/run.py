@@ -1,0 +1,166 @@
+"""The loop of a selection: index keys travel, and each rank keeps the best keys of its queries.
+
+Index keys go the way of the keys of any attention: a plan says which columns travel at which hop,
+and which tiles a rank scores.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dtensor_ring.compute.kernels.band import hidden, row_blocks
+from dtensor_ring.compute.memory import part_of, region
+from dtensor_ring.compute.trace import Label
+from dtensor_ring.planning.layout import Run
+from dtensor_ring.planning.plan import Plan, own_slices
+from dtensor_ring.planning.slices import Slices
+from dtensor_ring.planning.tile import Tile
+from dtensor_ring.selected.plan import KeyPositions, blocks_of, columns_in
+from dtensor_ring.selected.top_keys import NO_KEY, BestKeys, index_scores
+from dtensor_ring.transport.rotation import ShardRotation
+from dtensor_ring.transport.transport import Transport
+
+# Products of a chunk of queries with the keys of a hop, on CPUs and on GPUs.
+SCORES, SCORES_ON_GPUS = 1 << 22, 1 << 27
+
+
+class KeyChoice(NamedTuple):
+    """How queries choose keys.
+
+    Attributes:
+        k: number of keys, or of blocks, of a query.
+        scale: factor of the products.
+        block_size: positions of a block that is chosen as a whole; 1 chooses keys.
+        local_blocks: number of last blocks of a query that are always chosen.
+    """
+
+    k: int
+    scale: float = 1.0
+    block_size: int = 1
+    local_blocks: int = 0
+
+
+class IndexQueries(NamedTuple):
+    """The local queries of an indexer.
+
+    Attributes:
+        query: `(B, Hi, L, Di)`.
+        weights: `(B, Hi, L)`, or `None`.
+        positions: int32 `(L,)`.
+    """
+
+    query: Tensor
+    weights: Tensor | None
+    positions: Tensor
+
+
+def ring_select(
+    own: IndexQueries,
+    key: Tensor,
+    plan: Plan,
+    choice: KeyChoice,
+    positions: KeyPositions,
+    transport: Transport,
+) -> Tensor:
+    """Return the positions of the best keys or the numbers of the best blocks, `(B, G, L, k)`.
+
+    Args:
+        own: the local queries.
+        key: the local index keys, `(B, 1, C, Di)`.
+        plan: this rank's plan.
+        choice: how queries choose.
+        positions: the positions of all keys.
+        transport: what moves the messages.
+    """
+    batch, heads, num_queries, _ = own.query.shape
+    found = BestKeys((batch, heads if own.weights is None else 1, num_queries), choice.k, own.query)
+    # Index keys have no values: a packet holds keys of this width, and nothing beside them.
+    with ShardRotation(transport, plan, (key, key[..., :0])) as shards:
+        for step in plan.steps:
+            label = Label("select", step.number, step.source)
+            with shards.moving(step, label) as (keys, _):
+                at = columns_in(positions.of(step.source), step.cols)
+                with label("tile"):
+                    for tile in step.tiles:
+                        score_tile(found, own, keys, tile, choice, at[slice(*tile.cols)])
+    return found.result()
+
+
+def score_tile(
+    found: BestKeys, own: IndexQueries, key: Tensor, tile: Tile, choice: KeyChoice, at: np.ndarray
+) -> None:
+    """Add the keys of a tile, by chunks of its rows; `at` are their positions, `(C,)`."""
+    keys = part_of(key, region(tile.batch, tile.cols))
+    rows = region(tile.batch, tile.rows)
+    query, weights = part_of(own.query, rows), own.weights
+    weights = None if weights is None else part_of(weights, rows)
+    (batch, heads, num_rows, _), num_cols = query.shape, keys.shape[2]
+    most = SCORES_ON_GPUS if key.is_cuda else SCORES
+    size = max(1, most // max(1, batch * heads * num_cols))
+    for block, seen in row_blocks(num_rows, num_cols, tile.mask, size):
+        some = None if weights is None else weights[:, :, block]
+        scores = index_scores(query[:, :, block], keys[:, :, seen], some, choice.scale)
+        outside = hidden((block, seen), tile.mask, scores.device)
+        if outside is not None:
+            scores = scores.masked_fill(outside, -torch.inf)
+        there = slice(tile.rows[0] + block.start, tile.rows[0] + block.stop)
+        numbers = torch.from_numpy(at[seen]).to(scores.device)
+        if choice.block_size > 1:
+            scores, numbers = _by_block(scores, at[seen], own.positions[there], choice)
+        found.add(rows[0], there, scores, numbers)
+
+
+def _by_block(
+    scores: Tensor, at: np.ndarray, of_rows: Tensor, choice: KeyChoice
+) -> tuple[Tensor, Tensor]:
+    """Return the score of each block, that of its best key, and the numbers of the blocks.
+
+    Args:
+        scores: `(B, G, R, C)`.
+        at: the positions of the keys, `(C,)`.
+        of_rows: the positions of the queries, `(R,)`.
+        choice: how queries choose.
+    """
+    size, device = choice.block_size, scores.device
+    numbers, index = (torch.from_numpy(x).to(device) for x in blocks_of(at, size))
+    by_block = scores.new_full((*scores.shape[:-1], len(numbers)), -torch.inf)
+    by_block.scatter_reduce_(-1, index.expand_as(scores), scores, "amax")
+    # How many blocks a block is before that of the query; blocks that are not seen stay so.
+    back = (of_rows // size).unsqueeze(-1) - numbers
+    is_local = (back >= 0) & (back < choice.local_blocks) & (by_block > -torch.inf)
+    return by_block.masked_fill_(is_local, torch.inf), numbers
+
+
+def tokens_of_blocks(
+    blocks: Tensor, size: int, of_rows: Tensor, runs: tuple[Run, ...], slices: Slices
+) -> Tensor:
+    """Return the positions in blocks that each query sees, `(B, G, L, k * size)`, int32.
+
+    Args:
+        blocks: numbers of blocks, `(B, G, L, k)`, -1 for none.
+        size: positions of a block.
+        of_rows: the positions of the queries, `(L,)`.
+        runs: the same as runs.
+        slices: what queries see.
+    """
+    inside = torch.arange(size, dtype=torch.int32, device=blocks.device)
+    at = (blocks.unsqueeze(-1) * size + inside).flatten(-2)
+    is_seen = torch.zeros_like(at, dtype=torch.bool)
+    for batch, pieces in own_slices(runs, slices):
+        for piece in pieces:
+            first, end = piece.row + piece.span[0], piece.row + piece.span[1]
+            there = region(batch, (first, end))
+            keys, lags = at[there], of_rows[first:end].unsqueeze(-1) - at[there]
+            seen = (keys >= piece.keys[0]) & (keys < piece.keys[1])
+            if piece.left is not None:
+                seen &= lags <= piece.left
+            if piece.right is not None:
+                seen &= -lags <= piece.right
+            is_seen[there] |= seen
+    is_seen &= (blocks >= 0).repeat_interleave(size, -1)
+    at = at.masked_fill_(~is_seen, NO_KEY).sort(-1).values
+    return at.masked_fill_(at == NO_KEY, -1)

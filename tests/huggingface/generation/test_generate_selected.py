@@ -1,0 +1,65 @@
+"""`generate` of models whose layers choose their keys: the tokens of the stock model."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from parallel_plans.huggingface import ContextParallelCache
+from tests.families import SELECTING
+from tests.huggingface.generation.generating import decode_messages, sharded, tokens
+from tests.huggingface.generation.test_generate import WAYS, check_turns, check_ways
+from tests.pool import Pool
+
+SOME = ("greedy", "left padded", "chunked prefill")
+OF_DEEPSEEK = ("greedy", "no cache", "beams", "assisted", "left padded", "chunked prefill")
+
+
+@pytest.mark.parametrize(("family", "world_size"), [*zip(SELECTING, (3, 2, 2, 2), strict=True)])
+def test_ways_to_generate(
+    pool: Pool, request: pytest.FixtureRequest, family: str, world_size: int
+) -> None:
+    ways = OF_DEEPSEEK if family == "DeepSeek-V3.2" else SOME
+    if request.config.getoption("--all-cases"):
+        ways = tuple(WAYS)
+    pool.run(world_size, check_ways, family, ways)
+
+
+def check_all_turns() -> None:
+    """Parts of a sequence, sharded or not, choose the keys that the whole chooses."""
+    for number, family in enumerate(SELECTING):
+        check_turns(family, "zigzag", number % 2)
+
+
+@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.repeats), 4])
+def test_turns_equal_one_forward(pool: Pool, world_size: int) -> None:
+    pool.run(world_size, check_all_turns)
+
+
+def messages(family: str) -> list[int]:
+    return decode_messages(sharded(family), {"input_ids": tokens()})
+
+
+@pytest.mark.parametrize(
+    ("family", "expected"),
+    [pytest.param("DeepSeek-V3.2", 6, marks=pytest.mark.repeats), ("GLM-5", 5)],
+)
+def test_messages_of_a_token(pool: Pool, family: str, expected: int) -> None:
+    """One for each attention, and one for each index: the second layer of GLM-5 has none."""
+    for counts in pool.run(2, messages, family):
+        assert counts == [expected] * 3
+
+
+@torch.no_grad()
+def kept_bytes(family: str) -> int:
+    """Bytes of the cache of two rows of 24 tokens on all ranks."""
+    model = sharded(family)
+    cache = ContextParallelCache(model, block=2)
+    model(tokens(24), cache=cache)
+    return sum(cache.usage().used)
+
+
+def test_keys_of_an_index_are_counted(pool: Pool) -> None:
+    """Two layers of three keep them beside latents: 8 numbers of a token, and 8 + 4 in float64."""
+    latents, index = 3 * (8 + 4), 2 * 8
+    assert pool.run(2, kept_bytes, "GLM-5")[0] == 2 * 24 * 8 * (latents + index)

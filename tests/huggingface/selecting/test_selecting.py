@@ -1,0 +1,82 @@
+"""Models whose layers choose their keys equal the stock model."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import parallelize_module
+
+from parallel_plans.huggingface import context_parallel_plan, restore_model
+from parallel_plans.huggingface.selecting.indexers import indexers_of, selecting_layers
+from parallel_plans.huggingface.selecting.latents import has_latents
+from tests.dense import largest
+from tests.families import SELECTING, VOCABULARY, small_model
+from tests.huggingface.test_families import compare
+from tests.huggingface.test_families_trained import CHECKPOINTING, train_both
+from tests.pool import Pool
+
+LAYOUTS = ("zigzag", "contiguous")
+
+
+def every_family() -> list[Any]:
+    """Each family over one layout and number of ranks, in turn; the others repeat these."""
+    worlds = list(product((2, 4), LAYOUTS))
+    often = {(family, *worlds[number % 4]) for number, family in enumerate(SELECTING)}
+    return [
+        pytest.param(family, *world, marks=() if (family, *world) in often else pytest.mark.repeats)
+        for family, world in product(SELECTING, worlds)
+    ]
+
+
+@pytest.mark.parametrize(("family", "world_size", "layout"), every_family())
+def test_family_equals_the_stock_model(
+    pool: Pool, family: str, world_size: int, layout: str
+) -> None:
+    """Loss, logits and all gradients of plain, padded and packed batches."""
+    for rank, errors in enumerate(pool.run(world_size, compare, family, layout)):
+        assert set(errors) == {"plain", "padded left", "padded right", "packed"}
+        worst = largest(x for error in errors.values() for x in error.values())
+        assert worst < 1e-5, f"{layout}, rank {rank}: {errors}"
+
+
+TRAINED = {("DeepSeek-V3.2", "full"), ("Hy 4", "selective")}
+
+
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [
+        pytest.param(*x, marks=() if x in TRAINED else pytest.mark.repeats)
+        for x in product(SELECTING, CHECKPOINTING)
+    ],
+)
+def test_ten_steps_of_fsdp_equal_one_process(pool: Pool, family: str, name: str) -> None:
+    for found in pool.run(4, train_both, family, CHECKPOINTING[name]):
+        assert found["loss"] < 1e-5, found
+        assert found["parameters"] < 1e-5, found
+
+
+def planned(family: str) -> Any:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    model = small_model(family)
+    return parallelize_module(model, mesh, context_parallel_plan(model))
+
+
+def restored() -> None:
+    model = planned("GLM-5")
+    layers = selecting_layers(model)
+    assert len(layers) == 3
+    assert all(has_latents(x) for x in layers)
+    restore_model(model)
+    assert not any(has_latents(x) for x in layers)
+    assert not any("forward" in vars(x) for x in indexers_of(model))
+    tokens = torch.full((1, 7), VOCABULARY - 1)
+    torch.testing.assert_close(model(tokens).logits, small_model("GLM-5")(tokens).logits)
+
+
+def test_restored_model_is_the_stock_model(pool: Pool) -> None:
+    pool.run(1, restored)

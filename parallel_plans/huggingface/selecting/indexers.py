@@ -93,7 +93,8 @@ def _forward(indexer: nn.Module) -> Any:
         given = bound.arguments
         if MASK in given:
             given[MASK] = SeenLater()
-        given[cache] = KeyTaker(given.get(cache))
+        if cache is not None:
+            given[cache] = KeyTaker(given.get(cache))
         try:
             chosen = plain(*bound.args, **bound.kwargs)
         except (AttributeError, IndexError, TypeError, UnknownScoresError) as error:

@@ -27,7 +27,7 @@ LAYERS += ("simulate", "agreement")
 LAYERS += ("ring", "ops", "all_to_all.op", "all_to_all.ulysses", "decode.op", "dtensor")
 LAYERS += ("all_to_all", "decode", "paged", "extension", "command")
 """A module imports from its own layer and those before it, and never in a circle."""
-FOLDERS = ("core", "states", "probing", "losses", "sharding", "generation", "vision")
+FOLDERS = ("core", "states", "probing", "activations", "losses", "sharding", "generation", "vision")
 FOLDERS += ("trainers",)
 """Of `huggingface/`, in the order of their imports; its other files stand above them."""
 DOOR = {"dtensor_ring": dtensor_ring.__all__, "dtensor_ring.extension": extension.__all__}

@@ -1,0 +1,115 @@
+"""Models with tiles and host memory train as without, and keep what is counted here."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from peft import LoraConfig, get_peft_model
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import parallelize_module
+
+from dtensor_ring.command.footprint import Storages
+from parallel_plans.huggingface import context_parallel_plan, ring_checkpoint_contexts
+from tests.dense import largest
+from tests.families import VOCABULARY, small_model
+from tests.huggingface.activations.played_copies import PlayedCopies
+from tests.pool import Pool
+
+STEPS, SEQ_LEN = 10, 24
+KEPT = {"mlp_tile": 5, "offload": True}
+SELECTIVE = {"use_reentrant": False, "context_fn": ring_checkpoint_contexts}
+
+
+class Case(NamedTuple):
+    """A model, and how it is trained on (dp, cp) ranks."""
+
+    family: str = "Llama"
+    has_lora: bool = False
+    compiled: str = "no"
+    layout: str | None = "zigzag"
+
+
+def trained(case: Case, is_kept: bool) -> tuple[list[float], dict[str, Any], int]:
+    """Losses, parameters, and bytes that went to host memory."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    model = small_model(case.family).double().train()
+    plan = context_parallel_plan(model, case.layout, **KEPT if is_kept else {})
+    parallelize_module(model, mesh["cp"], plan)
+    copies = played(model)
+    trains = model
+    if case.has_lora:
+        targets = ["q_proj", "v_proj", "gate_proj", "down_proj"]
+        adapters = LoraConfig(r=2, target_modules=targets, init_lora_weights=False)
+        torch.manual_seed(1)
+        trains = get_peft_model(model, adapters, autocast_adapter_dtype=False)
+    model.activation_checkpointing_enable(SELECTIVE)
+    layers, everyone = model.base_model.layers, mesh["dp", "cp"]._flatten("dp_cp")
+    for layer in layers if case.compiled == "layers" else ():
+        layer.compile(backend="aot_eager", fullgraph=True)
+    for module in (*layers, model):
+        fully_shard(module, mesh=everyone)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_force_sum_reduction_for_comms(True)
+    if case.compiled == "whole":
+        model.compile(backend="aot_eager", fullgraph=True)
+    optimizer = torch.optim.AdamW([x for x in trains.parameters() if x.requires_grad], lr=1e-2)
+    losses, row = [], mesh["dp"].get_local_rank()
+    for step in range(STEPS):
+        generator = torch.Generator().manual_seed(step)
+        tokens = torch.randint(2, VOCABULARY, (2, SEQ_LEN), generator=generator)[row, None]
+        loss = trains(input_ids=tokens, labels=tokens, use_cache=False).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    whole = {name: x.full_tensor() for name, x in trains.named_parameters()}
+    return losses, whole, copies.num_bytes
+
+
+def played(model: Any) -> PlayedCopies:
+    """Let the CPU stand for a device, if the model has a plan that offloads."""
+    copies = PlayedCopies()
+    for layer in model.base_model.layers:
+        if memory := vars(layer).get("context_parallel_host_memory"):
+            memory.copies, memory.min_bytes = copies, 0
+    return copies
+
+
+def differences(case: Case) -> tuple[list[float], list[int]]:
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
+    warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated")
+    warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
+    (losses, parameters, kept), (expected, whole, none) = (trained(case, x) for x in (True, False))
+    found = [abs(x - y) for x, y in zip(losses, expected, strict=True)]
+    assert len(set(losses)) == STEPS
+    found += [((parameters[k] - x).norm() / x.norm()).item() for k, x in whole.items()]
+    return found, [kept, none]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        *(Case(), Case(has_lora=True)),
+        *(Case("Qwen3-MoE, router loss"), Case(compiled="layers")),
+        *(
+            pytest.param(case, marks=pytest.mark.repeats)
+            for case in (
+                *(Case("Gemma 3"), Case("gpt-oss"), Case("Qwen3-Next", layout=None)),
+                *(Case("Gemma 3", compiled="layers"), Case(compiled="whole")),
+                Case(has_lora=True, compiled="layers"),
+            )
+        ),
+    ],
+    ids=str,
+)
+def test_ten_steps_equal_those_without(pool: Pool, case: Case) -> None:
+    for found, (kept, none) in pool.run(4, differences, case):
+        assert largest(found) < 1e-9, found
+        assert kept > 0 == none

@@ -12,7 +12,7 @@ put there too early, however far the host is ahead.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol
 from weakref import ref
@@ -21,13 +21,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves
 
 # What a layer keeps with `ring_checkpoint_contexts`: its input, and two results of its attention.
 AHEAD = 3
 # Smaller tensors stay on the device.
 MIN_BYTES = 2**20
-# The attribute of a layer that has the `HostMemory` of its model.
+# The attribute of a model that has its `HostMemory`.
 HOST_MEMORY = "context_parallel_host_memory"
 
 
@@ -127,21 +126,28 @@ class HostMemory:
         """Return itself: copies of a model take turns."""
         return self
 
-    def open(self, layer: nn.Module, others: set[int]) -> None:
-        """Begin to move what a layer saves, but for storages in `others`, by their `_cdata`."""
-        hooks = saved_tensors_hooks(partial(self.pack, others), self.unpack)
+    def open(self, model: nn.Module) -> None:
+        """Begin to move what a model saves, but for its parameters."""
+        # The dicts, as FSDP2 puts other parameters into them while the model runs.
+        parameters = [x._parameters for x in model.modules() if x._parameters]
+        hooks = saved_tensors_hooks(partial(self.pack, parameters), self.unpack)
         hooks.__enter__()
-        self._open.append((layer, hooks))
+        self._open.append((model, hooks))
 
-    def close(self, layer: nn.Module) -> None:
-        """End what `open` began for a layer, if it did: a hook before that one may have raised."""
-        if self._open and self._open[-1][0] is layer:
+    def close(self, model: nn.Module) -> None:
+        """End what `open` began for a model, if it did: a hook before that one may have raised."""
+        if self._open and self._open[-1][0] is model:
             self._open.pop()[1].__exit__()
 
-    def pack(self, others: set[int], x: Tensor) -> Any:
-        """Start the copy of a tensor to host memory; return what stands for it, or the tensor."""
+    def pack(self, parameters: Sequence[dict[str, Any]], x: Tensor) -> Any:
+        """Start the copy of a tensor to host memory; return what stands for it.
+
+        What is small, no real number, a parameter or a view with gaps stays, and stands for itself.
+        """
         is_large = x.is_floating_point() and x.nbytes >= self.min_bytes
-        if not is_large or not self.copies.takes(x) or _storage_of(x) in others:
+        if not is_large or not self.copies.takes(x) or not _is_dense(x):
+            return x
+        if _is_one_of(parameters, x):
             return x
         host, wait = self.copies.to_host(x)
         saved = _InHostMemory(host, _OnDevice(x, wait), x.device, self._last)
@@ -183,43 +189,44 @@ class HostMemory:
             self._near.popleft().take()
 
 
-def offload_layers(model: nn.Module, memory: HostMemory) -> None:
-    """Let the layers that transformers can checkpoint keep their tensors in host memory.
+def offload(model: nn.Module, memory: HostMemory) -> None:
+    """Let a model whose layers are checkpointed keep their tensors in host memory.
 
-    They do so in calls that transformers checkpoints. Hooks, as what surrounds a compiled layer is
-    seen by what its graph saves; in a graph of several layers they do nothing.
+    It does so in training. Hooks surround the whole model: graphs of compiled layers do not see
+    them, but what such a graph saves goes through them. In a graph of the model they do nothing.
     """
-    for layer in model.modules():
-        is_model = hasattr(layer, "set_attn_implementation")
-        if hasattr(layer, "gradient_checkpointing") and not is_model:
-            setattr(layer, HOST_MEMORY, memory)
-            if _enter not in layer._forward_pre_hooks.values():  # of an earlier plan
-                layer.register_forward_pre_hook(_enter, with_kwargs=True)
-                layer.register_forward_hook(_leave, always_call=True)
+    setattr(model, HOST_MEMORY, memory)
+    if _enter not in model._forward_pre_hooks.values():  # of an earlier plan
+        model.register_forward_pre_hook(_enter)
+        model.register_forward_hook(_leave, always_call=True)
 
 
-def _enter(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    memory = _memory_of(layer)
-    if memory is not None:
-        # Parameters, which stay, and what all layers get, such as rotary embeddings.
-        others = [*layer.parameters(), *tree_leaves(kwargs)]
-        memory.open(layer, {_storage_of(x) for x in others if isinstance(x, Tensor)})
+def _enter(model: Any, args: tuple[Any, ...]) -> None:
+    # Absent after the plan was taken off.
+    memory = vars(model).get(HOST_MEMORY)
+    is_running = memory is not None and not torch.compiler.is_compiling()
+    if is_running and model.training and torch.is_grad_enabled():
+        if model.is_activation_checkpointing:
+            memory.open(model)
 
 
-def _leave(layer: Any, args: tuple[Any, ...], output: Any) -> None:
-    memory = _memory_of(layer)
-    if memory is not None:
-        memory.close(layer)
+def _leave(model: Any, args: tuple[Any, ...], output: Any) -> None:
+    memory = vars(model).get(HOST_MEMORY)
+    if memory is not None and not torch.compiler.is_compiling():
+        memory.close(model)
 
 
-def _memory_of(layer: Any) -> HostMemory | None:
-    """Return where a layer's tensors go in this call, if it is checkpointed and has a plan."""
-    is_checkpointed = layer.gradient_checkpointing and layer.training and torch.is_grad_enabled()
-    if torch.compiler.is_compiling() or not is_checkpointed:
-        return None
-    return vars(layer).get(HOST_MEMORY)
+def _is_dense(x: Tensor) -> bool:
+    """Return whether a copy has the same strides, on which compiled graphs rely."""
+    return torch.empty_like(x, device="meta").stride() == x.stride()
 
 
-def _storage_of(x: Tensor) -> int:
-    local = x._local_tensor if isinstance(x, DTensor) else x
-    return local.untyped_storage()._cdata
+def _is_one_of(parameters: Sequence[dict[str, Any]], x: Tensor) -> bool:
+    """Return whether a tensor is a parameter, or a view of one."""
+    storage = x.untyped_storage()._cdata
+    found = (p for by_name in parameters for p in by_name.values() if p is not None)
+    return any(_local(p).untyped_storage()._cdata == storage for p in found)
+
+
+def _local(x: Tensor) -> Tensor:
+    return x._local_tensor if isinstance(x, DTensor) else x

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from parallel_plans.huggingface.activations.host_memory import HostMemory, offload_layers
+from parallel_plans.huggingface.activations.host_memory import HostMemory, offload
 from parallel_plans.huggingface.activations.token_tiles import (
     join_tiles,
     num_tokens_of,
@@ -40,7 +40,7 @@ class KeptForBackward(NamedTuple):
         if self.mlp_tile is not None:
             self._tile(model, decoder, self.mlp_tile)
         if self.offload:
-            offload_layers(decoder, HostMemory())
+            offload(decoder.base_model, HostMemory())
 
     def _tile(self, model: Any, decoder: Any, num_tokens: int) -> None:
         # A model without weights cannot run tokens. Its proxy has the same modules.

@@ -11,6 +11,7 @@ of them at most, and FSDP2 reduces one.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -59,7 +60,7 @@ def run_in_tiles(module: nn.Module, name: str, num_tokens: int) -> None:
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         # Found in the call: FSDP2 changes the class of a module.
-        run = MethodType(type(self).forward, self)
+        run = partial(type(self).forward, self)
         leaves, spec = tree_flatten((args, kwargs))
         tensors = [x for x in leaves if isinstance(x, Tensor)]
         if len({num_tokens_of(x) for x in tensors}) != 1:  # no tokens, or not of each

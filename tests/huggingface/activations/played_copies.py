@@ -15,27 +15,25 @@ class PlayedCopies:
 
     Attributes:
         log: ("out" or "in" of a copy, or what waits for it, and the number of the tensor).
-        num_bytes: of all copies to the host.
+        hosts: all copies to the host.
     """
 
     def __init__(self) -> None:
         self.log: list[tuple[str, int]] = []
-        self.num_bytes = 0
-        self._numbers: dict[int, int] = {}
+        self.hosts: list[Tensor] = []
 
     def takes(self, x: Tensor) -> bool:
         return type(x) is Tensor
 
     def to_host(self, x: Tensor) -> tuple[Tensor, Callable[[], None]]:
-        memory = np.empty(x.nbytes, np.uint8)
-        host = torch.from_numpy(memory).view(x.dtype).view(x.shape)
-        host.copy_(x)
-        self.num_bytes += x.nbytes
-        number = self._numbers.setdefault(host.data_ptr(), len(self._numbers))
-        return host, self._noted("out", number)
+        memory = torch.from_numpy(np.empty(x.nbytes, np.uint8)).view(x.dtype)
+        host = memory.as_strided(x.shape, x.stride()).copy_(x)
+        self.hosts.append(host)
+        return host, self._noted("out", len(self.hosts) - 1)
 
     def to_device(self, host: Tensor, device: torch.device) -> tuple[Tensor, Callable[[], None]]:
-        return torch.empty_like(host).copy_(host), self._noted("in", self._numbers[host.data_ptr()])
+        number = next(index for index, x in enumerate(self.hosts) if x is host)
+        return torch.empty_like(host).copy_(host), self._noted("in", number)
 
     def _noted(self, what: str, number: int) -> Callable[[], None]:
         self.log.append((what, number))

@@ -16,6 +16,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from dtensor_ring.command.footprint import Storages
 from parallel_plans.huggingface import context_parallel_plan, ring_checkpoint_contexts
+from parallel_plans.huggingface.activations.host_memory import HOST_MEMORY
 from tests.dense import largest
 from tests.families import VOCABULARY, small_model
 from tests.huggingface.activations.played_copies import PlayedCopies
@@ -33,12 +34,13 @@ class Case(NamedTuple):
     has_lora: bool = False
     compiled: str = "no"
     layout: str | None = "zigzag"
+    dtype: torch.dtype = torch.float64
 
 
 def trained(case: Case, is_kept: bool) -> tuple[list[float], dict[str, Any], int]:
-    """Losses, parameters, and bytes that went to host memory."""
+    """Losses, parameters, and how many tensors went to host memory."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
-    model = small_model(case.family).double().train()
+    model = small_model(case.family).to(case.dtype).train()
     plan = context_parallel_plan(model, case.layout, **KEPT if is_kept else {})
     parallelize_module(model, mesh["cp"], plan)
     copies = played(model)
@@ -70,15 +72,14 @@ def trained(case: Case, is_kept: bool) -> tuple[list[float], dict[str, Any], int
         optimizer.zero_grad()
         losses.append(loss.item())
     whole = {name: x.full_tensor() for name, x in trains.named_parameters()}
-    return losses, whole, copies.num_bytes
+    return losses, whole, len(copies.hosts)
 
 
 def played(model: Any) -> PlayedCopies:
     """Let the CPU stand for a device, if the model has a plan that offloads."""
     copies = PlayedCopies()
-    for layer in model.base_model.layers:
-        if memory := vars(layer).get("context_parallel_host_memory"):
-            memory.copies, memory.min_bytes = copies, 0
+    if memory := vars(model.base_model).get(HOST_MEMORY):
+        memory.copies, memory.min_bytes = copies, 0
     return copies
 
 
@@ -97,11 +98,12 @@ def differences(case: Case) -> tuple[list[float], list[int]]:
     "case",
     [
         *(Case(), Case(has_lora=True)),
-        *(Case("Qwen3-MoE, router loss"), Case(compiled="layers")),
+        *(Case("Qwen3-MoE, router loss", dtype=torch.float32), Case(compiled="layers")),
         *(
             pytest.param(case, marks=pytest.mark.repeats)
             for case in (
-                *(Case("Gemma 3"), Case("gpt-oss"), Case("Qwen3-Next", layout=None)),
+                *(Case("Gemma 3"), Case("gpt-oss", dtype=torch.float32)),
+                Case("Qwen3-Next", layout=None, dtype=torch.float32),
                 *(Case("Gemma 3", compiled="layers"), Case(compiled="whole")),
                 Case(has_lora=True, compiled="layers"),
             )
@@ -111,5 +113,6 @@ def differences(case: Case) -> tuple[list[float], list[int]]:
 )
 def test_ten_steps_equal_those_without(pool: Pool, case: Case) -> None:
     for found, (kept, none) in pool.run(4, differences, case):
-        assert largest(found) < 1e-9, found
-        assert kept > 0 == none
+        assert largest(found) < 1e-6, found
+        assert none == 0
+        assert (kept > 0) == (case.compiled != "whole")

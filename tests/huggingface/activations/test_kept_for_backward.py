@@ -61,7 +61,10 @@ def trained(case: Case, is_kept: bool) -> tuple[list[float], dict[str, Any], int
             module.set_force_sum_reduction_for_comms(True)
     if case.compiled == "whole":
         model.compile(backend="aot_eager", fullgraph=True)
-    optimizer = torch.optim.AdamW([x for x in trains.parameters() if x.requires_grad], lr=1e-2)
+    trainable = [x for x in trains.parameters() if x.requires_grad]
+    # In float32 the sign of gradients near zero is a matter of rounding, see test_trainer_steps.
+    eps = 1e-8 if case.dtype == torch.float64 else 1e-2
+    optimizer = torch.optim.AdamW(trainable, lr=1e-2, eps=eps)
     losses, row = [], mesh["dp"].get_local_rank()
     for step in range(STEPS):
         generator = torch.Generator().manual_seed(step)
@@ -98,13 +101,14 @@ def differences(case: Case) -> tuple[list[float], list[int]]:
     "case",
     [
         *(Case(), Case(has_lora=True)),
-        *(Case("Qwen3-MoE, router loss", dtype=torch.float32), Case(compiled="layers")),
+        Case("Qwen3-MoE, router loss", dtype=torch.float32),
         *(
             pytest.param(case, marks=pytest.mark.repeats)
             for case in (
                 *(Case("Gemma 3"), Case("gpt-oss", dtype=torch.float32)),
-                Case("Qwen3-Next", layout=None, dtype=torch.float32),
-                *(Case("Gemma 3", compiled="layers"), Case(compiled="whole")),
+                # Not Qwen3-Next: a change of its weights by 1e-7 grows to 6e-4 in ten steps.
+                *(Case("LFM2", layout=None), Case("OLMo hybrid", layout=None)),
+                *(Case(compiled="layers"), Case(compiled="whole")),
                 Case(has_lora=True, compiled="layers"),
             )
         ),
@@ -116,3 +120,28 @@ def test_ten_steps_equal_those_without(pool: Pool, case: Case) -> None:
         assert largest(found) < 1e-6, found
         assert none == 0
         assert (kept > 0) == (case.compiled != "whole")
+
+
+def compiled_differences() -> list[float]:
+    """Differences of losses and gradients of a compiled layer from those of a plain plan."""
+    warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
+    mesh, found = init_device_mesh("cpu", (1,), mesh_dim_names=("cp",)), []
+    for options in ({}, KEPT):
+        model = small_model("Llama", num_hidden_layers=1).double().train()
+        parallelize_module(model, mesh, context_parallel_plan(model, **options))
+        copies = played(model)
+        if options:
+            model.activation_checkpointing_enable(SELECTIVE)
+            model.model.layers[0].compile(backend="aot_eager", fullgraph=True)
+        tokens = torch.arange(2, 11).unsqueeze(0)
+        loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+        loss.backward()
+        found.append([loss, *(x.grad for x in model.parameters())])
+    # The layer's input, results of its attention, rotary embeddings; the input of the last norm.
+    assert len(copies.hosts) >= 4
+    return [(x - y).norm().item() for x, y in zip(*found, strict=True)]
+
+
+def test_compiled_layer(pool: Pool) -> None:
+    (found,) = pool.run(1, compiled_differences)
+    assert largest(found) < 1e-6, found

@@ -62,7 +62,7 @@ def restored(family: str, head: str) -> None:
     model = small_model(family, head)
     expected = logits_of(model)
     before = state(model)
-    planned(model, unshard_outputs=True)
+    planned(model, unshard_outputs=True, mlp_tile=4, offload=True)
     assert state(model) != before
     sharded = logits_of(model)
     copied = deepcopy(model)

@@ -181,10 +181,10 @@ class ShardedModel(ParallelStyle):
         strategies: Strategies,
         deal_images: bool | None = None,
         cache_dtype: str | None = None,
-        kept: KeptForBackward = KeptForBackward(),
+        kept: KeptForBackward | None = None,
     ) -> None:
         super().__init__()
-        self.kept = kept
+        self.kept = kept or KeptForBackward()
         self.deal_images, self.cache_dtype = deal_images, cache_dtype
         self.strategies = strategies
         self.is_auto, self.how = layout == "auto", how

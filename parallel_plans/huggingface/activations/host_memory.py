@@ -204,10 +204,9 @@ def offload(model: nn.Module, memory: HostMemory) -> None:
 def _enter(model: Any, args: tuple[Any, ...]) -> None:
     # Absent after the plan was taken off.
     memory = vars(model).get(HOST_MEMORY)
-    is_running = memory is not None and not torch.compiler.is_compiling()
-    if is_running and model.training and torch.is_grad_enabled():
-        if model.is_activation_checkpointing:
-            memory.open(model)
+    is_training = model.training and torch.is_grad_enabled() and not torch.compiler.is_compiling()
+    if memory is not None and is_training and model.is_activation_checkpointing:
+        memory.open(model)
 
 
 def _leave(model: Any, args: tuple[Any, ...], output: Any) -> None:

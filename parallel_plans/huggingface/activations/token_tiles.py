@@ -116,7 +116,7 @@ def _has_rows(x: Any) -> bool:
 
 
 def _joined(outputs: list[Any], rows: Any) -> Any:
-    """Join the outputs of tiles to those of all tokens, in `rows`, `(B, L)`, where they have any."""
+    """Join the outputs of tiles to those of all tokens, which have `rows`, `(B, L)`, or none."""
     found, spec = [tree_flatten(x)[0] for x in outputs], tree_flatten(outputs[0])[1]
 
     def joined(*tiles: Any) -> Any:

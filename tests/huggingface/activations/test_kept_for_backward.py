@@ -7,16 +7,15 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 
 from dtensor_ring.command.footprint import Storages
 from parallel_plans.huggingface import context_parallel_plan, ring_checkpoint_contexts
 from parallel_plans.huggingface.activations.host_memory import HOST_MEMORY
+from parallel_plans.huggingface.activations.tokenwise import tokenwise_modules
 from tests.dense import largest
 from tests.families import VOCABULARY, small_model
 from tests.huggingface.activations.played_copies import PlayedCopies
@@ -100,12 +99,11 @@ def differences(case: Case) -> tuple[list[float], list[int]]:
 @pytest.mark.parametrize(
     "case",
     [
-        *(Case(), Case(has_lora=True)),
-        Case("Qwen3-MoE, router loss", dtype=torch.float32),
+        *(Case(has_lora=True), Case("Qwen3-MoE, router loss", dtype=torch.float32)),
         *(
             pytest.param(case, marks=pytest.mark.repeats)
             for case in (
-                *(Case("Gemma 3"), Case("gpt-oss", dtype=torch.float32)),
+                *(Case(), Case("Gemma 3"), Case("gpt-oss", dtype=torch.float32)),
                 # Not Qwen3-Next: a change of its weights by 1e-7 grows to 6e-4 in ten steps.
                 *(Case("LFM2", layout=None), Case("OLMo hybrid", layout=None)),
                 *(Case(compiled="layers"), Case(compiled="whole")),
@@ -145,3 +143,59 @@ def compiled_differences() -> list[float]:
 def test_compiled_layer(pool: Pool) -> None:
     (found,) = pool.run(1, compiled_differences)
     assert largest(found) < 1e-6, found
+
+
+HIDDEN, HEADS, HEAD_DIM = 32, 4, 8
+WIDE = {"hidden_size": HIDDEN, "intermediate_size": 128, "max_position_embeddings": 512}
+
+
+def bytes_of_step(num_layers: int, num_tokens: int, options: dict[str, Any]) -> tuple[int, int]:
+    """Bytes that a forward keeps, and the most of the step, beside parameters and gradients."""
+    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("cp",))
+    model = small_model("Llama", num_hidden_layers=num_layers, **WIDE).train()
+    parallelize_module(model, mesh, context_parallel_plan(model, **options))
+    played(model)
+    model.activation_checkpointing_enable(SELECTIVE)
+    tokens = torch.arange(num_tokens).unsqueeze(0) % VOCABULARY
+    for x in model.parameters():
+        x.grad = torch.zeros_like(x)
+    with Storages() as storages:
+        loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+        kept = storages.alive
+        loss.backward()
+    return kept, storages.peak
+
+
+def bytes_by_token(options: dict[str, Any]) -> list[tuple[float, float]]:
+    """What a token more adds to both, with two layers and with four."""
+    shorter, longer = ([bytes_of_step(n, length, options) for n in (2, 4)] for length in (256, 512))
+    return [
+        ((more[0] - less[0]) / 256, (more[1] - less[1]) / 256)
+        for less, more in zip(shorter, longer, strict=True)
+    ]
+
+
+def test_bytes_of_a_token(pool: Pool) -> None:
+    """A layer keeps its input and the results of its attention; moved, it keeps nothing."""
+    by_layer = 4 * HIDDEN + 4 * HEADS * HEAD_DIM + 4 * HEADS
+    ((plain, plain_peak), (deeper, deeper_peak)) = pool.run(1, bytes_by_token, {})[0]
+    assert deeper - plain == deeper_peak - plain_peak == 2 * by_layer
+    options = {"mlp_tile": 16, "offload": True}
+    (few, more) = pool.run(1, bytes_by_token, options)[0]
+    assert few == more
+    # What attention, norms and the residual hold of one layer remains.
+    assert few[1] < 13 * 4 * HIDDEN < plain_peak / 2.5
+
+
+def on_meta() -> None:
+    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("cp",))
+    for family in ("Llama", "Qwen3-MoE"):
+        with torch.device("meta"):
+            model = type(stock := small_model(family))(stock.config)
+        parallelize_module(model, mesh, context_parallel_plan(model, mlp_tile=5))
+        tiled = {name for name, x in model.named_modules() if "forward" in vars(x)}
+        assert tiled == {"", *tokenwise_modules(stock)}
+
+
+def test_modules_of_a_model_without_weights(pool: Pool) -> None:
+    pool.run(1, on_meta)

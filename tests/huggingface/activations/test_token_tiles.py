@@ -102,17 +102,13 @@ def test_copies_have_weights_of_their_own() -> None:
     assert other(x).abs().max() == 0 < tiled(x).abs().max()
 
 
-class CountedStorages(Storages):
-    """Also counts what backward holds beside the gradients of the parameters."""
-
-
 def test_what_is_kept_and_made() -> None:
     """A tile's tensors at a time, and gradients of parameters without a copy for each tile."""
     num_tokens, size = 1000, 10
     _, tiled = both(GatedMLP(), size)
     x = torch.randn(1, num_tokens, WIDTH, dtype=torch.float64, requires_grad=True)
     row, weights = 8 * WIDTH * num_tokens, 8 * WIDTH * WIDE
-    with CountedStorages() as forward:
+    with Storages() as forward:
         out = tiled(x)
     assert forward.alive == row  # the output: its input was there before
     # Outputs of tiles, before they are joined; a tile keeps nothing when it is over.
@@ -120,7 +116,7 @@ def test_what_is_kept_and_made() -> None:
     calls: list[int] = []
     for p in tiled.parameters():
         p.register_post_accumulate_grad_hook(lambda p: calls.append(p.numel()))
-    with CountedStorages() as backward:
+    with Storages() as backward:
         out.sum().backward()
     assert calls == 3 * [WIDTH * WIDE]
     # Gradients of the input by tile, then joined; of each weight its sum, and one tile's.

@@ -57,7 +57,8 @@ def test_models_over_tiles(family: str) -> None:
     for kept in (KeptForBackward(), KeptForBackward(mlp_tile=5)):
         model = small_model(family)
         kept.install(model)
-        loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+        batch = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+        loss = model(**batch, labels=tokens, use_cache=False).loss
         loss.backward()
         found.append([loss, *(x.grad for x in model.parameters() if x.grad is not None)])
     scale = max(x.norm().item() for x in found[0])

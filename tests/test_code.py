@@ -30,8 +30,8 @@ LAYERS += ("ring", "ops", "all_to_all.op", "all_to_all.ulysses", "decode.op", "s
 LAYERS += ("selected.decode_ops", "dtensor")
 LAYERS += ("all_to_all", "decode", "paged", "selected", "extension", "command")
 """A module imports from its own layer and those before it, and never in a circle."""
-FOLDERS = ("core", "states", "selecting", "probing", "losses", "sharding", "generation")
-FOLDERS += ("serving", "vision", "trainers")
+FOLDERS = ("core", "states", "selecting", "probing", "activations", "losses", "sharding")
+FOLDERS += ("generation", "serving", "vision", "trainers")
 """Of `huggingface/`, in the order of their imports; its other files stand above them."""
 DOOR = {"dtensor_ring": dtensor_ring.__all__, "dtensor_ring.extension": extension.__all__}
 """What plans may import of the package: modules, and the names of each."""

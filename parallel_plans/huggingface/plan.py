@@ -19,6 +19,8 @@ from dtensor_ring.extension import (
     format_named,
     name_layer,
 )
+from parallel_plans.huggingface.activations.kept_for_backward import KeptForBackward
+from parallel_plans.huggingface.activations.token_tiles import check_tile
 from parallel_plans.huggingface.core.attention_function import (
     IMPLEMENTATION,
     attention,
@@ -86,6 +88,8 @@ def context_parallel_plan(
     unshard_outputs: bool = False,
     deal_images: bool | None = None,
     cache_dtype: str | None = None,
+    mlp_tile: int | None = None,
+    offload: bool = False,
 ) -> dict[str, Any]:
     """Return a plan for `parallelize_module` that shards the model's sequence over a mesh axis.
 
@@ -126,14 +130,22 @@ def context_parallel_plan(
         cache_dtype: what caches of `generate` keep full blocks of 64 tokens in, `"int8"` or `"fp8"`
             (e4m3): about half the bytes of bfloat16. docs/numerics.md has the errors. By default,
             they round nothing.
+        mlp_tile: run MLPs, blocks of experts and norms over tiles of so many tokens of this rank,
+            and again in backward, for which they keep their input only. This changes no result but
+            by rounding.
+        offload: keep in pinned host memory what layers keep for backward, where transformers
+            checkpoints them (`activation_checkpointing_enable`): their inputs, and with
+            `ring_checkpoint_contexts` the results of their attention. They come back before they
+            are needed, beside the kernels. On a CPU, nothing moves.
 
     Returns:
         A plan with one entry, for the model itself.
 
     Raises:
         ValueError: if anything but attention reads along the sequence; if the layout, the kernel,
-            `cache_dtype` or a strategy is unknown; if the model has no layers of a given name; or
-            if `deal_images` is set for a model without images.
+            `cache_dtype` or a strategy is unknown; if the model has no layers of a given name; if
+            `deal_images` is set for a model without images; or if `mlp_tile` is no number of
+            tokens.
 
     Example:
         >>> mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("cp",))
@@ -154,7 +166,10 @@ def context_parallel_plan(
     how: dict[str, Any] = {"strategy": strategies.common, "kernel": kernel, "policy": policy}
     how["machine"] = machine
     format_named(cache_dtype)  # an error here points at the user's option
-    return {"": ShardedModel(layout, how, unshard_outputs, strategies, deal_images, cache_dtype)}
+    check_tile(mlp_tile)
+    kept = KeptForBackward(mlp_tile, offload)
+    sharded = ShardedModel(layout, how, unshard_outputs, strategies, deal_images, cache_dtype, kept)
+    return {"": sharded}
 
 
 class ShardedModel(ParallelStyle):
@@ -168,8 +183,10 @@ class ShardedModel(ParallelStyle):
         strategies: Strategies,
         deal_images: bool | None = None,
         cache_dtype: str | None = None,
+        kept: KeptForBackward | None = None,
     ) -> None:
         super().__init__()
+        self.kept = kept or KeptForBackward()
         self.deal_images, self.cache_dtype = deal_images, cache_dtype
         self.strategies = strategies
         self.is_auto, self.how = layout == "auto", how
@@ -223,6 +240,7 @@ class ShardedModel(ParallelStyle):
         if self.is_auto and not costs:
             layout = fastest_layout(decoder, layer_masks, device_mesh, **self.how)
         axis = SequenceAxis(device_mesh, layout, **self.how)
+        self.kept.install(backbone)
         decoder.set_attn_implementation(IMPLEMENTATION)
         # An outer model makes the masks of its decoder, and may read the name from its own config.
         model.config.get_text_config()._attn_implementation = IMPLEMENTATION

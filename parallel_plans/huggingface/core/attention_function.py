@@ -1,4 +1,4 @@
-"""The attention implementation named `ring`: no dropout, and checkpointing keeps its results."""
+"""The attention implementation named `ring`, which has no dropout."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
-import dtensor_ring  # noqa: F401 - registers the op
 from dtensor_ring.extension import within_layer
 from parallel_plans.huggingface.core import patterns
 from parallel_plans.huggingface.core.layer_inputs import LayerInputs, ScanChunks
@@ -232,26 +230,3 @@ def no_dropout(module: Any, dropout: float) -> str:
         f"a ring has no attention dropout, and {name} is {dropout}; make the model with {name}=0, "
         f"as by from_pretrained(..., {name}=0)"
     )
-
-
-RING_ATTENTION = torch.ops.dtensor_ring.ring_attention.default
-SELECTED = torch.ops.dtensor_ring.select_keys, torch.ops.dtensor_ring.selected_attention
-
-
-def ring_checkpoint_contexts() -> tuple[Any, Any]:
-    """Return contexts for `torch.utils.checkpoint` that recompute everything but attention.
-
-    A layer runs ring attention once in forward and once in backward, as without checkpointing. It
-    keeps the output of its attention, `(B, N, L, H)`, beside its input, and the positions of keys
-    that its index chose.
-
-    Example:
-        >>> config = LlamaConfig(vocab_size=8, hidden_size=16, intermediate_size=16,
-        ...     num_hidden_layers=1, num_attention_heads=2)
-        >>> model = LlamaForCausalLM(config)
-        >>> model.activation_checkpointing_enable(
-        ...     {"use_reentrant": False, "context_fn": ring_checkpoint_contexts}
-        ... )
-    """
-    kept = [RING_ATTENTION, *(op.default for op in SELECTED)]
-    return create_selective_checkpoint_contexts(kept)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from dtensor_ring import Balanced, SequenceAxis, unshard_sequence
 from dtensor_ring.extension import from_local_tokens
+from parallel_plans.huggingface.activations.token_tiles import join_tiles
 from parallel_plans.huggingface.core.positions import LastTokens
 from parallel_plans.huggingface.losses.loss import (
     OF_ROUTERS,
@@ -89,10 +90,11 @@ class Outputs:
     ) -> dict[str, Any]:
         """Return the load-balancing loss over all ranks, and the router logits by token."""
         results: dict[str, Any] = {}
+        by_layer = join_tiles(parts.get("router_logits", ()), router.weights.numel())
         if "aux_loss" in parts:
-            results["aux_loss"] = load_balancing_loss(parts["router_logits"], router, self.axis.sum)
+            results["aux_loss"] = load_balancing_loss(by_layer, router, self.axis.sum)
         if "router_logits" in parts:
-            by_token = tuple(router.by_token(x) for x in parts["router_logits"])
+            by_token = tuple(router.by_token(x) for x in by_layer)
             logits = self._output("router_logits", by_token, spec, detaches)
             # Whole router logits have the shape of the model, (B * S, E).
             whole = tuple(x.flatten(0, 1) for x in logits) if self.unshards else logits

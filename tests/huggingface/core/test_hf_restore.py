@@ -62,7 +62,8 @@ def restored(family: str, head: str) -> None:
     model = small_model(family, head)
     expected = logits_of(model)
     before = state(model)
-    planned(model, unshard_outputs=True)
+    options = {"unshard_outputs": True, "mlp_tile": 4, "offload": True}
+    planned(model, **options)
     assert state(model) != before
     sharded = logits_of(model)
     copied = deepcopy(model)
@@ -75,7 +76,7 @@ def restored(family: str, head: str) -> None:
     restore_model(copied)
     assert torch.equal(logits_of(copied), expected)
     assert state(copied).keys() == before.keys()
-    assert torch.equal(logits_of(planned(model, unshard_outputs=True)), sharded)
+    assert torch.equal(logits_of(planned(model, **options)), sharded)
 
 
 @pytest.mark.parametrize("case", CASES)

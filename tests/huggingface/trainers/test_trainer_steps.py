@@ -141,12 +141,20 @@ class Case:
     is_sharded: bool = False
     has_checkpoints: bool = False
     resumes: bool = False
+    plan: tuple[tuple[str, Any], ...] = ()
 
 
 SHARDED, DDP = (("dp_shard", 2), ("cp", 2)), (("dp_replicate", 2), ("cp", 2))
 CASES = [
     # Sharded over cp, replicated over dp.
-    Case(DDP, "padded", "tied", is_sharded=True, has_checkpoints=True),
+    Case(
+        DDP,
+        "padded",
+        "tied",
+        is_sharded=True,
+        has_checkpoints=True,
+        plan=(("mlp_tile", 5), ("offload", True)),
+    ),
     Case(SHARDED, "packed", "lora", is_sharded=True, resumes=True),
     Case((("cp", 2), ("tp", 2)), "packed", "untied", is_sharded=True),
 ]
@@ -189,6 +197,7 @@ def train(folder: str, case: Case, resume: str | None = None) -> Record:
         model,
         arguments(folder, BATCH // dp_size, **BY_ADAM, **options),
         mesh=mesh,
+        plan=dict(case.plan) or None,
         train_dataset=rows,
         eval_dataset=rows[:4],
         **METRICS,

@@ -1,0 +1,1 @@
+"""What layers keep for backward: tiles of tokens, attention outputs, and host memory."""

@@ -1,0 +1,129 @@
+"""Runs modules over tiles of a rank's tokens, and computes each tile again in backward.
+
+Note [Tiles of tokens]: an MLP makes several tensors that are wider than its input. Run over tiles,
+it has those of one tile at a time, and keeps nothing but its input. Each tile is a checkpoint of
+torch, inside the module's forward. So hooks of the module (FSDP2, tensor parallelism) run once,
+around all tiles; a backward finds the parameters that FSDP2 gathered for the layer; and autograd
+sums the gradient of a parameter over the tiles before anyone sees it: in place, so there are two
+of them at most, and FSDP2 reduces one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils.checkpoint import checkpoint
+
+from parallel_plans.huggingface.core.restore import origin
+
+
+def num_tokens_of(x: Tensor) -> int:
+    """Return the number of tokens of `(B, L, ...)`, or of `(B * L, ...)` if it has two dims."""
+    return x.shape[0] * x.shape[1] if x.ndim > 2 else x.shape[0]
+
+
+def check_tile(num_tokens: int | None) -> None:
+    """Check the size of tiles.
+
+    Raises:
+        ValueError: if it is not a positive number of tokens, or `None`.
+    """
+    is_size = isinstance(num_tokens, int) and not isinstance(num_tokens, bool) and num_tokens > 0
+    if num_tokens is not None and not is_size:
+        raise ValueError(
+            f"mlp_tile is a number of tokens, such as 4096, or None for no tiles, got {num_tokens}"
+        )
+
+
+def run_in_tiles(module: nn.Module, name: str, num_tokens: int) -> None:
+    """Let a module whose tokens do not interact run over tiles of `num_tokens` tokens.
+
+    Args:
+        module: takes and returns tensors with all its tokens, see `num_tokens_of`.
+        name: its name, for errors.
+        num_tokens: the size of a tile; the last one may be smaller.
+
+    Raises:
+        ValueError: if another library replaced its forward.
+    """
+    if "forward" in vars(module):
+        raise ValueError(
+            f"the forward of {name} was replaced already, by {origin(module.forward)}; apply the "
+            "plan before, or leave mlp_tile out"
+        )
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        # Found in the call: FSDP2 changes the class of a module.
+        run = partial(type(self).forward, self)
+        leaves, spec = tree_flatten((args, kwargs))
+        tensors = [x for x in leaves if isinstance(x, Tensor)]
+        if len({num_tokens_of(x) for x in tensors}) != 1:  # no tokens, or not of each
+            return run(*args, **kwargs)
+        return _in_tiles(run, leaves, spec, num_tokens)
+
+    module.forward = MethodType(forward, module)
+
+
+def join_tiles(outputs: tuple[Tensor, ...], num_tokens: int) -> tuple[Tensor, ...]:
+    """Join what was recorded of each tile, `(tile, E)`, to `(num_tokens, E)` for each layer.
+
+    Transformers records the logits of routers by hooks, which see tiles. A layer without tiles has
+    a whole tensor already.
+
+    Example:
+        >>> tiles = torch.zeros(4, 2), torch.ones(1, 2), torch.ones(5, 2)
+        >>> [len(x) for x in join_tiles(tiles, 5)]
+        [5, 5]
+    """
+    layers: list[list[Tensor]] = []
+    for tile in outputs:
+        is_complete = not layers or sum(map(len, layers[-1])) == num_tokens
+        layers += [[]] if is_complete else []
+        layers[-1].append(tile)
+    return tuple(x[0] if len(x) == 1 else torch.cat(x) for x in layers)
+
+
+def _in_tiles(run: Callable[..., Any], leaves: list[Any], spec: TreeSpec, size: int) -> Any:
+    """Run a function over tiles of the tokens in `leaves`, and join what it returns."""
+    flat = [x.flatten(0, 1) if _has_rows(x) else x for x in leaves]
+    num_tiles = -(-next(len(x) for x in flat if isinstance(x, Tensor)) // size)
+    parts = [x.split(size) if isinstance(x, Tensor) else [x] * num_tiles for x in flat]
+    has_rows = [_has_rows(x) for x in leaves]
+
+    def run_tile(*tile: Any) -> Any:
+        inputs = [x.unsqueeze(0) if wide else x for x, wide in zip(tile, has_rows, strict=True)]
+        args, kwargs = tree_unflatten(inputs, spec)
+        return run(*args, **kwargs)
+
+    outputs = []
+    for tile in zip(*parts, strict=True):
+        if torch.is_grad_enabled():
+            outputs.append(checkpoint(run_tile, *tile, use_reentrant=False))
+        else:
+            outputs.append(run_tile(*tile))
+    return _joined(outputs, next((x.shape[:2] for x in leaves if _has_rows(x)), None))
+
+
+def _has_rows(x: Any) -> bool:
+    """Return whether a tensor has its tokens in two dims, `(B, L, ...)`."""
+    return isinstance(x, Tensor) and x.ndim > 2
+
+
+def _joined(outputs: list[Any], rows: Any) -> Any:
+    """Join the outputs of tiles to those of all tokens, which have `rows`, `(B, L)`, or none."""
+    found, spec = [tree_flatten(x)[0] for x in outputs], tree_flatten(outputs[0])[1]
+
+    def joined(*tiles: Any) -> Any:
+        if not isinstance(tiles[0], Tensor):
+            return tiles[0]
+        if tiles[0].ndim > 2:
+            return torch.cat(tiles, 1).view(*rows, *tiles[0].shape[2:])
+        return torch.cat(tiles)
+
+    return tree_unflatten([joined(*tiles) for tiles in zip(*found, strict=True)], spec)

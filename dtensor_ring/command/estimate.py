@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from dtensor_ring.command.footprint import Attention, Footprint
-from dtensor_ring.command.layer_checkpoints import HostMemory, checkpoint_layers, layers_of
+from dtensor_ring.command.layer_checkpoints import FarInputs, checkpoint_layers, layers_of
 from dtensor_ring.dtensor.meta_model import LoadModel, MetaModel, ModelRequest
 from dtensor_ring.simulate.training.memory_setting import MemorySetting, memory_setting
+from dtensor_ring.simulate.training.step_memory import FETCHED
 
 # Numbers that AdamW keeps for each parameter.
 OPTIMIZER = 2
@@ -155,7 +156,7 @@ def estimated(
         ValueError: if the model cannot be made, is not served, or has no attention.
     """
     setting = setting or MemorySetting()
-    host = HostMemory() if "checkpoints" in setting.offload else None
+    host = FarInputs() if "checkpoints" in setting.offload else None
     ranks = mesh.get("dp_shard", 1) * mesh.get("cp", 1) if is_sharded else 1
     with alone(mesh.get("cp", 1)) as axis:
         model = load(spec, axis, asked)
@@ -166,8 +167,12 @@ def estimated(
     if not forward.attentions:
         raise ValueError(f"{model.name} has no attention over its sequence, so nothing to shard")
     memory = _of_parameters(model.module, ranks)
-    activations = step.peak - _of_step(model.module, ranks) + (host.largest if host else 0)
-    on_host = host.held if host else 0
+    activations = step.peak - _of_step(model.module, ranks)
+    on_host = 0
+    if host is not None:
+        far = _far_results(forward)
+        activations += host.largest - far
+        on_host = host.held + far
     if "optimizer" in setting.offload:
         on_host += sum(memory[name] for name in STATES)
         memory |= dict.fromkeys(STATES, 0)
@@ -245,6 +250,16 @@ def _cache(model: MetaModel) -> int:
             "have; leave --cache-dtype out"
         )
     return model.cache()[-1]
+
+
+def _far_results(forward: _Forward) -> int:
+    """Return the bytes of attention's results that go to the host with the inputs of layers.
+
+    A checkpoint keeps them apart from what hooks see, so the dry run has them on the device. Those
+    of the layer whose backward runs, and of the next one, are there.
+    """
+    calls = forward.attentions.total()
+    return forward.kept * max(0, calls - FETCHED) // calls
 
 
 def _drop_gradients(module: nn.Module) -> None:

@@ -17,7 +17,7 @@ from dtensor_ring.quantised.block_scales import FORMATS
 from dtensor_ring.simulate.training.memory_setting import CHECKPOINTS
 
 # Options that say what a step does to take less memory, or what else is estimated of it.
-SETTINGS = "checkpoint", "offload", "unsharded", "kv_dtype", "cache_dtype"
+SETTINGS = "checkpoint", "offload", "unsharded", "cache_dtype"
 
 
 def add_estimate(
@@ -83,7 +83,7 @@ def _add_longest(command: argparse.ArgumentParser) -> None:
         "--longest",
         action="store_true",
         help="instead, a table of the longest sequence by setting: what backward computes again, "
-        "tiles of MLPs, what is on the host, keys in eight bits; parameters are float32, and "
+        "tiles of MLPs, what is on the host; parameters are float32, and "
         "--dtype is that of matrix products; with --seq-len also the first setting that reaches it",
     )
     command.add_argument(

@@ -34,7 +34,7 @@ class Absent(NamedTuple):
     device: torch.device
 
 
-class HostMemory:
+class FarInputs:
     """Where inputs of layers are until their backward, which needs them on the device again.
 
     Attributes:
@@ -62,7 +62,7 @@ class HostMemory:
         return torch.empty_strided(x.shape, x.stride, dtype=x.dtype, device=x.device)
 
 
-def checkpoint_layers(module: nn.Module, kind: str, host: HostMemory | None = None) -> None:
+def checkpoint_layers(module: nn.Module, kind: str, host: FarInputs | None = None) -> None:
     """Make each layer keep its input only, and compute its forward again in its backward.
 
     Args:

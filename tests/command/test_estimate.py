@@ -291,7 +291,7 @@ NO_CONFIG = "is not a config function of torchtitan" if HAS_TORCHTITAN else "tor
         (
             "",
             ("--longest", "--seq-len", "63"),
-            "63 tokens cannot be divided over the 2 ranks of cp",
+            "63 tokens cannot be divided over the 2 ran",
         ),
         ("", ("--longest", "--machine", "h1000"), "machine 'h1000' is neither a file"),
         (MODERN_BERT, ("--longest",), "sees tokens ahead"),

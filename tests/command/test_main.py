@@ -134,7 +134,7 @@ def test_compare_on_a_machine(capsys: pytest.CaptureFixture[str], tmp_path: Path
         (
             "estimate --model x --mesh cp=8",
             2,
-            "needs --seq-len, the tokens of a sequence, or --lon",
+            "needs --seq-len, the tokens of a sequence",
         ),
         ("estimate --model x --longest --mesh cp=8 --memory 0", 2, "'0' is not a number of GiB"),
         ("estimate --model x --seq-len 8 --mesh cp=2 --dtype int8", 2, "not a floating dtype"),

@@ -11,6 +11,7 @@ from dtensor_ring.planning.strategy import Strategy
 from dtensor_ring.planning.tile import FULL
 from dtensor_ring.simulate.comparison import rank_costs
 from dtensor_ring.simulate.problem import SimulatedProblem
+from dtensor_ring.transport.transport import QUANTISED
 
 
 class AttentionRoom(NamedTuple):
@@ -34,7 +35,8 @@ def attention_room(problem: SimulatedProblem, strategy: Strategy, on_gpu: bool) 
     Note [Room of an attention]: a partial result stays in the dtype of the kernel until there are
     `num_parts` of them; then they are merged into one of float32, see Note [Partials at once]. On a
     GPU, backward kernels sum the gradient of a query in float32, too (Dao, 2023, arXiv 2307.08691,
-    section 3.1), which no allocation outside of them shows.
+    section 3.1), which no allocation outside of them shows. Keys and values in eight bits take less
+    room in messages, and more beside them.
 
     Args:
         problem: the attention.
@@ -55,21 +57,28 @@ def attention_room(problem: SimulatedProblem, strategy: Strategy, on_gpu: bool) 
     tokens = of_rank.num_local[0] * sizes.batch
     query, keys = (count * sizes.head_dims[0] * tokens for count in (heads, key_heads))
     inside = query * sizes.wide_itemsize if on_gpu else 0
+    narrow, wide = sizes.itemsize, sizes.wide_itemsize
+    # Shares of keys and values that travel in eight bits: this rank's own, rounded, those of a step
+    # in the dtype of the kernel, and those that are made eight bits.
+    copies = 3 * 2 * keys * narrow if sizes.kv_dtype in QUANTISED else 0
     if of_rank.num_steps == 1:
         # One launch: its results are the final ones.
-        grads = (query + 2 * keys) * sizes.itemsize
-        return AttentionRoom(backward, forward, backward + grads + inside)
-    merged = query * _merged(problem, on_gpu)
-    # The sum of this rank's own keys and values, their gradients of a step, and the result.
-    sums = 2 * keys * (sizes.wide_itemsize + 2 * sizes.itemsize)
-    result = query * sizes.itemsize
-    return AttentionRoom(backward, forward + merged, backward + merged + result + sums + inside)
+        grads = (query + 2 * keys) * narrow
+        return AttentionRoom(backward, forward + copies, backward + copies + grads + inside)
+    # Half a partial more: one of half of the rows leaves room for another of all rows.
+    running = query * wide + int(query * (_num_parts(problem, on_gpu) + 0.5) * narrow)
+    # Rounded in the end, when no message is under way any more; what is wide already stays.
+    rounded = query * narrow if narrow < wide else 0
+    # The sum of this rank's own keys and values, and their gradients of a step.
+    sums = 2 * keys * (wide + narrow)
+    moving = max(backward + copies, rounded) + inside
+    # The result of the forward is not counted here, and is there in the end only.
+    out = query * narrow
+    ahead = running + max(forward + copies, rounded) - out
+    return AttentionRoom(backward, ahead, running + sums + moving)
 
 
-def _merged(problem: SimulatedProblem, on_gpu: bool) -> int:
-    """Return the bytes that partial results need for a number of the result, without the result."""
-    sizes = problem.sizes
-    is_wide = sizes.itemsize == sizes.wide_itemsize
-    parts = problem.num_parts or (ON_GPUS if on_gpu and not is_wide else 1)
-    # The wide sum becomes the result where both have one dtype.
-    return parts * sizes.itemsize + (0 if is_wide else sizes.wide_itemsize)
+def _num_parts(problem: SimulatedProblem, on_gpu: bool) -> int:
+    """Return how many partial results of the kernel's dtype are kept, see `TransferPolicy`."""
+    is_narrow = problem.sizes.itemsize < problem.sizes.wide_itemsize
+    return problem.num_parts or (ON_GPUS if on_gpu and is_narrow else 1)

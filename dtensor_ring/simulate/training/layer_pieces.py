@@ -9,7 +9,7 @@ counts the same modules on the meta device, and tests compare both.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -103,10 +103,11 @@ def norm_piece(hidden: int, shard: Shard, tile: int | None = None) -> Piece:
     if tile is None:
         # Backward adds the gradient by way of the mean of squares: four tensors in float32.
         return _piece("norm", shard, kept, wide, stream + 4 * wide)
-    # Input and output are kept. Gradients: of the residual, of the output, of tiles, and all tiles.
+    # Input and output are kept. Gradients: of the residual, of tiles, and of the output or of all
+    # tiles joined.
     inside = (kept + 4 * wide) * min(tile, shard.tokens)
     output = hidden * shard.itemsize
-    norm = _piece("norm", shard, stream + output, output, 4 * stream)
+    norm = _piece("norm", shard, stream + output, output, 3 * stream)
     return norm._replace(forward=norm.forward + int(inside), backward=norm.backward + int(inside))
 
 
@@ -166,7 +167,7 @@ def _state(state: StateShape, hidden: int, shard: Shard) -> Piece:
 
 def _mlp(layer: LayerShape, hidden: int, shard: Shard, tile: int | None) -> Piece:
     stream = stream_bytes(hidden, shard)
-    kept, forward, backward = map(sum, zip(*_mlp_bytes(layer, hidden, shard), strict=True))
+    kept, forward, backward = _mlp_bytes(layer, hidden, shard)
     if tile is None:
         return _piece("mlp", shard, kept, stream + forward, 2 * stream + backward)
     weights = sum(x.weights for x in layer.mlp) // shard.tp * shard.itemsize
@@ -177,18 +178,14 @@ def _mlp(layer: LayerShape, hidden: int, shard: Shard, tile: int | None) -> Piec
     return mlp._replace(forward=mlp.forward + inside, backward=mlp.backward + inside + weights)
 
 
-def _mlp_bytes(
-    layer: LayerShape, hidden: int, shard: Shard
-) -> Iterator[tuple[float, float, float]]:
-    """Yield what parts of an MLP keep, and need forward and backward, in bytes of a token."""
+def _mlp_bytes(layer: LayerShape, hidden: int, shard: Shard) -> tuple[float, float, float]:
+    """Return what an MLP keeps, and needs forward and backward, in bytes of a token."""
     inner = layer.activated / shard.tp * shard.itemsize
-    # Gate, its activation, up and their product; backward has gradients of three of them, when the
-    # product is free already.
-    yield 4 * inner, 0.0, 2 * inner
-    if layer.routed:
-        copies = layer.routed * hidden * shard.itemsize
-        # Copies of a token for its experts, and their results.
-        yield 2 * copies, 2 * copies, 3 * copies
+    # Copies of a token for its experts; their results are as large.
+    copies = layer.routed * hidden * shard.itemsize
+    # Kept are the gate, its activation, up and their product. Backward has gradients of three of
+    # them when the product is free already; before that, three gradients of experts' results.
+    return 4 * inner + 2 * copies, 2 * copies, max(2 * inner, 3 * copies)
 
 
 def _piece(name: str, shard: Shard, *by_token: float) -> Piece:

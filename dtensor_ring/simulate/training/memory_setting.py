@@ -11,8 +11,8 @@ from dtensor_ring.transport.transport import DEFAULT_POLICY, TransferPolicy
 # How much of a layer its backward computes again: nothing; all but its attention; all of it.
 CHECKPOINTS = ("none", "attention", "full")
 
-# What may live on the host: inputs of layers that are computed again; parameters, their gradients
-# and the states of AdamW, as `CPUOffloadPolicy` of FSDP2 does it.
+# What may live on the host: what layers with checkpoints keep until their backward; parameters,
+# their gradients and the states of AdamW, as `CPUOffloadPolicy` of FSDP2 does it.
 OFFLOADS = ("checkpoints", "optimizer")
 
 

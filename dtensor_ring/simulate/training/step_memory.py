@@ -28,8 +28,8 @@ from dtensor_ring.simulate.training.model_shape import LayerShape, ModelShape, P
 # these bytes in float32 at least. `parallel_plans` has the loss, which is above this package.
 LOSS_TILES, LOSS_TILE_BYTES = 64, 16 * 2**20
 
-# Inputs of layers that are on a device while all others are on the host: that of the layer whose
-# backward runs, and that of the next one.
+# Layers whose checkpoints are on a device while all others are on the host: the one whose backward
+# runs, and the next one, which is on its way.
 FETCHED = 2
 
 
@@ -95,17 +95,20 @@ def step_memory(
     ]
     state = _states(model, shard, num_shards, setting)
     attention, others = (sum(x[i] for x in layers) for i in range(2))
-    stream = int(stream_bytes(model.hidden, shard) * shard.tokens)
-    on_host = 0
+    on_host, fetched = 0, 0
     if "checkpoints" in setting.offload:
-        on_host = stream * len(layers)
-        others = stream * min(FETCHED, len(layers))
+        on_host, there = attention + others, min(FETCHED, len(layers))
+        attention, others = (there * max(x[i] for x in layers) for i in range(2))
+        fetched = (attention + others) // there * (there - 1)
     # A last norm precedes the head; all layers share the tables of rotary embeddings.
     norm = norm_piece(model.hidden, shard, setting.mlp_tile)
     tables = int(2 * max(x.head_dim for x in model.layers) * shard.itemsize * shard.tokens)
     kept = attention + others + norm.kept + tables
-    moments = [kept + max(_loss_room(model, shard), norm.backward)]
-    moments += (x + tables for x in _backwards(layers, others, stream, setting))
+    moments = [kept + max(loss_room(model, shard), norm.backward)]
+    if on_host:
+        moments.append(max(x.most for x in layers) + fetched + tables)
+    else:
+        moments += (x + tables for x in _backwards(layers))
     return state._replace(
         attention_kept=attention,
         others_kept=others + norm.kept + tables,
@@ -159,16 +162,12 @@ def _by_attention(pieces: Sequence[Piece]) -> tuple[int, int]:
     return attention, whole - attention
 
 
-def _backwards(
-    layers: Sequence[_LayerBytes], others: int, stream: int, setting: MemorySetting
-) -> Iterator[int]:
+def _backwards(layers: Sequence[_LayerBytes]) -> Iterator[int]:
     """Yield the most bytes at once in the backward of each layer, with what those before keep."""
-    is_far = "checkpoints" in setting.offload
     below = 0
     for layer in layers:
-        # Of inputs on the host, one more is on its way; that of the layer itself is in `most`.
-        yield below + layer.most + (others - stream if is_far else 0)
-        below += layer.attention + (0 if is_far else layer.others)
+        yield below + layer.most
+        below += layer.attention + layer.others
 
 
 def _states(model: ModelShape, shard: Shard, num_shards: int, setting: MemorySetting) -> StepMemory:
@@ -184,7 +183,7 @@ def _states(model: ModelShape, shard: Shard, num_shards: int, setting: MemorySet
     return StepMemory(*parts, gathered, 0, 0, 0)
 
 
-def _loss_room(model: ModelShape, shard: Shard) -> int:
+def loss_room(model: ModelShape, shard: Shard) -> int:
     """Return the bytes that the loss needs: a tile of the logits, and gradients of its input."""
     wide = max(KEPT_ITEMSIZE, shard.itemsize)
     vocabulary, tokens = model.vocabulary // shard.tp, shard.tokens

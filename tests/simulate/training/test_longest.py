@@ -19,11 +19,11 @@ LLAMA = {"model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336}
 LLAMA |= {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8}
 LLAMA |= {"vocab_size": 128256, "tie_word_embeddings": False}
 MOE = {"model_type": "qwen3_moe", "hidden_size": 2048, "moe_intermediate_size": 768}
-MOE |= {"num_hidden_layers": 4, "num_attention_heads": 32, "num_key_value_heads": 4}
+MOE |= {"num_hidden_layers": 12, "num_attention_heads": 32, "num_key_value_heads": 4}
 MOE |= {"head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8, "vocab_size": 151936}
 HYBRID = MOE | {"model_type": "qwen3_next", "linear_num_key_heads": 16, "linear_conv_kernel_dim": 4}
 HYBRID |= {"linear_num_value_heads": 32, "linear_key_head_dim": 128, "linear_value_head_dim": 128}
-HYBRID |= {"layer_types": ["linear_attention"] * 3 + ["full_attention"]}
+HYBRID |= {"layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 3}
 H100 = as_machine("h100")
 
 
@@ -60,7 +60,7 @@ def test_memory_and_seconds_are_those_of_a_step() -> None:
         *(LLAMA, row.seq_len, {"cp": 8}), checkpoint="full", mlp_tile=4096, offload=["checkpoints"]
     )
     assert row.seconds == step.seconds
-    ids = 16 * row.seq_len
+    ids = 24 * row.seq_len
     assert row.memory.peak == step.memory["peak"] + ids
     assert row.memory.host == step.memory["host"] == 32 * row.seq_len // 8 * 4096 * 2
 
@@ -96,7 +96,7 @@ def test_json_has_what_the_table_has() -> None:
     found = longest_sequences(LLAMA, {"cp": 2}, seq_len=1024, is_timed=False)
     read = json.loads(json.dumps(found.as_json()))
     assert [row["seq_len"] for row in read["rows"]] == [row.seq_len for row in found.rows]
-    assert read["rows"][-1]["setting"]["kv_dtype"] == "int8"
+    assert read["rows"][-1]["setting"]["offload"] == ["checkpoints", "optimizer"]
     assert read["smallest"]["memory"]["peak"] == found.smallest.memory.peak
     for row in found.rows:
         assert str(row.setting) in str(found)
@@ -111,6 +111,7 @@ def test_json_has_what_the_table_has() -> None:
         ({"seq_len": 0}, "seq_len must be"),
         ({"seq_len": 1001}, "1001 tokens cannot be divided over the 8 ranks of cp"),
         ({"settings": []}, "at least one MemorySetting"),
+        ({"kv_dtype": "int4"}, "int4"),
         ({"strategy": "rings"}, "unknown strategy 'rings'"),
         ({"machine": "h1000"}, "machine 'h1000' is neither a file"),
         ({"config": {"num_attention_heads": 2, "mamba_d_state": 2}}, "only those with a gated"),
@@ -147,6 +148,15 @@ def test_names_of_settings() -> None:
         "full checkpoints, MLP tiles of 4,096, checkpoints and optimizer on the host, num_parts=1, "
         "keys as int8"
     )
+
+
+def test_eight_bits_take_no_less_memory() -> None:
+    plain, rounded = (
+        longest_sequences(LLAMA, {"cp": 8}, is_timed=False, kv_dtype=x).rows[-1]
+        for x in (None, "int8")
+    )
+    assert rounded.setting.as_json()["kv_dtype"] == "int8"
+    assert 0.9 * plain.seq_len < rounded.seq_len <= plain.seq_len
 
 
 def test_a_cpu_has_more_than_a_gpu_needs_inside() -> None:

@@ -19,7 +19,7 @@ from dtensor_ring.command.footprint import Attention, Footprint
 from dtensor_ring.command.layer_checkpoints import FarInputs, checkpoint_layers, layers_of
 from dtensor_ring.dtensor.meta_model import LoadModel, MetaModel, ModelRequest
 from dtensor_ring.simulate.training.memory_setting import MemorySetting, memory_setting
-from dtensor_ring.simulate.training.step_memory import FETCHED
+from dtensor_ring.simulate.training.step_memory import fetched_layers
 
 # Numbers that AdamW keeps for each parameter.
 OPTIMIZER = 2
@@ -170,8 +170,9 @@ def estimated(
     activations = step.peak - _of_step(model.module, ranks)
     on_host = 0
     if host is not None:
-        far = _far_results(forward)
-        activations += host.largest - far
+        fetched = fetched_layers(setting.checkpoint)
+        far = _far_results(forward, fetched)
+        activations += (fetched - 1) * host.largest - far
         on_host = host.held + far
     if "optimizer" in setting.offload:
         on_host += sum(memory[name] for name in STATES)
@@ -252,14 +253,14 @@ def _cache(model: MetaModel) -> int:
     return model.cache()[-1]
 
 
-def _far_results(forward: _Forward) -> int:
+def _far_results(forward: _Forward, fetched: int) -> int:
     """Return the bytes of attention's results that go to the host with the inputs of layers.
 
-    A checkpoint keeps them apart from what hooks see, so the dry run has them on the device. Those
-    of the layer whose backward runs, and of the next one, are there.
+    A checkpoint keeps them apart from what hooks see, so the dry run has them on the device, where
+    only those of `fetched` layers are.
     """
     calls = forward.attentions.total()
-    return forward.kept * max(0, calls - FETCHED) // calls
+    return forward.kept * max(0, calls - fetched) // calls
 
 
 def _drop_gradients(module: nn.Module) -> None:

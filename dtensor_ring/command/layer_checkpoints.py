@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -39,7 +40,7 @@ class FarInputs:
 
     Attributes:
         held: bytes that went there.
-        largest: bytes of the largest tensor. One more is on its way back while a layer runs.
+        largest: bytes of the largest tensor; others like it are on their way while a layer runs.
     """
 
     def __init__(self) -> None:
@@ -48,7 +49,9 @@ class FarInputs:
     def run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a checkpointed layer whose inputs are kept here."""
         # The checkpoint has hooks of its own for all that its layer saves: these see inputs only.
-        with saved_tensors_hooks(self.pack, self.unpack):
+        with saved_tensors_hooks(self.pack, self.unpack), warnings.catch_warnings():
+            # Of torch 2.15: what an attention returned may go through these hooks one day.
+            warnings.filterwarnings("ignore", "A saved_tensors_hooks context", FutureWarning)
             return forward(*args, **kwargs)
 
     def pack(self, x: Tensor) -> Any:

@@ -22,7 +22,7 @@ from dtensor_ring.simulate.machine_files import as_machine
 from dtensor_ring.simulate.training import step_memory as step_memory_module
 from dtensor_ring.simulate.training.attention_memory import AttentionRoom
 from dtensor_ring.simulate.training.memory_setting import MemorySetting
-from dtensor_ring.simulate.training.step_memory import step_memory
+from dtensor_ring.simulate.training.step_memory import fetched_layers, step_memory
 from dtensor_ring.simulate.training.step_request import step_request
 from parallel_plans.huggingface import context_parallel_plan
 from tests.pool import Pool
@@ -43,13 +43,13 @@ class Case(NamedTuple):
 
 
 CASES = [
-    Case("llama", MemorySetting()),
     Case("llama", MemorySetting("full", TILE, ("checkpoints",))),
     *(
         pytest.param(case, marks=pytest.mark.repeats)
         for case in (
             # What FSDP2 gathers of so small a model is as large as activations of fewer tokens.
             Case("llama", MemorySetting("full"), lengths=(2048, 4096, 8192), is_sharded=True),
+            Case("llama", MemorySetting()),
             Case("llama", MemorySetting("full")),
             Case("llama", MemorySetting("full"), "bfloat16"),
             Case("llama", MemorySetting("full", TILE), "bfloat16"),
@@ -125,8 +125,9 @@ def _step(case: Case, seq_len: int) -> tuple[int, int]:
         return peaks["Total"], 0
     if host is None:
         return _activations(peaks), 0
-    # A prefetch would have one more layer's input here, which these hooks do not.
-    return _activations(peaks) + host.largest, host.held
+    # A prefetch would have inputs of the next layers here, which these hooks do not.
+    ahead = fetched_layers(case.setting.checkpoint) - 1
+    return _activations(peaks) + ahead * host.largest, host.held
 
 
 def _drop(parameter: Tensor) -> None:

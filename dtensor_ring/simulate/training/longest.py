@@ -32,8 +32,7 @@ SETTINGS = (
     MemorySetting("attention", MLP_TILE, policy=_PARTS),
     MemorySetting("full", MLP_TILE, policy=_PARTS),
     MemorySetting("attention", MLP_TILE, ("checkpoints",), _PARTS),
-    MemorySetting("full", MLP_TILE, ("checkpoints",), _PARTS),
-    MemorySetting("full", MLP_TILE, ("checkpoints", "optimizer"), _PARTS),
+    MemorySetting("attention", MLP_TILE, ("checkpoints", "optimizer"), _PARTS),
 )
 
 # Of a device's memory, what is left for its context, for message buffers of the network, and for
@@ -157,7 +156,7 @@ def longest_sequences(
     *,
     memory: int | None = None,
     seq_len: int | None = None,
-    settings: Sequence[MemorySetting] = SETTINGS,
+    settings: Sequence[MemorySetting] | None = None,
     strategy: str = "ring",
     layout: Layout | str = "zigzag",
     batch: int = 1,
@@ -177,7 +176,8 @@ def longest_sequences(
         machine: a machine, the path of its file, or the name of a preset.
         memory: bytes that a step may take of a device; by default 95 % of what the machine has.
         seq_len: tokens of a sequence: also find the first setting that reaches it.
-        settings: what steps do to take less memory, from what costs least to what costs most.
+        settings: what steps do to take less memory, from what costs least to what costs most, such
+            as those of the rows of another call; by default from nothing to all that there is.
         strategy: the strategy of attention, see `SequenceAxis`.
         layout: the layout of sequences.
         batch: sequences of each group of `cp` ranks.
@@ -200,6 +200,7 @@ def longest_sequences(
         >>> found.rows[0].seq_len < 500_000 < 3_000_000 < found.rows[-1].seq_len
         True
     """
+    settings = SETTINGS if settings is None else settings
     if not settings:
         raise ValueError("settings must have at least one MemorySetting, got none")
     device = as_machine(machine)
@@ -214,7 +215,6 @@ def longest_sequences(
         asked.mesh.check(asked.model, as_count("seq_len", seq_len, 1))
     tried = [_sent_as(setting, kv_dtype) for setting in settings]
     rows = tuple(_row(asked, setting, allowed, is_timed) for setting in tried)
-    reached = (x.setting for x in rows if seq_len is not None and x.seq_len >= seq_len)
     return LongestSequences(
         model=asked.model.name,
         machine=device.name,
@@ -222,8 +222,18 @@ def longest_sequences(
         memory=allowed,
         rows=rows,
         seq_len=seq_len,
-        smallest=next((_at(asked, x, seq_len, is_timed) for x in reached), None),
+        smallest=_smallest(asked, rows, seq_len, is_timed),
     )
+
+
+def _smallest(
+    asked: StepRequest, rows: Sequence[LongestRow], seq_len: int | None, is_timed: bool
+) -> LongestRow | None:
+    """Return the first setting that reaches a length, at that length; `None` if none does."""
+    if seq_len is None:
+        return None
+    reached = (row.setting for row in rows if row.seq_len >= seq_len)
+    return next((_at(asked, setting, seq_len, is_timed) for setting in reached), None)
 
 
 def _sent_as(setting: MemorySetting, kv_dtype: str | None) -> MemorySetting:

@@ -28,9 +28,8 @@ from dtensor_ring.simulate.training.model_shape import LayerShape, ModelShape, P
 # these bytes in float32 at least. `parallel_plans` has the loss, which is above this package.
 LOSS_TILES, LOSS_TILE_BYTES = 64, 16 * 2**20
 
-# Layers whose checkpoints are on a device while all others are on the host: the one whose backward
-# runs, and the next one, which is on its way.
-FETCHED = 2
+# Tensors on their way back from the host, as the plan for transformers has them.
+AHEAD = 3
 
 
 class StepMemory(NamedTuple):
@@ -97,7 +96,7 @@ def step_memory(
     attention, others = (sum(x[i] for x in layers) for i in range(2))
     on_host, fetched = 0, 0
     if "checkpoints" in setting.offload:
-        on_host, there = attention + others, min(FETCHED, len(layers))
+        on_host, there = attention + others, min(fetched_layers(setting.checkpoint), len(layers))
         attention, others = (there * max(x[i] for x in layers) for i in range(2))
         fetched = (attention + others) // there * (there - 1)
     # A last norm precedes the head; all layers share the tables of rotary embeddings.
@@ -115,6 +114,18 @@ def step_memory(
         working=max(moments) - kept,
         host=state.host + on_host,
     )
+
+
+def fetched_layers(checkpoint: str) -> int:
+    """Return how many layers' checkpoints are on a device while all others are on the host.
+
+    They are the layer whose backward runs, and those on their way. A layer keeps its input; or its
+    input and two results of its attention.
+
+    >>> fetched_layers("full"), fetched_layers("attention")
+    (4, 2)
+    """
+    return 1 + AHEAD // (1 if checkpoint == "full" else 3)
 
 
 class _LayerBytes(NamedTuple):

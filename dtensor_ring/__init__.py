@@ -33,6 +33,7 @@ from dtensor_ring.simulate.comparison import compare_strategies
 from dtensor_ring.simulate.machine import Machine
 from dtensor_ring.simulate.schedule import compare_layouts, describe_schedule
 from dtensor_ring.simulate.simulated_attention import simulate_attention
+from dtensor_ring.simulate.training.longest import longest_sequences
 from dtensor_ring.simulate.training.step import simulate_step
 from dtensor_ring.transport.transport import TransferPolicy, Transport
 
@@ -66,6 +67,7 @@ __all__ = [
     "decode_selected_attention",
     "describe_schedule",
     "exchange",
+    "longest_sequences",
     "merge_attention",
     "next_token_labels",
     "register_kernel",

@@ -5,43 +5,27 @@ from __future__ import annotations
 import json
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.utils.checkpoint import checkpoint
 
 from dtensor_ring.command.footprint import Attention, Footprint
+from dtensor_ring.command.layer_checkpoints import FarInputs, checkpoint_layers, layers_of
 from dtensor_ring.dtensor.meta_model import LoadModel, MetaModel, ModelRequest
-
-
-def layers_of(module: nn.Module) -> list[nn.Module]:
-    """Return the members of the outermost module lists and module dicts.
-
-    >>> len(layers_of(nn.ModuleDict({"0": nn.Linear(2, 2), "1": nn.Linear(2, 2)})))
-    2
-    """
-    lists = [x for x in module.modules() if isinstance(x, (nn.ModuleList, nn.ModuleDict))]
-    inner = {id(part) for x in lists for part in x.modules() if part is not x}
-    return [layer for x in lists if id(x) not in inner for layer in x.children()]
-
-
-def checkpoint_layers(module: nn.Module) -> None:
-    """Make each layer keep its input only, and compute its forward again in its backward."""
-    for layer in layers_of(module):
-        # On the meta device there are no random numbers to reproduce.
-        run: Any = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
-        layer.forward = partial(run, layer.forward)
-
+from dtensor_ring.simulate.training.memory_setting import MemorySetting, memory_setting
+from dtensor_ring.simulate.training.step_memory import fetched_layers
 
 # Numbers that AdamW keeps for each parameter.
 OPTIMIZER = 2
+
+# What FSDP2 shards, and may keep on the host.
+STATES = "parameters", "gradients", "optimizer"
 
 
 @dataclass(frozen=True)
@@ -63,6 +47,7 @@ class Estimate:
             ranks, sums of their gradients, and partial results.
         others_kept: everything else that is kept for the backward.
         peak: the most bytes at once.
+        host: what is in the host's memory instead.
         messages: number of messages that this rank sends in one training step, bytes sent and
             received, and bytes held.
         attentions: each kind of attention, with its number of calls in a forward.
@@ -81,6 +66,7 @@ class Estimate:
     attention_working: int
     others_kept: int
     peak: int
+    host: int
     messages: Mapping[str, int]
     attentions: list[dict[str, Any]] = field(default_factory=list)
     cache: int | None = None
@@ -97,6 +83,7 @@ class Estimate:
             "kept by the rest": self.others_kept,
             "in one attention": self.attention_working,
             "peak": self.peak,
+            "on the host": self.host,
             "cache of generate": self.cache or 0,
         }
         rows = [("model", self.model), ("mesh", axes), ("tokens", f"{self.seq_len:,}")]
@@ -122,16 +109,22 @@ def estimate(
     machine: str | None,
     dtype: torch.dtype | None,
     checkpoint: str,
+    offload: Sequence[str],
+    kv_dtype: str | None,
+    is_sharded: bool,
     cache_dtype: str | None,
     as_json: bool,
 ) -> int:
     """Print what a training step takes on one rank, and return the exit status."""
-    asked = ModelRequest(seq_len, batch, layout or "zigzag", strategy, dtype, machine, cache_dtype)
+    asked = ModelRequest(
+        *(seq_len, batch, layout or "zigzag", strategy, dtype, machine, cache_dtype, kv_dtype)
+    )
     try:
-        found = estimated(load, model, mesh, asked, is_checkpointed=checkpoint == "full")
+        setting = memory_setting(checkpoint, offload=offload)
+        found = estimated(load, model, mesh, asked, setting, is_sharded=is_sharded)
     except (ImportError, ValueError) as error:
         print(" ".join(str(error).split()), file=sys.stderr)
-        return 1
+        return 2
     if as_json:
         print(json.dumps(asdict(found)))
     else:
@@ -144,8 +137,9 @@ def estimated(
     spec: str,
     mesh: Mapping[str, int],
     asked: ModelRequest,
+    setting: MemorySetting | None = None,
     *,
-    is_checkpointed: bool = False,
+    is_sharded: bool = True,
 ) -> Estimate:
     """Estimate what a training step takes, see Note [Dry run].
 
@@ -154,22 +148,35 @@ def estimated(
         spec: how the command line names the model.
         mesh: number of ranks along each axis.
         asked: what the model is to be run on.
-        is_checkpointed: whether a layer keeps its input only, and computes its forward again in its
-            backward.
+        setting: what backward computes again, and what is on the host; nothing by default.
+        is_sharded: whether FSDP2 shards parameters over `dp_shard` and `cp`; else they are whole.
 
     Raises:
         ImportError: if a package that the model needs is not installed.
         ValueError: if the model cannot be made, is not served, or has no attention.
     """
+    setting = setting or MemorySetting()
+    host = FarInputs() if "checkpoints" in setting.offload else None
+    ranks = mesh.get("dp_shard", 1) * mesh.get("cp", 1) if is_sharded else 1
     with alone(mesh.get("cp", 1)) as axis:
         model = load(spec, axis, asked)
-        if is_checkpointed:
-            checkpoint_layers(model.module)
-        step, forward = _run(model)
+        if setting.checkpoint != "none":
+            checkpoint_layers(model.module, setting.checkpoint, host)
+        step, forward = _run(model, ranks)
         cache = None if asked.cache_dtype is None else _cache(model)
     if not forward.attentions:
         raise ValueError(f"{model.name} has no attention over its sequence, so nothing to shard")
-    memory = _of_parameters(model.module, mesh)
+    memory = _of_parameters(model.module, ranks)
+    activations = step.peak - _of_step(model.module, ranks)
+    on_host = 0
+    if host is not None:
+        fetched = fetched_layers(setting.checkpoint)
+        far = _far_results(forward, fetched)
+        activations += (fetched - 1) * host.largest - far
+        on_host = host.held + far
+    if "optimizer" in setting.offload:
+        on_host += sum(memory[name] for name in STATES)
+        memory |= dict.fromkeys(STATES, 0)
     return Estimate(
         model=model.name,
         mesh=dict(mesh),
@@ -178,7 +185,8 @@ def estimated(
         attention_kept=forward.kept,
         attention_working=step.working,
         others_kept=forward.others,
-        peak=_peak(step, model.module, memory),
+        peak=activations + sum(memory.values()),
+        host=on_host,
         messages=asdict(step.messages),
         attentions=[
             x._asdict() | {"mask": str(x.mask), "hops": x.steps - 1, "calls": calls}
@@ -202,12 +210,18 @@ class _Forward(NamedTuple):
     others: int
 
 
-def _run(model: MetaModel) -> tuple[Footprint, _Forward]:
+def _run(model: MetaModel, ranks: int) -> tuple[Footprint, _Forward]:
     """Run a training step on the meta device, and return its footprint and its forward.
+
+    Args:
+        model: the model, whose parameters are whole.
+        ranks: number of ranks that FSDP2 shards them over.
 
     Raises:
         ValueError: if the model's code needs the content of tensors.
     """
+    if ranks > 1:
+        _drop_gradients(model.module)
     try:
         with Footprint() as step:
             step.count(list(model.module.parameters()))
@@ -239,22 +253,37 @@ def _cache(model: MetaModel) -> int:
     return model.cache()[-1]
 
 
-def _peak(step: Footprint, module: nn.Module, memory: Mapping[str, int]) -> int:
-    """Return the most bytes at once: the step ran unsharded, so swap in the sharded sizes."""
-    whole = _of_parameters(module, {})
-    return step.peak - _sum(whole) + _sum(memory) + whole["optimizer"]
+def _far_results(forward: _Forward, fetched: int) -> int:
+    """Return the bytes of attention's results that go to the host with the inputs of layers.
+
+    A checkpoint keeps them apart from what hooks see, so the dry run has them on the device, where
+    only those of `fetched` layers are.
+    """
+    calls = forward.attentions.total()
+    return forward.kept * max(0, calls - fetched) // calls
 
 
-def _sum(memory: Mapping[str, int]) -> int:
-    return sum(memory.values())
+def _drop_gradients(module: nn.Module) -> None:
+    """Free each gradient when it is there, as FSDP2 does after it has reduced it."""
+
+    def drop(parameter: Tensor) -> None:
+        parameter.grad = None
+
+    for parameter in module.parameters():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(drop)
 
 
-def _of_parameters(module: nn.Module, mesh: Mapping[str, int]) -> dict[str, int]:
+def _of_step(module: nn.Module, ranks: int) -> int:
+    """Return the bytes of parameters and gradients of other ranks that a dry run had."""
+    whole = _size(module)
+    return whole if ranks > 1 else whole + _size(module, trained=True)
+
+
+def _of_parameters(module: nn.Module, ranks: int) -> dict[str, int]:
     """Return the bytes of parameters, gradients, states of AdamW, and what FSDP2 gathers."""
     whole, trained = _size(module), _size(module, trained=True)
-    # FSDP2 shards over the ranks of both axes.
-    ranks = mesh["dp_shard"] * mesh.get("cp", 1) if "dp_shard" in mesh else 1
-    parts = {"parameters": whole, "gradients": trained, "optimizer": OPTIMIZER * trained}
+    parts = dict(zip(STATES, (whole, trained, OPTIMIZER * trained), strict=True))
     parts = {name: -(-size // ranks) for name, size in parts.items()}
     return parts | {"gathered": _gathered(module) if ranks > 1 else 0}
 

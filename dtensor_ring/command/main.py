@@ -11,168 +11,31 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-import torch
-
 from dtensor_ring.balanced.hybrid import Hybrid, compare_hybrid_layouts
 from dtensor_ring.command.calibrate import calibrate
 from dtensor_ring.command.doctor import doctor, version_of
-from dtensor_ring.command.estimate import AXES, estimate
+from dtensor_ring.command.estimate_options import add_estimate, add_strategy
+from dtensor_ring.command.option_values import (
+    dtype_of,
+    heads_of,
+    hybrid_of,
+    machine_of,
+    mask_of,
+    number,
+    numbers,
+)
 from dtensor_ring.command.pictures import drawing
 from dtensor_ring.command.simulate import ReadConfig, config_file, simulate
 from dtensor_ring.dtensor.axis_machine import DEFAULT_MACHINE
 from dtensor_ring.dtensor.meta_model import LoadModel
 from dtensor_ring.planning.mask import Mask
 from dtensor_ring.planning.strategy import AUTO, Strategy
-from dtensor_ring.quantised.block_scales import FORMATS
 from dtensor_ring.simulate.choose import choose
 from dtensor_ring.simulate.comparison import compare_strategies
 from dtensor_ring.simulate.machine import Machine
 from dtensor_ring.simulate.machine_files import as_machine
 from dtensor_ring.simulate.schedule import Schedule, describe_schedule
-from dtensor_ring.simulate.training.step_memory import CHECKPOINTS
-
-
-def number(text: str) -> int:
-    """Parse a positive number, which may have separators: 131072 or 131_072.
-
-    Raises:
-        ArgumentTypeError: if the text is not a positive number.
-
-    >>> number("131_072")
-    131072
-    """
-    try:
-        found = int(text)
-    except ValueError:
-        found = 0
-    if found < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
-    return found
-
-
-def machine_of(text: str) -> Machine:
-    """Parse a machine: the name of a preset, or a file.
-
-    Raises:
-        ArgumentTypeError: if there is no such machine, or the file cannot be read as one.
-    """
-    try:
-        return as_machine(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-
-
-def mask_of(text: str) -> Mask:
-    """Parse a mask: the name of its builder, and its number of tokens.
-
-    Raises:
-        ArgumentTypeError: if the text is not a mask.
-
-    >>> mask_of("sliding:4096").left
-    4096
-    """
-    match text.split(":"):
-        case ["causal"]:
-            return Mask.causal()
-        case ["full"]:
-            return Mask.full()
-        case ["sliding", size]:
-            return Mask.sliding(number(size))
-        case ["chunked", size]:
-            return Mask.chunked(number(size))
-    raise argparse.ArgumentTypeError(
-        f"{text!r} is not a mask: causal, full, sliding:<tokens before a query that it sees> or "
-        "chunked:<tokens of a chunk>"
-    )
-
-
-def numbers(text: str) -> list[int]:
-    """Parse numbers that are separated by commas.
-
-    Raises:
-        ArgumentTypeError: if a part is not a number.
-
-    >>> numbers("0,1000,8192")
-    [0, 1000, 8192]
-    """
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} are not numbers with commas between them: 0,1000,8192"
-        ) from None
-
-
-def hybrid_of(text: str) -> Hybrid:
-    """Parse layers with a state, layers with attention, and numbers of a token between layers.
-
-    Raises:
-        ArgumentTypeError: if these are not three numbers, each 0 or more.
-
-    >>> hybrid_of("36,12,2048").hidden_size
-    2048
-    """
-    match numbers(text):
-        case [stateful, attention, hidden_size] if min(stateful, attention, hidden_size) >= 0:
-            return Hybrid(stateful, attention, hidden_size)
-    raise argparse.ArgumentTypeError(
-        f"{text!r} are not layers with a state, layers with attention and numbers of a token: "
-        "36,12,2048"
-    )
-
-
-def heads_of(text: str) -> tuple[int, int]:
-    """Parse the number of query heads, and of key and value heads.
-
-    Raises:
-        ArgumentTypeError: if these are not two numbers.
-
-    >>> heads_of("32,8")
-    (32, 8)
-    """
-    match numbers(text):
-        case [queries, keys]:
-            return queries, keys
-    raise argparse.ArgumentTypeError(f"{text!r} are not heads of queries and of keys: 32,8")
-
-
-def mesh_of(text: str) -> dict[str, int]:
-    """Parse the axes of a mesh, and the number of ranks along each.
-
-    Raises:
-        ArgumentTypeError: if these are not known axes with numbers.
-
-    >>> mesh_of("cp=8,dp_shard=4")
-    {'cp': 8, 'dp_shard': 4}
-    """
-    pairs = [part.partition("=") for part in text.split(",")]
-    names = [name for name, _, _ in pairs]
-    if "tp" in names:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} has tensor parallelism, which is not estimated: the plan of a model decides "
-            "what it divides; leave tp out: a rank has less with it than is then estimated"
-        )
-    if not set(names) <= set(AXES) or len(names) != len(set(names)) or "cp" not in names:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not a mesh: cp=8, and where there are more axes cp=8,dp_shard=4; known "
-            f"axes: {', '.join(AXES)}"
-        )
-    return {name: number(size) for name, _, size in pairs}
-
-
-def dtype_of(text: str) -> torch.dtype:
-    """Parse the name of a floating dtype.
-
-    Raises:
-        ArgumentTypeError: if no floating dtype has that name.
-
-    >>> dtype_of("bfloat16")
-    torch.bfloat16
-    """
-    found = getattr(torch, text, None)
-    if not isinstance(found, torch.dtype) or not found.is_floating_point:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a floating dtype: bfloat16, float32")
-    return found
+from dtensor_ring.simulate.training.memory_setting import CHECKPOINTS
 
 
 def schedule(
@@ -323,7 +186,7 @@ def _parser(load: LoadModel, read: ReadConfig) -> argparse.ArgumentParser:
     _add_doctor(commands)
     _add_schedule(commands)
     _add_compare(commands)
-    _add_estimate(commands, load)
+    add_estimate(commands, load, read)
     _add_simulate(commands, read)
     _add_calibrate(commands)
     return parser
@@ -343,7 +206,7 @@ def _add_schedule(commands: argparse._SubParsersAction[Any]) -> None:
     command.set_defaults(run=schedule)
     _add_attention(command)
     _add_heads(command)
-    _add_strategy(command)
+    add_strategy(command)
     command.add_argument(
         "--hybrid",
         type=hybrid_of,
@@ -365,46 +228,11 @@ def _add_compare(commands: argparse._SubParsersAction[Any]) -> None:
     command.add_argument("--machine", type=machine_of, help=text)
 
 
-def _add_estimate(commands: argparse._SubParsersAction[Any], load: LoadModel) -> None:
-    text = "estimate what a training step of a model takes on one rank: memory, messages and hops"
-    command = commands.add_parser("estimate", help=text, description=text)
-    command.set_defaults(run=partial(estimate, load))
-    command.add_argument(
-        "--model", required=True, help="a config.json, its folder, or module:function of torchtitan"
-    )
-    command.add_argument("--seq-len", type=number, required=True, help="tokens of a sequence")
-    command.add_argument(
-        "--mesh", type=mesh_of, required=True, help="cp=8, or with FSDP2: cp=8,dp_shard=4"
-    )
-    command.add_argument("--batch", type=number, default=1, help="sequences of a step and cp axis")
-    command.add_argument("--layout", help="how tokens are sharded")
-    _add_strategy(command)
-    command.add_argument(
-        "--checkpoint",
-        choices=("none", "full"),
-        default="none",
-        help="full: each layer keeps its input only, and its backward computes the forward again",
-    )
-    command.add_argument("--dtype", type=dtype_of, help="of the parameters: bfloat16")
-    command.add_argument(
-        "--cache-dtype",
-        choices=("own", *FORMATS),
-        help="also what a cache of the sequence takes for generate, in its own dtype or eight bits",
-    )
-    command.add_argument("--json", action="store_true", dest="as_json", help="print JSON")
-
-
 def _add_heads(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--heads", type=heads_of, default="32,8", help="of queries, and of keys: 32,8"
     )
     command.add_argument("--head-dim", type=number, default=128, help="of queries, keys and values")
-
-
-def _add_strategy(command: argparse.ArgumentParser) -> None:
-    text = "ring, all_gather, ulysses:4, ...; auto for the fastest"
-    command.add_argument("--strategy", default=Strategy.default, help=text)
-    command.add_argument("--machine", help="what auto simulates: a file, or h100, a100, ...")
 
 
 def _add_simulate(commands: argparse._SubParsersAction[Any], read: ReadConfig) -> None:

@@ -22,6 +22,7 @@ class ModelRequest(NamedTuple):
         machine: what the strategy "auto" simulates, a file or a name; `None` for the default.
         cache_dtype: what a cache keeps full blocks in, `"own"` for their own dtype, or a format of
             eight bits; `None` if no cache is asked for.
+        kv_dtype: the dtype in which keys and values travel, see `TransferPolicy`.
     """
 
     seq_len: int
@@ -31,6 +32,7 @@ class ModelRequest(NamedTuple):
     dtype: torch.dtype | None
     machine: str | None = None
     cache_dtype: str | None = None
+    kv_dtype: str | None = None
 
 
 class MetaModel(NamedTuple):

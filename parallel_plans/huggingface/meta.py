@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import parallelize_module
 
+from dtensor_ring import TransferPolicy
 from dtensor_ring.extension import MetaModel, ModelRequest
 from parallel_plans.huggingface.core.versions import cache_name
 from parallel_plans.huggingface.plan import context_parallel_plan
@@ -36,6 +37,7 @@ def model_of_config(path: Path, mesh: DeviceMesh, asked: ModelRequest) -> MetaMo
         *(model, asked.layout),
         strategy=asked.strategy,
         machine=asked.machine,
+        policy=TransferPolicy(kv_dtype=asked.kv_dtype),
         cache_dtype=None if asked.cache_dtype == "own" else asked.cache_dtype,
     )
     module: Any = parallelize_module(model, mesh, plan)

@@ -189,7 +189,8 @@ def model_of_function(
         ValueError: if there is no such function, or a ring cannot serve its model.
     """
     config = _config(module, function)
-    use_ring(config, asked.layout, strategy=asked.strategy, machine=asked.machine)
+    how = {"strategy": asked.strategy, "machine": asked.machine, "kv_dtype": asked.kv_dtype}
+    use_ring(config, asked.layout, **how)
     with torch.device("meta"):
         model: Any = config.build()
     if asked.dtype is not None:

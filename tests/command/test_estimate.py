@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from dtensor_ring import Contiguous, Mask, ZigZag, describe_schedule
 from dtensor_ring.all_to_all.plan import all_to_all_plan
 from dtensor_ring.all_to_all.ulysses import ulysses_attention
+from dtensor_ring.command.estimate import STATES
 from dtensor_ring.command.footprint import Footprint, Storages
 from dtensor_ring.command.main import main
 from dtensor_ring.compute.kernels.kernel import Kernel
@@ -29,8 +30,12 @@ from dtensor_ring.planning.strategy import Strategy, as_strategy
 from dtensor_ring.simulate.comparison import Cost, TensorSizes, rank_costs
 from dtensor_ring.transport import transport
 from dtensor_ring.transport.transport import BufferPool, TransferPolicy
-from parallel_plans.huggingface import ContextParallelCache, context_parallel_plan
-from parallel_plans.models import load
+from parallel_plans.huggingface import (
+    ContextParallelCache,
+    context_parallel_plan,
+    ring_checkpoint_contexts,
+)
+from parallel_plans.models import load, read_config
 from tests.pool import Pool
 from tests.rings import Case, Ring, fake_group
 from tests.scripts import run_script
@@ -54,9 +59,10 @@ def _measured(name: str, strategy: str, checkpoint: str, kernels_too: bool) -> M
     model = small_model(name, SEQ_LEN)
     plan = context_parallel_plan(model, "zigzag", strategy=strategy)
     model = parallelize_module(model, mesh, plan)
-    if checkpoint == "full":
+    if checkpoint != "none":
         model.train()
-        model.activation_checkpointing_enable()
+        how = {} if checkpoint == "full" else {"context_fn": ring_checkpoint_contexts}
+        model.activation_checkpointing_enable({"use_reentrant": False, **how})
     tokens = torch.zeros(BATCH, SEQ_LEN, dtype=torch.long)
 
     def step() -> None:
@@ -120,6 +126,7 @@ class Uncounted:
     [
         ("llama", "ring", "none", True),
         ("llama", "ring", "full", None),
+        ("llama", "ring", "attention", None),
         ("llama", "ulysses", "none", False),
         pytest.param("qwen3_moe", "ring", "none", True, marks=pytest.mark.repeats),
         pytest.param("qwen3_moe", "ring", "full", None, marks=pytest.mark.repeats),
@@ -136,7 +143,7 @@ def test_a_step_takes_what_was_estimated(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """With what kernels have inside, or without; by `reference` that is more than all else."""
-    options = "--strategy", strategy, "--checkpoint", checkpoint
+    options = "--strategy", strategy, "--checkpoint", checkpoint, "--unsharded"
     found = _estimated(_written(name, tmp_path), capsys, *options)
     assert (found["attention_kept"] == 0) == (checkpoint == "full")
     for rank in pool.run(RANKS, _measured, name, strategy, checkpoint, bool(kernels_too)):
@@ -206,15 +213,47 @@ def _cached(name: str, cache_dtype: str | None) -> int:
 
 
 def test_parameters_are_sharded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Over dp_shard and cp together, also where dp_shard is not named."""
     path = _written("llama", tmp_path)
-    whole = _estimated(path, capsys)
-    found = _estimated(path, capsys, "--mesh", "cp=2,dp_shard=2,dp_replicate=3")
-    for name in ("parameters", "gradients", "optimizer"):
-        assert found[name] == whole[name] // 4
+    whole = _estimated(path, capsys, "--unsharded")
+    assert whole["gathered"] == 0
     layer = 4 * (2 * 128 * 128 + 2 * 128 * 64 + 3 * 128 * 352 + 2 * 128)
-    assert found["gathered"] == 4 * (2 * 256 * 128 + 128) + 3 * layer
-    less = sum(whole[name] - found[name] for name in ("parameters", "gradients", "optimizer"))
-    assert whole["peak"] - found["peak"] == less - found["gathered"]
+    activations = []
+    for mesh, ranks in (("cp=2", 2), ("cp=2,dp_shard=2,dp_replicate=3", 4)):
+        found = _estimated(path, capsys, "--mesh", mesh)
+        for name in STATES:
+            assert found[name] == whole[name] // ranks
+        assert found["gathered"] == 4 * (2 * 256 * 128 + 128) + 3 * layer
+        activations.append(found["peak"] - found["gathered"] - sum(found[x] for x in STATES))
+    assert activations[0] == activations[1]
+    # Gradients of one layer and of the head come and go, where whole ones stay to the end.
+    unsharded = whole["peak"] - sum(whole[name] for name in STATES)
+    assert 0 <= activations[0] - unsharded <= whole["gradients"]
+
+
+def test_what_goes_to_the_host(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = _written("llama", tmp_path)
+    full = _estimated(path, capsys, "--checkpoint", "full")
+    inputs = BATCH * SEQ_LEN // RANKS * 128 * 4
+    far = _estimated(path, capsys, "--checkpoint", "full", "--offload", "checkpoints")
+    assert (full["host"], far["host"]) == (0, 4 * inputs)
+    assert full["others_kept"] - far["others_kept"] == 4 * inputs
+    # One that is there for its layer, and three on their way: four layers have no others.
+    assert full["peak"] == pytest.approx(far["peak"], rel=0.10)
+    results = _estimated(path, capsys, "--checkpoint", "attention")["attention_kept"]
+    both = _estimated(path, capsys, "--checkpoint", "attention", "--offload", "checkpoints")
+    assert both["host"] == 4 * inputs + results // 2  # of two layers of four
+    without = _estimated(path, capsys, "--offload", "optimizer")
+    states = sum(full[name] for name in STATES)
+    assert without["host"] == states
+    assert all(without[name] == 0 for name in STATES)
+    assert without["peak"] == _estimated(path, capsys)["peak"] - states
+
+
+def test_eight_bits_travel(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = _written("llama", tmp_path)
+    plain, rounded = (_estimated(path, capsys, *x) for x in ((), ("--kv-dtype", "int8")))
+    assert rounded["messages"]["sent"] < plain["messages"]["sent"]
 
 
 def test_a_config_of_torchtitan() -> None:
@@ -248,6 +287,17 @@ NO_CONFIG = "is not a config function of torchtitan" if HAS_TORCHTITAN else "tor
         ("", ("--layout", "zag"), "unknown layout 'zag'"),
         (MODERN_BERT, ("--cache-dtype", "int8"), "that generate have; leave --cache-dtype out"),
         ("", ("--strategy", "ulysses:3"), "do not divide"),
+        ("", ("--offload", "checkpoints"), "offload of checkpoints needs checkpoint 'full'"),
+        ("", ("--offload", "gradients"), "offload takes checkpoints and optimizer"),
+        ("", ("--memory", "80"), "--memory is that of a device for --longest"),
+        ("", ("--longest", "--checkpoint", "full"), "so leave --checkpoint out"),
+        (
+            "",
+            ("--longest", "--seq-len", "63"),
+            "63 tokens cannot be divided over the 2 ran",
+        ),
+        ("", ("--longest", "--machine", "h1000"), "machine 'h1000' is neither a file"),
+        (MODERN_BERT, ("--longest",), "sees tokens ahead"),
     ],
 )
 def test_what_cannot_be_estimated_is_one_line(
@@ -261,7 +311,7 @@ def test_what_cannot_be_estimated_is_one_line(
     if config is not None:
         path.write_text(config or small_model("llama", 64).config.to_json_string(use_diff=False))
     command = ["estimate", "--model", str(path), "--seq-len", "64", "--mesh", "cp=2", *options]
-    assert main(load, command) == 1
+    assert main(load, command, read=read_config) == 2
     *_, line = capsys.readouterr().err.splitlines()  # after what transformers logs
     assert message in line
 

@@ -130,7 +130,13 @@ def test_compare_on_a_machine(capsys: pytest.CaptureFixture[str], tmp_path: Path
         ("--fix doctor", 2, "unrecognized arguments: --fix; python -m dtensor_ring --help"),
         ("estimate --model x --seq-len 8 --mesh dp=2", 2, "known axes: cp, dp_shard"),
         ("estimate --model x --seq-len 8 --mesh cp=8,tp=2", 2, "tp out: a rank has less with"),
-        ("estimate --model x --seq-len 8 --mesh cp=8 --checkpoint some", 2, "'none', 'full'"),
+        ("estimate --model x --seq-len 8 --mesh cp=8 --checkpoint some", 2, "'attention', 'full'"),
+        (
+            "estimate --model x --mesh cp=8",
+            2,
+            "needs --seq-len, the tokens of a sequence",
+        ),
+        ("estimate --model x --longest --mesh cp=8 --memory 0", 2, "'0' is not a number of GiB"),
         ("estimate --model x --seq-len 8 --mesh cp=2 --dtype int8", 2, "not a floating dtype"),
     ],
 )

@@ -4,22 +4,18 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from dtensor_ring.all_to_all.plan import all_to_all_plan
 from dtensor_ring.planning.mask import Mask
-from dtensor_ring.planning.plan import plan
 from dtensor_ring.planning.strategy import Strategy
-from dtensor_ring.planning.tile import FULL
 from dtensor_ring.simulate.choose import chosen_strategy
-from dtensor_ring.simulate.comparison import rank_costs
 from dtensor_ring.simulate.problem import SimulatedProblem, problem_of
 from dtensor_ring.simulate.recurrence import Direction
 from dtensor_ring.simulate.simulated_attention import timeline_of
 from dtensor_ring.simulate.timeline import Timeline
+from dtensor_ring.simulate.training.attention_memory import AttentionRoom, attention_room
 from dtensor_ring.simulate.training.collectives import strided
 from dtensor_ring.simulate.training.layer_seconds import PartSeconds
 from dtensor_ring.simulate.training.model_shape import LayerShape
 from dtensor_ring.simulate.training.step_request import AUTO, StepRequest
-from dtensor_ring.transport.transport import DEFAULT_POLICY
 
 # The largest number of ranks of which spans are kept: more are not drawn.
 MAX_SPANNED = 64
@@ -59,7 +55,7 @@ class AttentionSeconds(NamedTuple):
         forward_waits: what the forward waits for messages.
         backward: kernels of the backward.
         backward_waits: what the backward waits for messages.
-        held: bytes of other ranks that it holds at most.
+        room: bytes that it needs while it runs.
         timeline: when each rank does what.
     """
 
@@ -67,7 +63,7 @@ class AttentionSeconds(NamedTuple):
     forward_waits: float
     backward: float
     backward_waits: float
-    held: int
+    room: AttentionRoom
     timeline: Timeline
 
     @property
@@ -83,8 +79,9 @@ class AttentionSeconds(NamedTuple):
     def as_json(self) -> dict[str, Any]:
         """Return its numbers; bytes are those that the busiest rank sends."""
         sent = self.timeline.num_bytes
-        numbers = {name: getattr(self, name) for name in self._fields[:-1]}
-        return {"strategy": self.strategy, **numbers, "sent": sent[0], "backward_sent": sent[1]}
+        numbers = {name: getattr(self, name) for name in self._fields[:-2]}
+        numbers |= {"held": self.room.held, "sent": sent[0], "backward_sent": sent[1]}
+        return {"strategy": self.strategy, **numbers}
 
     def parts(self) -> tuple[PartSeconds, PartSeconds]:
         """Return forward and backward as parts of a layer."""
@@ -111,6 +108,18 @@ def model_attentions(asked: StepRequest) -> dict[AttentionKind, AttentionSeconds
 
 def _seconds(asked: StepRequest, kind: AttentionKind, documents: Any) -> AttentionSeconds:
     """Return the seconds of one attention in one batch."""
+    problem, strategy = _made_parallel(asked, kind, documents)
+    machine = strided(asked.machine, asked.mesh.tp)
+    found = timeline_of(problem, strategy, machine, keeps_spans=asked.mesh.cp <= MAX_SPANNED)
+    forward, backward = (_split(x) for x in (found.forward, found.backward))
+    room = attention_room(problem, strategy, on_gpu=not asked.machine.host_waits)
+    return AttentionSeconds(*forward, *backward, room, found)
+
+
+def _made_parallel(
+    asked: StepRequest, kind: AttentionKind, documents: Any
+) -> tuple[SimulatedProblem, Strategy]:
+    """Return an attention of a rank of tensor parallelism, and its strategy."""
     mesh = asked.mesh
     heads = kind.heads[0] // mesh.tp, kind.heads[1] // mesh.tp
     problem = problem_of(
@@ -119,31 +128,32 @@ def _seconds(asked: StepRequest, kind: AttentionKind, documents: Any) -> Attenti
         layout=asked.layout,
         batch=asked.batch,
         dtype=asked.dtype,
-        policy=DEFAULT_POLICY,
+        policy=asked.setting.policy,
         kernel=asked.kernel,
     )
-    machine = strided(asked.machine, mesh.tp)
-    is_auto = asked.strategy == AUTO
-    strategy = chosen_strategy(problem, machine) if is_auto else problem.able(asked.strategy)
-    found = timeline_of(problem, strategy, machine, keeps_spans=mesh.cp <= MAX_SPANNED)
-    forward, backward = (_split(x) for x in (found.forward, found.backward))
-    return AttentionSeconds(*forward, *backward, _held(problem, strategy), found)
+    if asked.strategy != AUTO:
+        return problem, problem.able(asked.strategy)
+    return problem, chosen_strategy(problem, strided(asked.machine, mesh.tp))
 
 
-def _held(problem: SimulatedProblem, strategy: Strategy) -> int:
-    """Return the bytes that the last rank holds of others, which with a causal mask receives most.
+def attention_rooms(asked: StepRequest) -> list[AttentionRoom]:
+    """Return what the attention of each layer needs while it runs, without simulating its time.
 
-    Its backward holds more than its forward.
+    Raises:
+        ValueError: if the strategy has too few heads, or no kernel of the machine can be chosen by.
     """
-    size, rank = problem.world_size, problem.world_size - 1
-    mask = FULL if problem.mask is None else problem.mask
-    where = rank, size, problem.seq_len, problem.documents
-    of_rank = plan(problem.layout, mask, *where, strategy=strategy)
-    all_to_all = None
-    if strategy.heads > 1:
-        layouts = problem.layout, problem.layout
-        all_to_all = all_to_all_plan(*layouts, strategy.heads, rank, size, problem.seq_len)
-    return rank_costs(of_rank, all_to_all, problem.sizes)[1].held
+    on_gpu = not asked.machine.host_waits
+    kinds = {
+        kind: max(
+            attention_room(*_made_parallel(asked, kind, x), on_gpu=on_gpu)
+            for x in dict.fromkeys(asked.batches)
+        )
+        for kind in dict.fromkeys(
+            AttentionKind.of(layer) for layer in asked.model.layers if layer.state is None
+        )
+    }
+    # A layer with a state has no attention, and so no room of one.
+    return [kinds.get(AttentionKind.of(layer), AttentionRoom()) for layer in asked.model.layers]
 
 
 def _split(direction: Direction) -> tuple[float, float]:

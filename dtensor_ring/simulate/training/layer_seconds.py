@@ -140,6 +140,15 @@ class LayerClock(NamedTuple):
             tp=2 * self.tp_collectives(),
         )
 
+    def mlp(self, layer: LayerShape) -> PartSeconds:
+        """Return the seconds of a forward of an MLP alone, which tiles compute again."""
+        numbers = 3 * layer.activated + layer.routed * 4 * self.hidden
+        passes = numbers * self.shard.tokens / self.shard.tp
+        return PartSeconds(
+            gemm=sum(map(self.product, layer.mlp)),
+            others=self.memory(passes * self.shard.itemsize),
+        )
+
     def backward(self, forward: PartSeconds) -> PartSeconds:
         """Return the seconds of a backward; the collectives of a layer are its own reverse."""
         return PartSeconds(2 * forward.gemm, 2 * forward.others, forward.tp)

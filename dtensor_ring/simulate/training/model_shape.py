@@ -25,6 +25,12 @@ WITHOUT_GATE = ("gelu", "gelu_new", "gelu_fast", "relu", "relu2")
 # Beginnings of the names that configs of models with a state have.
 STATEFUL = ("mamba", "ssm_", "state_size", "linear_num_", "linear_key_")
 
+# Beginnings of model types whose queries and keys go through a norm.
+QUERY_NORMS = ("qwen3", "gemma3", "olmo2", "olmo3", "exaone4", "apertus")
+
+# Beginnings of model types whose attention multiplies its output by a gate of its input.
+GATED_ATTENTION = ("qwen3_next", "qwen3_5")
+
 
 class Product(NamedTuple):
     """A matrix product of all tokens with weights.
@@ -54,6 +60,28 @@ class Product(NamedTuple):
         return 2 * self.inputs * self.outputs * self.active
 
 
+class StateShape(NamedTuple):
+    """A gated delta rule in place of an attention (Yang et al., 2024, arXiv 2412.06464).
+
+    Attributes:
+        heads: number of heads of keys, which are as many as those of queries, and of values.
+        head_dims: numbers of a head of keys, and of values.
+    """
+
+    heads: tuple[int, int]
+    head_dims: tuple[int, int]
+
+    @property
+    def keys(self) -> int:
+        """Numbers of a token of all keys."""
+        return self.heads[0] * self.head_dims[0]
+
+    @property
+    def values(self) -> int:
+        """Numbers of a token of all values."""
+        return self.heads[1] * self.head_dims[1]
+
+
 @dataclass(frozen=True)
 class LayerShape:
     """A layer: one attention and one MLP.
@@ -67,6 +95,9 @@ class LayerShape:
         mlp: products of the MLP; those of experts have `copies`.
         activated: numbers of a token that the activation function makes, over all active experts.
         routed: number of experts that a token is sent to; 0 without experts.
+        has_query_norm: whether queries and keys go through a norm before the attention.
+        has_gate: whether the output of the attention is multiplied by a gate.
+        state: what stands in place of the attention; `None` for an attention. Then heads are 0.
     """
 
     mask: Mask
@@ -76,6 +107,9 @@ class LayerShape:
     mlp: tuple[Product, ...]
     activated: int
     routed: int = 0
+    has_query_norm: bool = False
+    has_gate: bool = False
+    state: StateShape | None = None
 
     @property
     def products(self) -> tuple[Product, ...]:
@@ -110,10 +144,11 @@ class ModelShape:
     layers: tuple[LayerShape, ...]
 
     @classmethod
-    def of(cls, config: Any) -> ModelShape:
+    def of(cls, config: Any, *, with_states: bool = False) -> ModelShape:
         """Read a config of transformers.
 
         Args:
+            with_states: whether layers with a gated delta rule are read, too.
             config: a mapping with the names of `config.json`, the path of such a file or of its
                 folder, or an object with `to_dict`. What a file leaves out as it is the default
                 has to be given: a config of transformers has it all.
@@ -128,7 +163,7 @@ class ModelShape:
         >>> ModelShape.of(config).layers[1].heads
         (4, 4)
         """
-        return _Reader(_content(config)).model()
+        return _Reader(_content(config), with_states).model()
 
     @property
     def weights(self) -> int:
@@ -183,8 +218,8 @@ def read_json(path: Path) -> Any:
 class _Reader:
     """Reads the entries of a config, by the names that model types have for them."""
 
-    def __init__(self, config: Mapping[str, Any]) -> None:
-        self._config = config
+    def __init__(self, config: Mapping[str, Any], with_states: bool) -> None:
+        self._config, self._with_states = config, with_states
         self.name = str(config.get("model_type") or "model")
         if not any(config.get(x) for x in ("num_attention_heads", "n_head")):
             raise ValueError(
@@ -192,8 +227,10 @@ class _Reader:
             )
         if "bert" in self.name:
             raise ValueError(f"{self.name} sees tokens ahead, and only next-token models are read")
-        if any(str(name).startswith(STATEFUL) for name in config):
-            raise ValueError(f"{self.name} has layers with a state, which are not simulated")
+        is_known = with_states and config.get("linear_num_value_heads") is not None
+        if any(str(name).startswith(STATEFUL) for name in config) and not is_known:
+            read = ": only those with a gated delta rule are counted" if with_states else ""
+            raise ValueError(f"{self.name} has layers with a state, which are not simulated{read}")
 
     def model(self) -> ModelShape:
         self.hidden = self._size("hidden_size", "n_embd", "d_model")
@@ -226,12 +263,14 @@ class _Reader:
             )
         return found
 
-    def _masks(self, number: int) -> Iterator[Mask]:
-        """Yield the mask of each layer."""
+    def _masks(self, number: int) -> Iterator[Mask | None]:
+        """Yield the mask of each layer; `None` for one with a state."""
         for kind in self._kinds(number):
             match kind:
                 case "full_attention":
                     yield Mask.causal()
+                case "linear_attention" if self._with_states:
+                    yield None
                 case "sliding_attention":
                     # The window of transformers counts the query itself.
                     yield Mask.sliding(self._size("sliding_window") - 1)
@@ -267,18 +306,37 @@ class _Reader:
             )
         return ["sliding_attention"] * number
 
-    def _layer(self, index: int, mask: Mask) -> LayerShape:
-        heads, head_dim, attention = self._attention()
-        if self._is_sparse(index):
-            return LayerShape(mask, heads, head_dim, attention, *self._experts())
-        size = self._size(
-            "intermediate_size_mlp",
-            "intermediate_size",
-            "n_inner",
-            "ffn_dim",
-            default=4 * self.hidden,
+    def _layer(self, index: int, mask: Mask | None) -> LayerShape:
+        state = self._state() if mask is None else None
+        heads, head_dim, attention = self._mixing(state)
+        mlp, activated, routed = self._experts() if self._is_sparse(index) else self._dense()
+        return LayerShape(
+            Mask.causal() if mask is None else mask,
+            *(heads, head_dim, attention, mlp, activated, routed),
+            has_query_norm=state is None and self.name.startswith(QUERY_NORMS),
+            has_gate=state is None and self.name.startswith(GATED_ATTENTION),
+            state=state,
         )
-        return LayerShape(mask, heads, head_dim, attention, self._mlp(size), size)
+
+    def _dense(self) -> tuple[tuple[Product, ...], int, int]:
+        """Return products, activated numbers and active experts of a layer without experts."""
+        names = "intermediate_size_mlp", "intermediate_size", "n_inner", "ffn_dim"
+        size = self._size(*names, default=4 * self.hidden)
+        return self._mlp(size), size, 0
+
+    def _state(self) -> StateShape:
+        """Return the gated delta rule of a layer."""
+        keys, values = (self._size(f"linear_num_{x}_heads") for x in ("key", "value"))
+        dims = self._size("linear_key_head_dim"), self._size("linear_value_head_dim")
+        return StateShape((keys, values), dims)
+
+    def _mixing(self, state: StateShape | None) -> tuple[tuple[int, int], int, tuple[Product, ...]]:
+        """Return heads, their dim and the products around an attention, or around a state."""
+        if state is not None:
+            # Queries, keys, values and a gate of them; a rate and a decay of each value head.
+            size = 2 * state.keys + 2 * state.values + 2 * state.heads[1]
+            return (0, 0), 0, (Product(self.hidden, size), Product(state.values, self.hidden))
+        return self._attention()
 
     def _attention(self) -> tuple[tuple[int, int], int, tuple[Product, ...]]:
         """Return heads, their dim, and the products around an attention."""
@@ -292,8 +350,9 @@ class _Reader:
                 "keys"
             )
         dim = self._size("head_dim", default=max(1, self.hidden // heads))
+        gates = heads if self.name.startswith(GATED_ATTENTION) else 0
         products = (
-            Product(self.hidden, (heads + 2 * key_heads) * dim),
+            Product(self.hidden, (heads + gates + 2 * key_heads) * dim),
             Product(heads * dim, self.hidden),
         )
         return (heads, key_heads), dim, products

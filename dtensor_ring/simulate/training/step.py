@@ -20,17 +20,14 @@ from dtensor_ring.simulate.training.layer_attention import (
     AttentionSeconds,
     model_attentions,
 )
+from dtensor_ring.simulate.training.layer_pieces import KEPT_ITEMSIZE
 from dtensor_ring.simulate.training.layer_seconds import LayerClock, PartSeconds
 from dtensor_ring.simulate.training.model_shape import LayerShape
 from dtensor_ring.simulate.training.overlap import TaskSpan, UnitSeconds, fsdp_tasks, run_streams
 from dtensor_ring.simulate.training.peak_flops import peak_flops
-from dtensor_ring.simulate.training.step_memory import (
-    KEPT_ITEMSIZE,
-    StepMemory,
-    layer_weights,
-    step_memory,
-)
+from dtensor_ring.simulate.training.step_memory import StepMemory, layer_weights, step_memory
 from dtensor_ring.simulate.training.step_request import AUTO, StepRequest, step_request
+from dtensor_ring.transport.transport import TransferPolicy
 
 
 @dataclass(frozen=True)
@@ -169,6 +166,9 @@ def simulate_step(
     batch: int = 1,
     dtype: torch.dtype | str = "bfloat16",
     checkpoint: str = "none",
+    mlp_tile: int | None = None,
+    offload: Sequence[str] = (),
+    policy: TransferPolicy | None = None,
     kernel: str | None = None,
     batches: Sequence[Boundaries] | None = None,
     world_size: int | None = None,
@@ -193,6 +193,11 @@ def simulate_step(
             all else is bfloat16.
         checkpoint: what backward computes again: "none", "full" layers, or "attention": all of a
             layer but its attention, whose output is kept.
+        mlp_tile: tokens of a rank that an MLP runs on at once, computed again in backward; `None`
+            for all.
+        offload: what is on the host, "checkpoints" or "optimizer" or both, see
+            `longest_sequences`. Seconds are without its transfers.
+        policy: the dtypes in which messages travel.
         kernel: name of the attention kernel; by default the first one that the machine has.
         batches: boundaries of documents in the batch of each data-parallel group, `(D+1,)` or
             `(B, D+1)`, as many rows in all of them. Equal batches are simulated once; the slowest
@@ -214,7 +219,7 @@ def simulate_step(
         >>> 0.2 < step.mfu < 0.8
         True
     """
-    return _simulated(
+    return simulated_step(
         step_request(
             config,
             seq_len,
@@ -225,6 +230,9 @@ def simulate_step(
             batch=batch,
             dtype=dtype,
             checkpoint=checkpoint,
+            mlp_tile=mlp_tile,
+            offload=offload,
+            policy=policy,
             kernel=kernel,
             batches=batches,
             world_size=world_size,
@@ -232,7 +240,8 @@ def simulate_step(
     )
 
 
-def _simulated(asked: StepRequest) -> SimulatedStep:
+def simulated_step(asked: StepRequest) -> SimulatedStep:
+    """Return what a step takes, see `simulate_step`."""
     attentions = model_attentions(asked)
     clock = LayerClock(asked.machine, asked.shard, asked.model.hidden)
     layers = [_layer(asked, clock, x, attentions[AttentionKind.of(x)]) for x in asked.model.layers]
@@ -287,10 +296,12 @@ def _layer(
     """Return the seconds of a layer; its backward has what it computes again."""
     forward, reverse = clock.layer(layer), attention.parts()
     backward = clock.backward(forward) + reverse[1]
-    if asked.checkpoint != "none":
+    if asked.setting.checkpoint != "none":
         backward += forward
-    if asked.checkpoint == "full":
+    if asked.setting.checkpoint == "full":
         backward += reverse[0]
+    if asked.setting.mlp_tile is not None:
+        backward += clock.mlp(layer)
     copies = [PartSeconds(others=x) for x in _copies(asked, clock, layer)]
     return _Unit("layer", forward + reverse[0] + copies[0], backward + copies[1])
 
@@ -328,8 +339,8 @@ def _fsdp(asked: StepRequest, weights: int) -> tuple[float, float]:
 
 def _memory(asked: StepRequest, attentions: Mapping[AttentionKind, AttentionSeconds]) -> StepMemory:
     shards = asked.mesh.shards(asked.machine).ranks
-    held = max(x.held for x in attentions.values())
-    return step_memory(asked.model, asked.shard, shards, asked.checkpoint, held)
+    rooms = [attentions[AttentionKind.of(x)].room for x in asked.model.layers]
+    return step_memory(asked.model, asked.shard, shards, asked.setting, rooms)
 
 
 def _flops(asked: StepRequest, count: Callable[[StepRequest, Mask], float]) -> float:

@@ -12,9 +12,10 @@ from dtensor_ring.planning.strategy import check_strategy
 from dtensor_ring.simulate.machine import Machine
 from dtensor_ring.simulate.machine_files import as_machine
 from dtensor_ring.simulate.training.layer_seconds import Shard, gemm_rate, itemsize
+from dtensor_ring.simulate.training.memory_setting import MemorySetting, memory_setting
 from dtensor_ring.simulate.training.model_shape import ModelShape
-from dtensor_ring.simulate.training.step_memory import CHECKPOINTS
 from dtensor_ring.simulate.training.step_mesh import StepMesh
+from dtensor_ring.transport.transport import TransferPolicy
 
 # The strategy that takes least time, for each kind of attention.
 AUTO = "auto"
@@ -36,7 +37,7 @@ class StepRequest(NamedTuple):
         layout: the layout of the sequence.
         shard: what one rank has.
         dtype: dtype between layers.
-        checkpoint: one of `CHECKPOINTS`.
+        setting: what it does to take less memory.
         kernel: name of the attention kernel; `None` for the first one of the machine.
         batches: documents of each data-parallel group, or one for all; `None` for whole sequences.
     """
@@ -50,7 +51,7 @@ class StepRequest(NamedTuple):
     layout: Layout | str
     shard: Shard
     dtype: str
-    checkpoint: str
+    setting: MemorySetting
     kernel: str | None
     batches: tuple[Documents | None, ...]
 
@@ -66,18 +67,24 @@ def step_request(
     batch: int = 1,
     dtype: Any = "bfloat16",
     checkpoint: str = "none",
+    mlp_tile: int | None = None,
+    offload: Sequence[str] = (),
+    policy: TransferPolicy | None = None,
     kernel: str | None = None,
     batches: Sequence[Boundaries] | None = None,
     world_size: int | None = None,
+    with_states: bool = False,
 ) -> StepRequest:
     """Check the arguments of `simulate_step`, which has their meaning.
+
+    `with_states` lets layers with a state through, whose memory is counted, and not their seconds.
 
     Raises:
         TypeError: if an argument is of another type.
         ValueError: if a name is unknown, the config is not that of a model that is simulated, or a
             size is out of range or not divisible.
     """
-    model = ModelShape.of(config)
+    model = ModelShape.of(config, with_states=with_states)
     axes = StepMesh.of(mesh, world_size)
     tokens, rows = as_count("seq_len", seq_len, 1), as_count("batch", batch, 1, MAX_BATCH)
     if tokens**2 * rows > MAX_PAIRS:
@@ -91,7 +98,7 @@ def step_request(
     if strategy != AUTO:
         check_strategy(strategy, axes.cp)
     dtype = str(dtype).removeprefix("torch.")
-    _check_name("checkpoint", checkpoint, CHECKPOINTS)
+    setting = memory_setting(checkpoint, mlp_tile, offload, policy)
     if kernel is not None and not isinstance(kernel, str):
         raise TypeError(f"kernel must be the name of a kernel or None, got {kernel!r}")
     documents = _documents(batches, axes)
@@ -110,7 +117,7 @@ def step_request(
         layout=layout,
         shard=Shard(tokens * rows // axes.cp, axes.tp, width, dtype),
         dtype=kept,
-        checkpoint=checkpoint,
+        setting=setting,
         kernel=kernel,
         batches=documents,
     )
@@ -120,16 +127,6 @@ def step_request(
 MAX_BATCH = 4096
 # Pairs of tokens are counted in int64.
 MAX_PAIRS = 2**60
-
-
-def _check_name(what: str, given: Any, known: Sequence[str]) -> None:
-    """Refuse a name that is not known.
-
-    Raises:
-        ValueError: if it is another one.
-    """
-    if not isinstance(given, str) or given not in known:
-        raise ValueError(f"{what} must be one of {', '.join(known)}, got {given!r}")
 
 
 def _documents(

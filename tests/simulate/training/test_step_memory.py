@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from dtensor_ring.command.main import main
+from dtensor_ring.simulate.training.attention_memory import AttentionRoom
 from dtensor_ring.simulate.training.layer_seconds import Shard, itemsize
+from dtensor_ring.simulate.training.memory_setting import MemorySetting
 from dtensor_ring.simulate.training.model_shape import ModelShape
 from dtensor_ring.simulate.training.step_memory import StepMemory, step_memory
 from parallel_plans.models import load
@@ -30,9 +32,13 @@ def _estimated(
     return json.loads(capsys.readouterr().out)
 
 
-def _simulated(dtype: str, checkpoint: str, tp: int = 1, held: int = 0) -> StepMemory:
+def _simulated(
+    dtype: str, checkpoint: str, *, tp: int = 1, backward: int = 0, **setting: Any
+) -> StepMemory:
     shard = Shard(SEQ_LEN // CP, tp, itemsize(dtype), dtype)
-    return step_memory(ModelShape.of(CONFIG), shard, CP * DP, checkpoint, held)
+    rooms = [AttentionRoom(0, 0, backward)] * 4
+    how = MemorySetting(checkpoint, **setting)
+    return step_memory(ModelShape.of(CONFIG), shard, CP * DP, how, rooms)
 
 
 @pytest.mark.parametrize(
@@ -57,17 +63,62 @@ def test_bytes_are_those_of_a_run(
         assert getattr(found, name) == pytest.approx(wide * counted[name], rel=0.002)
 
 
-def test_what_checkpoints_keep() -> None:
-    nothing, attention, full = (_simulated("bfloat16", x) for x in ("none", "attention", "full"))
-    tokens, layers = SEQ_LEN // CP, 4
-    assert full.attention_kept == 0
-    # An output of 8 heads of 64 numbers and an lse of each head.
-    assert attention.attention_kept == layers * tokens * (8 * 64 * 2 + 8 * 4)
-    last = tokens * (512 * 8 + 2 * 64 * 2)  # the last norm, and rotary tables
-    assert attention.others_kept == full.others_kept == layers * tokens * 512 * 2 + last
-    kept = nothing.attention_kept + nothing.others_kept - last
-    assert attention.working == full.working == kept // layers
-    assert nothing.working == 0
+TOKENS, ROOM = SEQ_LEN // CP, 10**12
+STREAM = TOKENS * 512 * 2
+QUERIES, KEYS = TOKENS * 8 * 64 * 2, TOKENS * 2 * 64 * 2
+RESULTS = QUERIES + TOKENS * 8 * 4  # the output, and an lse of each head
+NORM = TOKENS * 512 * (4 + 2 + 2)  # in float32, over its norm, and the output
+TABLES = 2 * TOKENS * 64 * 2  # of rotary embeddings
+MLP = 4 * TOKENS * 1408 * 2
+ATTENDING = NORM + QUERIES + 2 * KEYS + RESULTS + STREAM + QUERIES + ROOM  # with two gradients
+
+
+@pytest.mark.parametrize(
+    ("setting", "kept", "fullest"),
+    [
+        (
+            {"checkpoint": "none"},
+            4 * (2 * NORM + QUERIES + 2 * KEYS + RESULTS + MLP),
+            3 * (2 * NORM + QUERIES + 2 * KEYS + RESULTS + MLP) + ATTENDING,
+        ),
+        (
+            {"checkpoint": "attention"},
+            4 * (STREAM + RESULTS),
+            3 * (STREAM + RESULTS) + STREAM + ATTENDING,
+        ),
+        ({"checkpoint": "full"}, 4 * STREAM, 3 * STREAM + STREAM + ATTENDING),
+        # What layers keep is on the host, but for this layer and three tensors.
+        ({"checkpoint": "full", "offload": ("checkpoints",)}, 4 * STREAM, 4 * STREAM + ATTENDING),
+        (
+            {"checkpoint": "attention", "offload": ("checkpoints",)},
+            2 * (STREAM + RESULTS),
+            2 * STREAM + RESULTS + ATTENDING,
+        ),
+    ],
+)
+def test_the_fullest_moment(setting: dict[str, Any], kept: int, fullest: int) -> None:
+    """Where an attention needs most, the backward of the last layer's."""
+    found = _simulated("bfloat16", backward=ROOM, **setting)
+    assert found.attention_kept + found.others_kept == kept + NORM + TABLES
+    assert found.working == fullest - kept - NORM
+    if "offload" in setting:
+        assert found.host == (4 * STREAM if setting["checkpoint"] == "full" else 2 * kept)
+
+
+def test_tiles_keep_inputs_and_outputs() -> None:
+    """Of norms: input and output. Of an MLP: nothing but its input, the output of a norm."""
+    found = _simulated("bfloat16", "none", mlp_tile=1)
+    layer = 4 * STREAM + QUERIES + 2 * KEYS + RESULTS
+    assert found.attention_kept + found.others_kept == 4 * layer + 2 * STREAM + TABLES
+    large = [_simulated("bfloat16", "full", mlp_tile=x) for x in (TOKENS // 2, TOKENS, 2 * TOKENS)]
+    assert large[0].peak < large[1].peak == large[2].peak
+
+
+def test_states_on_the_host() -> None:
+    here, there = (_simulated("bfloat16", "none", offload=x) for x in ((), ("optimizer",)))
+    states = here.parameters + here.gradients + here.optimizer
+    assert (there.parameters, there.gradients, there.optimizer, there.host) == (0, 0, 0, states)
+    assert here.peak - there.peak == states
 
 
 def test_tensor_parallelism_divides() -> None:
@@ -80,12 +131,6 @@ def test_tensor_parallelism_divides() -> None:
     assert half.peak == sum(half)
 
 
-def test_what_an_attention_holds_is_added() -> None:
-    assert _simulated("bfloat16", "full", held=100).working == (
-        100 + _simulated("bfloat16", "full").working
-    )
-
-
 def test_one_rank_gathers_nothing() -> None:
-    shard = Shard(SEQ_LEN, 1, 2, "bfloat16")
-    assert step_memory(ModelShape.of(CONFIG), shard, 1, "none", 0).gathered == 0
+    shard, rooms = Shard(SEQ_LEN, 1, 2, "bfloat16"), [AttentionRoom()] * 4
+    assert step_memory(ModelShape.of(CONFIG), shard, 1, MemorySetting(), rooms).gathered == 0

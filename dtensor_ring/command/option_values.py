@@ -1,0 +1,174 @@
+"""Parses what options of the command line are given."""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+
+from dtensor_ring.balanced.hybrid import Hybrid
+from dtensor_ring.command.estimate import AXES
+from dtensor_ring.planning.mask import Mask
+from dtensor_ring.simulate.machine import Machine
+from dtensor_ring.simulate.machine_files import as_machine
+
+
+def number(text: str) -> int:
+    """Parse a positive number, which may have separators: 131072 or 131_072.
+
+    Raises:
+        ArgumentTypeError: if the text is not a positive number.
+
+    >>> number("131_072")
+    131072
+    """
+    try:
+        found = int(text)
+    except ValueError:
+        found = 0
+    if found < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
+    return found
+
+
+def gibibytes(text: str) -> float:
+    """Parse a positive number of GiB.
+
+    Raises:
+        ArgumentTypeError: if the text is no such number.
+
+    >>> gibibytes("79.6")
+    79.6
+    """
+    try:
+        found = float(text)
+    except ValueError:
+        found = 0.0
+    if not 0.0 < found < 2**30:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of GiB: 80")
+    return found
+
+
+def machine_of(text: str) -> Machine:
+    """Parse a machine: the name of a preset, or a file.
+
+    Raises:
+        ArgumentTypeError: if there is no such machine, or the file cannot be read as one.
+    """
+    try:
+        return as_machine(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def mask_of(text: str) -> Mask:
+    """Parse a mask: the name of its builder, and its number of tokens.
+
+    Raises:
+        ArgumentTypeError: if the text is not a mask.
+
+    >>> mask_of("sliding:4096").left
+    4096
+    """
+    match text.split(":"):
+        case ["causal"]:
+            return Mask.causal()
+        case ["full"]:
+            return Mask.full()
+        case ["sliding", size]:
+            return Mask.sliding(number(size))
+        case ["chunked", size]:
+            return Mask.chunked(number(size))
+    raise argparse.ArgumentTypeError(
+        f"{text!r} is not a mask: causal, full, sliding:<tokens before a query that it sees> or "
+        "chunked:<tokens of a chunk>"
+    )
+
+
+def numbers(text: str) -> list[int]:
+    """Parse numbers that are separated by commas.
+
+    Raises:
+        ArgumentTypeError: if a part is not a number.
+
+    >>> numbers("0,1000,8192")
+    [0, 1000, 8192]
+    """
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} are not numbers with commas between them: 0,1000,8192"
+        ) from None
+
+
+def hybrid_of(text: str) -> Hybrid:
+    """Parse layers with a state, layers with attention, and numbers of a token between layers.
+
+    Raises:
+        ArgumentTypeError: if these are not three numbers, each 0 or more.
+
+    >>> hybrid_of("36,12,2048").hidden_size
+    2048
+    """
+    match numbers(text):
+        case [stateful, attention, hidden_size] if min(stateful, attention, hidden_size) >= 0:
+            return Hybrid(stateful, attention, hidden_size)
+    raise argparse.ArgumentTypeError(
+        f"{text!r} are not layers with a state, layers with attention and numbers of a token: "
+        "36,12,2048"
+    )
+
+
+def heads_of(text: str) -> tuple[int, int]:
+    """Parse the number of query heads, and of key and value heads.
+
+    Raises:
+        ArgumentTypeError: if these are not two numbers.
+
+    >>> heads_of("32,8")
+    (32, 8)
+    """
+    match numbers(text):
+        case [queries, keys]:
+            return queries, keys
+    raise argparse.ArgumentTypeError(f"{text!r} are not heads of queries and of keys: 32,8")
+
+
+def mesh_of(text: str) -> dict[str, int]:
+    """Parse the axes of a mesh, and the number of ranks along each.
+
+    Raises:
+        ArgumentTypeError: if these are not known axes with numbers.
+
+    >>> mesh_of("cp=8,dp_shard=4")
+    {'cp': 8, 'dp_shard': 4}
+    """
+    pairs = [part.partition("=") for part in text.split(",")]
+    names = [name for name, _, _ in pairs]
+    if "tp" in names:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} has tensor parallelism, which is not estimated: the plan of a model decides "
+            "what it divides; leave tp out: a rank has less with it than is then estimated"
+        )
+    if not set(names) <= set(AXES) or len(names) != len(set(names)) or "cp" not in names:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a mesh: cp=8, and where there are more axes cp=8,dp_shard=4; known "
+            f"axes: {', '.join(AXES)}"
+        )
+    return {name: number(size) for name, _, size in pairs}
+
+
+def dtype_of(text: str) -> torch.dtype:
+    """Parse the name of a floating dtype.
+
+    Raises:
+        ArgumentTypeError: if no floating dtype has that name.
+
+    >>> dtype_of("bfloat16")
+    torch.bfloat16
+    """
+    found = getattr(torch, text, None)
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a floating dtype: bfloat16, float32")
+    return found

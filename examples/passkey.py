@@ -22,11 +22,12 @@ QUESTION = b"\x1epasskey="
 """Stands before the passkey, and at the end of the prompt; its first byte occurs in no text."""
 NUM_DIGITS = 6
 LENGTH = len(QUESTION) + NUM_DIGITS
-LESSONS = ((128, 64), (512, 16), (2048, 4))
-"""Tokens of a sequence and sequences of a step; the next ones come once passkeys are found."""
-KNOWN, ENOUGH = 20, 0.98
+LESSONS = ((256, 8), (1024, 4), (2048, 4))
+"""Tokens of a sequence, far beyond what windows pass on, and sequences of a step."""
+KNOWN, ENOUGH = 10, 0.95
 """Steps in a row that end a lesson, and the share of digits that are right in each of them."""
-RATE = 3e-3
+RATE, LAST_STEPS = 5e-3, 300
+"""The learning rate, and the steps of the last lesson, in which it falls to zero."""
 
 
 def passkey_model(num_tokens: int) -> Any:
@@ -38,10 +39,10 @@ def passkey_model(num_tokens: int) -> Any:
         num_hidden_layers=4,
         num_attention_heads=1,
         num_key_value_heads=1,
-        head_dim=16,
-        sliding_window=64,
+        head_dim=32,
+        sliding_window=32,
         max_position_embeddings=num_tokens + NUM_DIGITS,
-        rope_parameters={"rope_type": "default", "rope_theta": 1000.0},
+        rope_parameters={"rope_type": "default", "rope_theta": 100.0},
         initializer_range=0.1,
         logit_scale=1.0,
         eos_token_id=None,  # each byte is text
@@ -106,21 +107,32 @@ def lesson_of(
 
 
 def learn(model: Any, text: Tensor, seconds: float) -> float:
-    """Train until passkeys are found in the longest lesson, or the time is over.
+    """Train until passkeys are found in short sequences, then in the longest ones.
+
+    Args:
+        model: the model.
+        text: bytes of which sequences are made.
+        seconds: the time after which training ends, whatever was learnt.
 
     Returns:
-        The share of digits that were right in the last step.
+        The share of digits that were right in the last steps.
     """
-    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.98), weight_decay=0)
-    generator, begin, right = torch.Generator().manual_seed(0), time.monotonic(), 0.0
+    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98), weight_decay=0)
+    generator, end = torch.Generator().manual_seed(0), time.monotonic() + seconds
+    right = [0.0]
     with Progress() as progress:
         for seq_len, batch in LESSONS:
-            task, known = progress.add_task(f"passkeys in {seq_len} bytes", total=1.0), 0
-            while known < KNOWN and time.monotonic() - begin < seconds:
-                right = step(model, optimizer, *lesson_of(text, seq_len, batch, generator))
-                known = known + 1 if right > ENOUGH else 0
-                progress.update(task, completed=1.0 if known == KNOWN else right * ENOUGH)
-    return right
+            is_last = seq_len == LESSONS[-1][0]
+            wanted = LAST_STEPS if is_last else KNOWN
+            task, done = progress.add_task(f"passkeys in {seq_len} bytes", total=wanted), 0
+            while done < wanted and time.monotonic() < end:
+                for group in optimizer.param_groups:
+                    warm = min(1, len(right) / 50)
+                    group["lr"] = RATE * warm * (1 - done / LAST_STEPS if is_last else 1)
+                right.append(step(model, optimizer, *lesson_of(text, seq_len, batch, generator)))
+                done = done + 1 if is_last or right[-1] > ENOUGH else 0
+                progress.update(task, completed=done)
+    return sum(right[-KNOWN:]) / KNOWN
 
 
 def step(model: Any, optimizer: torch.optim.Optimizer, tokens: Tensor, labels: Tensor) -> float:

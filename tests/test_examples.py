@@ -101,7 +101,7 @@ def test_passkey(tmp_path: Path, launched: Callable[..., str]) -> None:
     short, long = json.loads((tmp_path / "passkey-2.json").read_text())
     assert stock["answer"] == short["answer"]
     assert (stock["num_tokens"], short["num_tokens"], long["num_tokens"]) == (256, 256, 512)
-    token = 2 * 16 * 4  # keys and values, head dim, bytes
+    token = 2 * 32 * 4  # keys and values, head dim, bytes
     windows = 3 * 31 * token  # layers, tokens
     # Half the prompt on each rank, and on one of them a block for what is decoded.
     assert sorted(long["cache_bytes"]) == [256 * token + windows, 512 * token + windows]

@@ -35,12 +35,14 @@ def run(folder: Path, *options: str) -> Results:
 
 def report(console: Console, results: Results) -> None:
     """Print what was measured, in Markdown."""
-    (stock,), (short, long) = results["stock-1"], results[f"passkey-{WORLD}"]
+    (taught,), (stock,) = results["taught-1"], results["stock-1"]
+    short, long = results[f"passkey-{WORLD}"]
     steps = [results[f"step-{num_ranks}"][0] for num_ranks in (WORLD, OTHER)]
     console.print(
-        "\nGreedy answers to a prompt with a passkey of six digits. Ranks have one thread each, "
-        "stock transformers as many in one process.\nMiB of the rank with most: keys and values, "
-        "tensors that were alive at once, and growth of the process.\n"
+        f"\nAfter {taught['seconds']:.0f} s of training, greedy answers to a prompt that has a "
+        "passkey of six digits.\nRanks have one thread each, stock transformers as many in one "
+        "process. MiB of the rank with most: keys and values,\ntensors that were alive at once, "
+        "and growth of the process.\n"
     )
     memory = "cache", "tensors", "process"
     times = "tokens/s", "prompt, s", "ms/token"

@@ -54,6 +54,14 @@ CPU = torch.device("cpu")
 
 
 @dataclass
+class Taught:
+    """A training: its seconds, and the share of digits that were right at its end."""
+
+    seconds: float
+    right: float
+
+
+@dataclass
 class Found:
     """An answer to a prompt.
 
@@ -202,33 +210,37 @@ def read(options: argparse.Namespace, part: str, num_ranks: int) -> list[dict[st
 
 
 def work(options: argparse.Namespace) -> None:
-    """One rank of a part; rank 0 writes what came of it."""
+    """One rank of a part."""
     dist.init_process_group("gloo", timeout=timedelta(hours=6))  # of a hop, beside much work
-    world_size = dist.get_world_size()
-    mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("cp",))
+    run(options)
+    # Python aborts if it ends while gloo's threads let go of the last gradients.
+    time.sleep(0.2)
+    dist.destroy_process_group()
+
+
+def run(options: argparse.Namespace) -> None:
+    """Run a part on the ranks of the default group; rank 0 writes what came of it."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
     if options.part == "step":
         results: list[Any] = [train_step(options, mesh)]
     else:
         lengths = options.compared, options.tokens
         results = [ask_ranks(options, num_tokens, mesh) for num_tokens in lengths]
     if dist.get_rank() == 0:
-        write(options, options.part, world_size, results)
-    # Python aborts if it ends while gloo's threads let go of the last gradients.
-    time.sleep(0.2)
-    dist.destroy_process_group()
+        write(options, options.part, mesh.size(), results)
 
 
 def teach(options: argparse.Namespace) -> None:
     """Write the checkpoint of a model that finds passkeys, unless there is one."""
     if checkpoint(options).exists():
         return
-    model = passkey_model(MILLION)
-    begin = time.monotonic()
+    model, begin = passkey_model(MILLION), time.monotonic()
     # No text of a prompt.
     right = learn(model, read_standard_library()[options.tokens :], options.seconds)
     torch.save(model.state_dict(), checkpoint(options))
-    seconds = time.monotonic() - begin
-    Console().print(f"after {seconds:.0f} s of training {right:.0%} of the digits are right")
+    taught = Taught(time.monotonic() - begin, right)
+    write(options, "taught", 1, [taught])
+    Console().print(f"after {taught.seconds:.0f} s of training {right:.0%} of the digits are right")
 
 
 def checkpoint(options: argparse.Namespace) -> Path:

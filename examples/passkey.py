@@ -26,7 +26,7 @@ LESSONS = ((256, 8), (1024, 4), (2048, 4))
 """Tokens of a sequence, far beyond what windows pass on, and sequences of a step."""
 KNOWN, ENOUGH = 10, 0.95
 """Steps in a row that end a lesson, and the share of digits that are right in each of them."""
-RATE, LAST_STEPS = 5e-3, 300
+RATE, LAST_STEPS = 5e-3, 800
 """The learning rate, and the steps of the last lesson, in which it falls to zero."""
 
 

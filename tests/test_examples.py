@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from argparse import Namespace
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
@@ -15,6 +16,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tests.pool import Pool
 from tests.scripts import run_script
 from tests.test_public import ROOT
 
@@ -95,7 +97,7 @@ def test_generate(tmp_path: Path, launched: Callable[..., str]) -> None:
 def test_passkey(tmp_path: Path, launched: Callable[..., str]) -> None:
     """A model that has learnt nothing: its answer is that of one process, but not the passkey."""
     options = ("--tokens", 512, "--compared", 256, "--chunk", 128, "--seconds", 0)
-    with pytest.raises(SystemExit, match="^the passkey was not found$"):
+    with pytest.raises(SystemExit, match=r"^the passkey was not found$"):
         launched("million", "--part", "passkey", *options, "--out", tmp_path)
     (stock,) = json.loads((tmp_path / "stock-1.json").read_text())
     short, long = json.loads((tmp_path / "passkey-2.json").read_text())
@@ -107,14 +109,27 @@ def test_passkey(tmp_path: Path, launched: Callable[..., str]) -> None:
     assert sorted(long["cache_bytes"]) == [256 * token + windows, 512 * token + windows]
 
 
-def test_step_of_other_ranks(tmp_path: Path, launched: Callable[..., str]) -> None:
-    options = ("--part", "step", "--tokens", 1024, "--other", 1)
-    printed = launched("million", *options, "--out", tmp_path)
+def test_step_of_other_ranks(
+    pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    million = import_module("million")
+    options = ("--part", "step", "--tokens", 1024, "--other", 1, "--out", tmp_path)
+    monkeypatch.setattr(sys, "argv", ["million.py", *map(str, options)])
+
+    def launch(options: Namespace, part: str, num_ranks: int) -> None:
+        pool.run(num_ranks, _run_million, options)
+
+    monkeypatch.setattr(million, "launch", launch)
+    million.main()
     (two,), (one,) = (json.loads((tmp_path / f"step-{n}.json").read_text()) for n in (2, 1))
     for name in ("loss", "gradient_norm"):
         assert two[name] == pytest.approx(one[name], rel=1e-5)
-    assert f"{one['loss']:.7f}" in printed
+    assert f"{one['loss']:.7f}" in capsys.readouterr().out
     assert max(two["alive_bytes"]) < 0.6 * one["alive_bytes"][0]
+
+
+def _run_million(options: Namespace) -> None:
+    import_module("million").run(options)
 
 
 def test_lessons() -> None:

@@ -57,6 +57,16 @@ def test_benchmark_of_serving(folder: Path) -> None:
     assert found["pool_bytes"].keys() == found["steps"].keys() == {"ours, 1 rank", "ours, 2 ranks"}
 
 
+@pytest.mark.repeats  # half a minute
+def test_benchmark_of_a_million_tokens(folder: Path) -> None:
+    results = measured("million_tokens", folder)
+    assert results["stock-1"][0]["answer"] == results["passkey-2"][0]["answer"]
+    (two,), (four,) = results["step-2"], results["step-4"]
+    assert two["loss"] == pytest.approx(four["loss"], rel=1e-5)
+    card = (folder / "out" / "million_tokens.md").read_text()
+    assert all(f"{x['gradient_norm']:.6f}" in card for x in (two, four))
+
+
 def test_benchmark_of_frames(folder: Path) -> None:
     counts = measured("frames", folder)["counts"]
     assert len(counts) == 9

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from argparse import Namespace
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
@@ -15,6 +16,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tests.pool import Pool
 from tests.scripts import run_script
 from tests.test_public import ROOT
 
@@ -102,6 +104,69 @@ def test_serve_batch(tmp_path: Path, launched: Callable[..., str]) -> None:
     assert found["prefilled"] == 2 * block + 6 * (written - block)
     assert found["cached"] == 4 * block
     assert found["most_shared"] == 2
+
+
+def test_passkey(tmp_path: Path, launched: Callable[..., str]) -> None:
+    """A model that has learnt nothing: its answer is that of one process, but not the passkey."""
+    options = ("--tokens", 512, "--compared", 256, "--chunk", 128, "--seconds", 0)
+    with pytest.raises(SystemExit, match=r"^the passkey was not found$"):
+        launched("million", "--part", "passkey", *options, "--out", tmp_path)
+    (stock,) = json.loads((tmp_path / "stock-1.json").read_text())
+    short, long = json.loads((tmp_path / "passkey-2.json").read_text())
+    assert stock["answer"] == short["answer"]
+    assert (stock["num_tokens"], short["num_tokens"], long["num_tokens"]) == (256, 256, 512)
+    token = 2 * 32 * 4  # keys and values, head dim, bytes
+    windows = 3 * 31 * token  # layers, tokens
+    # Half the prompt on each rank, and on one of them a block for what is decoded.
+    assert sorted(long["cache_bytes"]) == [256 * token + windows, 512 * token + windows]
+
+
+def test_step_of_other_ranks(
+    pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    million = import_module("million")
+    options = ("--part", "step", "--tokens", 1024, "--other", 1, "--out", tmp_path)
+    monkeypatch.setattr(sys, "argv", ["million.py", *map(str, options)])
+
+    def launch(options: Namespace, part: str, num_ranks: int) -> None:
+        pool.run(num_ranks, _run_million, options)
+
+    monkeypatch.setattr(million, "launch", launch)
+    million.main()
+    (two,), (one,) = (json.loads((tmp_path / f"step-{n}.json").read_text()) for n in (2, 1))
+    for name in ("loss", "gradient_norm"):
+        assert two[name] == pytest.approx(one[name], rel=1e-5)
+    assert f"{one['loss']:.7f}" in capsys.readouterr().out
+    assert max(two["alive_bytes"]) < 0.6 * one["alive_bytes"][0]
+
+
+def _run_million(options: Namespace) -> None:
+    import_module("million").run(options)
+
+
+def test_lessons() -> None:
+    """Labels are the digits of a passkey that stands before them, once without labels."""
+    passkey = import_module("passkey")
+    text = torch.full((4096,), ord(" "), dtype=torch.uint8)
+    tokens, labels = passkey.lesson_of(text, 256, 8, torch.Generator().manual_seed(0))
+    asked = re.compile(re.escape(passkey.QUESTION) + rb"(\d{6})")
+    for row, label in zip(tokens, labels, strict=True):
+        first, *others = asked.finditer(bytes(row.tolist()))
+        assert {x[1] for x in others} == {first[1]}
+        assert len(others) == 3
+        labelled = [i for x in others for i in range(*x.span(1))]
+        assert (label != -100).nonzero().flatten().tolist() == labelled
+        assert torch.equal(label[labelled], row[labelled])
+
+
+@pytest.mark.parametrize(("depth", "begin"), [(0.0, 0), (0.5, 38), (1.0, 76)])
+def test_hidden_passkey(depth: float, begin: int) -> None:
+    passkey = import_module("passkey")
+    text, digits = torch.full((100,), ord(" "), dtype=torch.uint8), torch.tensor(list(b"123456"))
+    prompt = bytes(passkey.hide(text, digits, depth).tolist())
+    assert prompt == (b" " * begin + passkey.QUESTION + b"123456").ljust(91) + passkey.QUESTION
+    with pytest.raises(ValueError, match="at least 24 tokens, got 23"):
+        passkey.hide(text[:23], digits, depth)
 
 
 def test_profile(tmp_path: Path) -> None:

@@ -18,15 +18,15 @@ from rich.progress import Progress
 from torch import Tensor
 from transformers import Cohere2Config, Cohere2ForCausalLM
 
-QUESTION = b"\x1epasskey="
+QUESTION = b"\x1ekey="
 """Stands before the passkey, and at the end of the prompt; its first byte occurs in no text."""
 NUM_DIGITS = 6
 LENGTH = len(QUESTION) + NUM_DIGITS
-LESSONS = ((256, 8), (1024, 4), (2048, 4))
+LESSONS = ((256, 8), (1024, 4), (1024, 8))
 """Tokens of a sequence, far beyond what windows pass on, and sequences of a step."""
 KNOWN, ENOUGH = 10, 0.95
 """Steps in a row that end a lesson, and the share of digits that are right in each of them."""
-RATE, LAST_STEPS = 5e-3, 800
+RATE, LAST_STEPS = 5e-3, 600
 """The learning rate, and the steps of the last lesson, in which it falls to zero."""
 
 
@@ -86,23 +86,35 @@ def hide(text: Tensor, passkey: Tensor, depth: float) -> Tensor:
 
 
 def lesson_of(
-    text: Tensor, seq_len: int, batch: int, generator: torch.Generator
+    text: Tensor, seq_len: int, batch: int, generator: torch.Generator, decoys: float = 0.3
 ) -> tuple[Tensor, Tensor]:
     """Sequences `(B, S)` and labels, which are the digits of a passkey that stands before them.
 
-    Each sequence has its passkey once and asks for it three times, the last time at its end.
+    Each sequence has its passkey once and asks for it three times, the last time at its end. Beside
+    them stand decoys: other digits behind a question that lacks its first byte. They are for what a
+    million bytes of text have, and a short sequence has not.
+
+    Args:
+        text: bytes of which sequences are made.
+        seq_len: tokens of a sequence.
+        batch: number of sequences.
+        generator: draws all that is random.
+        decoys: share of the sequence that is replaced by them.
     """
     starts = torch.randint(0, len(text) - seq_len, (batch,), generator=generator)
     tokens = torch.stack([text[start : start + seq_len] for start in starts]).long()
-    labels = torch.full_like(tokens, -100)
+    labels, question = torch.full_like(tokens, -100), torch.tensor(list(QUESTION))
     for row, label in zip(tokens, labels, strict=True):
         passkey = draw_passkey(generator)
-        places = torch.randperm(seq_len // LENGTH - 1, generator=generator)[:3].sort().values
-        first, *others = *(places * LENGTH).tolist(), seq_len - LENGTH
+        places = torch.randperm(seq_len // LENGTH - 1, generator=generator) * LENGTH
+        first, *others = *places[:3].sort().values.tolist(), seq_len - LENGTH
         for begin in (first, *others):
-            row[begin : begin + LENGTH] = torch.cat([torch.tensor(list(QUESTION)), passkey])
+            row[begin : begin + LENGTH] = torch.cat([question, passkey])
         for begin in others:
             label[begin + len(QUESTION) : begin + LENGTH] = passkey
+        for begin in places[3 : int(decoys * len(places))].tolist():
+            decoy = torch.cat([question[1:], draw_passkey(generator)])
+            row[begin + 1 : begin + LENGTH] = decoy
     return tokens, labels
 
 
@@ -121,8 +133,8 @@ def learn(model: Any, text: Tensor, seconds: float) -> float:
     generator, end = torch.Generator().manual_seed(0), time.monotonic() + seconds
     right = [0.0]
     with Progress() as progress:
-        for seq_len, batch in LESSONS:
-            is_last = seq_len == LESSONS[-1][0]
+        for lesson in LESSONS:
+            (seq_len, batch), is_last = lesson, lesson == LESSONS[-1]
             wanted = LAST_STEPS if is_last else KNOWN
             task, done = progress.add_task(f"passkeys in {seq_len} bytes", total=wanted), 0
             while done < wanted and time.monotonic() < end:

@@ -5,10 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from dtensor_ring import relayout
-from dtensor_ring.extension import Layout, as_layout, gather_rows
-
-IN_ORDER = as_layout("contiguous")
+from dtensor_ring import Contiguous, relayout
+from dtensor_ring.extension import Layout, gather_rows
 
 
 class SequenceOrder:
@@ -21,25 +19,29 @@ class SequenceOrder:
         mesh: the mesh of the axis.
         layout: the layout in which tokens are sharded.
         seq_len: tokens of a row on all ranks; no rank may be without tokens.
+        order: the layout in which neighbours are on one rank.
     """
 
-    def __init__(self, mesh: DeviceMesh, layout: Layout, seq_len: int) -> None:
+    def __init__(
+        self, mesh: DeviceMesh, layout: Layout, seq_len: int, order: Layout | None = None
+    ) -> None:
         self._mesh, self._layout, self._seq_len = mesh, layout, seq_len
+        self._order = order or Contiguous()
 
     @property
     def begin(self) -> int:
         """The position of this rank's first token in contiguous order."""
         place = self._mesh.get_local_rank(), self._mesh.size()
-        return IN_ORDER.runs(*place, self._seq_len)[0].start
+        return self._order.runs(*place, self._seq_len)[0].start
 
     def contiguous(self, x: Tensor) -> Tensor:
         """Return the numbers of the tokens from `begin` on."""
         options = {"layout": self._layout, "seq_len": self._seq_len}
-        return relayout(x, self._mesh, 1, IN_ORDER, **options)
+        return relayout(x, self._mesh, 1, self._order, **options)
 
     def as_sharded(self, x: Tensor) -> Tensor:
         """Return the numbers of this rank's own tokens: the reverse of `contiguous`."""
-        options = {"layout": IN_ORDER, "seq_len": self._seq_len}
+        options = {"layout": self._order, "seq_len": self._seq_len}
         return relayout(x, self._mesh, 1, self._layout, **options)
 
     def of_neighbour(self, edge: Tensor, step: int) -> Tensor | None:

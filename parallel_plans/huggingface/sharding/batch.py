@@ -147,7 +147,8 @@ def parse(model: Any, arguments: dict[str, Any], loss: LossFunction) -> ModelBat
 def num_labels(batch: ModelBatch) -> Tensor:
     """Return the number of tokens of a batch that have a label."""
     assert batch.labels is not None
-    return sum((x != IGNORE_INDEX).sum() for x in blocks(batch.labels[:, batch.label_shift :]))
+    labels = batch.labels[:, batch.label_shift :]
+    return torch.stack([(x != IGNORE_INDEX).sum() for x in blocks(labels)]).sum()
 
 
 def shard(batch: ModelBatch, indices: Tensor, sharded_length: int, past: int = 0) -> ModelBatch:
@@ -235,7 +236,7 @@ def _described(x: Any) -> str:
 
 def checksum_of(x: Tensor) -> int:
     """Return a checksum of the content of a tensor, from its memory: nothing is copied."""
-    return crc32(x.detach().cpu().contiguous().numpy())
+    return crc32(x.detach().cpu().contiguous().numpy().data)
 
 
 def check_batch(model: Any, arguments: dict[str, Any]) -> int:

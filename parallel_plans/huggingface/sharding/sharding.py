@@ -102,7 +102,8 @@ class Sharding:
         """Return the keywords of the forward on this rank, and what joining its outputs needs."""
         has_logits = pops_logits(model, arguments) or self.returns_logits
         if self.local_batch or is_local(arguments):
-            return self.call(model, *self.local(model, arguments), has_logits)
+            batch, plan = self.local(model, arguments)
+            return self.call(model, batch, plan, has_logits)
         self.agree(model, arguments)
         batch = parse(model, arguments, self.loss)
         if batch.labels is not None and batch.num_items is None:

@@ -20,7 +20,6 @@ from tests.huggingface.test_families import batches
 from tests.pool import Pool
 from tests.results import difference, results_of
 
-CU_SEQLENS = torch.tensor([0, 7, 12, 20], dtype=torch.int32)
 KINDS = ("plain", "padded left", "packed", "boundaries", "counted")
 OF_BATCH = ("cu_seq_lens_q", "cu_seq_lens_k", "num_items_in_batch")
 """Arguments that are the same on all ranks."""
@@ -29,11 +28,14 @@ OF_BATCH = ("cu_seq_lens_q", "cu_seq_lens_k", "num_items_in_batch")
 def whole_batch(kind: str, seq_len: int) -> dict[str, Any]:
     """The ways people feed a model, cut to a length."""
     of_kind = {"boundaries": "plain", "counted": "padded right"}.get(kind, kind)
-    batch: dict[str, Any] = {name: x[:, :seq_len] for name, x in batches()[of_kind].items()}
+    batch: dict[str, Any] = {
+        name: x[:, :seq_len].contiguous() for name, x in batches()[of_kind].items()
+    }
     if kind == "boundaries":
-        batch |= {"cu_seq_lens_q": CU_SEQLENS, "cu_seq_lens_k": CU_SEQLENS}
-        starts = [torch.arange(end - begin) for begin, end in CU_SEQLENS.unfold(0, 2, 1).tolist()]
-        batch["position_ids"] = torch.cat(starts)[:seq_len].expand(2, -1)
+        bounds = torch.tensor([0, 7, 12, seq_len], dtype=torch.int32)
+        batch |= {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}
+        positions = [torch.arange(end - begin) for begin, end in bounds.unfold(0, 2, 1).tolist()]
+        batch["position_ids"] = torch.cat(positions).expand(2, -1)
     if kind == "counted":
         batch["num_items_in_batch"] = torch.tensor(9)
     return batch

@@ -5,6 +5,7 @@ Ranks are those of a group that sends nothing, so that a world of any size takes
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 from unittest.mock import patch
@@ -56,7 +57,13 @@ def run(model: Any, kind: str, batch: dict[str, Tensor]) -> None:
         model(**batch, use_cache=not is_stateful, logits_to_keep=1)
 
 
-def measured(family: str, kind: str, is_local: bool) -> Slope:
+def prepare(model: Any, kind: str, batch: dict[str, Tensor]) -> None:
+    """Do what is done before the first layer, whose memory would hide it."""
+    labels = {} if kind == "prefill" else {"labels": batch["input_ids"]}
+    model.context_parallel_sharding.inputs(model, batch | labels)
+
+
+def measured(family: str, kind: str, is_local: bool, call: Callable[..., None] = run) -> Slope:
     """Bytes for each token of all ranks, beside the batch."""
 
     def peak(num_tokens: int, world_size: int) -> Peak:
@@ -69,7 +76,7 @@ def measured(family: str, kind: str, is_local: bool) -> Slope:
             plan = context_parallel_plan(model, "zigzag", local_batch=is_local)
             parallelize_module(model, mesh, plan)
             batch = batch_of(kind, num_tokens * (1 if is_local else world_size))
-            return peak_of(lambda: run(model, kind, batch))
+            return peak_of(lambda: call(model, kind, batch))
 
     with ExitStack() as stack:
         stack.enter_context(patch.object(document_starts, "BLOCK", 64))
@@ -109,5 +116,22 @@ def test_nothing_grows_with_the_sequence(
     pool: Pool, family: str, kind: str, is_local: bool
 ) -> None:
     (slope,) = pool.run(1, measured, family, kind, is_local)
+    assert slope.tensors <= LIMIT.tensors
+    assert slope.objects <= LIMIT.objects
+
+
+@pytest.mark.parametrize(
+    ("family", "kind", "is_local"),
+    [
+        ("Gemma 3", "packed", False),
+        ("Qwen3-Next", "padded", False),
+        pytest.param("Llama", "plain", False, marks=pytest.mark.repeats),
+        pytest.param("Llama", "plain", True, marks=pytest.mark.repeats),
+    ],
+)
+def test_nothing_grows_before_the_first_layer(
+    pool: Pool, family: str, kind: str, is_local: bool
+) -> None:
+    (slope,) = pool.run(1, measured, family, kind, is_local, prepare)
     assert slope.tensors <= LIMIT.tensors
     assert slope.objects <= LIMIT.objects

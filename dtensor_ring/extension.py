@@ -10,8 +10,8 @@ The axis of a mesh, and checks of options before there is an axis:
 What "auto" simulates:
     `AnyMachine`, `machine_on`.
 Layouts, and the tokens of a rank:
-    `Layout`, `as_layout`, `layout_names`, `layout_order`, `append_runs`, `local_tokens`,
-    `from_local_tokens`, `visible_pairs`.
+    `Layout`, `as_layout`, `layout_names`, `append_runs`, `positions_of`, `from_local_tokens`,
+    `visible_pairs`.
 Agreement of the ranks, so that an error on one rank is raised on all:
     `checked_barrier`, `check_agreement`, `check_strided`.
 Names of layers, which identify calls in errors and between ranks:
@@ -47,8 +47,7 @@ from dtensor_ring.dtensor.meta_model import MetaModel, ModelRequest
 from dtensor_ring.dtensor.sequence import (
     IGNORE_INDEX,
     from_local_tokens,
-    layout_order,
-    local_tokens,
+    positions_of,
 )
 from dtensor_ring.dtensor.shared_machine import AnyMachine, machine_on
 from dtensor_ring.dtensor.style import number_layer
@@ -99,12 +98,11 @@ __all__ = [
     "gather_rows",
     "gathered",
     "layout_names",
-    "layout_order",
-    "local_tokens",
     "machine_on",
     "name_layer",
     "no_tokens",
     "number_layer",
+    "positions_of",
     "receive_state",
     "register_gradient",
     "send_state",

@@ -21,6 +21,31 @@ def boundaries(starts: Tensor) -> Tensor:
         >>> boundaries(torch.tensor([[True, False, False, True]])).tolist()
         [0, 3, 4, 4, 4]
     """
+    return filled_boundaries(starts.nonzero().cpu(), *starts.shape)
+
+
+def filled_boundaries(starts: Tensor, num_rows: int, seq_len: int) -> Tensor:
+    """Return `boundaries` of row and position of the first token of each document, `(D, 2)`.
+
+    Example:
+        >>> filled_boundaries(torch.tensor([[0, 0], [0, 3]]), 1, 4).tolist()
+        [0, 3, 4, 4, 4]
+    """
+    rows, columns = starts.unbind(1)
+    counts = rows.bincount(minlength=num_rows)
+    places = torch.arange(len(rows)) - (counts.cumsum(0) - counts)[rows]
+    bounds = torch.full((num_rows, seq_len + 1), seq_len, dtype=torch.int32)
+    bounds[rows, places] = columns.int()
+    return bounds[0] if num_rows == 1 else bounds
+
+
+def traced_boundaries(starts: Tensor) -> Tensor:
+    """Return `boundaries` of starts that are not known yet, while a compiler traces.
+
+    Example:
+        >>> traced_boundaries(torch.tensor([[True, False, False, True]])).tolist()
+        [0, 3, 4, 4, 4]
+    """
     seq_len = starts.shape[1]
     index = torch.arange(seq_len, device=starts.device)
     # Sorting puts the starts first; all other tokens become empty documents at the end.

@@ -97,8 +97,19 @@ def _record(call: Call, query: Any, key: Any, value: Any) -> dict[str, str]:
     return ring_record(facts, call.place.policy, call.place.machine, *request).fields | more
 
 
-def check_agreement(group: ProcessGroup, here: dict[str, str], what: str) -> None:
-    """Compare descriptions, by name, over the ranks of a group; `what` names the call in errors.
+def check_agreement(
+    group: ProcessGroup, here: dict[str, str], what: str, told: Any = None
+) -> list[Any]:
+    """Compare descriptions, by name, over the ranks of a group.
+
+    Args:
+        group: the group of the ranks.
+        here: what must be equal on all ranks.
+        what: names the call in errors.
+        told: what this rank tells the others beside it, which may differ; it is pickled.
+
+    Returns:
+        What each rank told, in the order of the ranks.
 
     Raises:
         ValueError: on every rank, if they differ; says which global ranks have which.
@@ -109,12 +120,12 @@ def check_agreement(group: ProcessGroup, here: dict[str, str], what: str) -> Non
     ranks = dist.get_process_group_ranks(group)
     everyone: list[Any] = [None] * group.size()
     with group_state_of(group).naming_cause():
-        dist.all_gather_object(everyone, here, group)
+        dist.all_gather_object(everyone, (here, told), group)
     differing = []
     # Names keep the order of the call; a rank may lack names that others have.
-    for name in dict.fromkeys(name for theirs in everyone for name in theirs):
+    for name in dict.fromkeys(name for theirs, _ in everyone for name in theirs):
         ranks_by_text: dict[str, list[int]] = {}
-        for rank, theirs in zip(ranks, everyone, strict=True):
+        for rank, (theirs, _) in zip(ranks, everyone, strict=True):
             ranks_by_text.setdefault(theirs.get(name, "none"), []).append(rank)
         if len(ranks_by_text) > 1:
             begin = _begin(list(ranks_by_text))
@@ -123,6 +134,7 @@ def check_agreement(group: ProcessGroup, here: dict[str, str], what: str) -> Non
     if differing:
         listed = "; ".join(differing)
         raise ValueError(f"the ranks of a ring must {what}, they differ in {listed}")
+    return [x for _, x in everyone]
 
 
 @contextmanager

@@ -160,19 +160,20 @@ def unshard_sequence(dtensor: DTensor, dim: int, layout: Balanced | None = None)
 
 def local_positions(mesh: DeviceMesh, layout: Layout, seq_len: int) -> Tensor:
     """Return the global positions of this rank's tokens, int64, `(L,)`."""
-    runs = layout.runs(mesh.get_local_rank(), axis_group(mesh).size(), seq_len)
-    return _positions(runs)
+    return positions_of(layout.runs(mesh.get_local_rank(), axis_group(mesh).size(), seq_len))
 
 
-def layout_order(layout: Layout, world_size: int, seq_len: int) -> Tensor:
-    """Return the positions of all tokens, `(S,)`, in the order of the ranks and their shards."""
-    ranks = range(world_size)
-    return _positions([run for rank in ranks for run in layout.runs(rank, world_size, seq_len)])
+def positions_of(runs: Sequence[Run], device: torch.device | None = None) -> Tensor:
+    """Return the positions of runs, see `Layout.runs`, int64, `(L,)`.
 
-
-def _positions(runs: Sequence[Run]) -> Tensor:
-    parts = [torch.arange(x.start, x.start + x.length * x.stride, x.stride) for x in runs]
-    return torch.cat(parts) if parts else torch.arange(0)
+    Example:
+        >>> positions_of(Striped().runs(rank=1, world_size=2, seq_len=6)).tolist()
+        [1, 3, 5]
+    """
+    parts = [
+        torch.arange(x.start, x.start + x.length * x.stride, x.stride, device=device) for x in runs
+    ]
+    return torch.cat(parts) if parts else torch.arange(0, device=device)
 
 
 def sequence_runs(layout: Balanced) -> Tensor:

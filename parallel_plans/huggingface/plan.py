@@ -64,6 +64,7 @@ from parallel_plans.huggingface.probing.probe import (
 from parallel_plans.huggingface.probing.proxy_model import small_proxy
 from parallel_plans.huggingface.selecting.indexers import describing_scores, select_keys_of
 from parallel_plans.huggingface.serving.generate_batch import install_generate_batch
+from parallel_plans.huggingface.sharding.local_batch import refuse_local, why_whole
 from parallel_plans.huggingface.sharding.sharding import Sharding, forward_by_name, shardings_of
 from parallel_plans.huggingface.states import state_passing, stateful
 from parallel_plans.huggingface.states.default_layout import (
@@ -90,6 +91,7 @@ def context_parallel_plan(
     cache_dtype: str | None = None,
     mlp_tile: int | None = None,
     offload: bool = False,
+    local_batch: bool = False,
 ) -> dict[str, Any]:
     """Return a plan for `parallelize_module` that shards the model's sequence over a mesh axis.
 
@@ -137,6 +139,10 @@ def context_parallel_plan(
             checkpoints them (`activation_checkpointing_enable`): their inputs, and with
             `ring_checkpoint_contexts` the results of their attention. They come back before they
             are needed, beside the kernels. On a CPU, nothing moves.
+        local_batch: whether forwards get this rank's tokens, labels, positions and mask only, in
+            the order of the layout, as shards of one batch: then no rank needs the whole. DTensors
+            with `Shard(1)` over the axis are taken so in any case. Not for heads and outer models
+            that read the whole batch, nor for "balanced"; `generate` takes whole prompts.
 
     Returns:
         A plan with one entry, for the model itself.
@@ -144,8 +150,8 @@ def context_parallel_plan(
     Raises:
         ValueError: if anything but attention reads along the sequence; if the layout, the kernel,
             `cache_dtype` or a strategy is unknown; if the model has no layers of a given name; if
-            `deal_images` is set for a model without images; or if `mlp_tile` is no number of
-            tokens.
+            `deal_images` is set for a model without images; if `mlp_tile` is no number of tokens;
+            or if `local_batch` is set where the whole batch is needed.
 
     Example:
         >>> mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("cp",))
@@ -162,14 +168,15 @@ def context_parallel_plan(
     check_model(model)
     state_passing.check_layout(model, named_layout(layout))
     check_deal_images(model, deal_images)
+    if local_batch:
+        refuse_local(why_whole(model), named_layout(layout))
     strategies = Strategies.of(strategy)
     how: dict[str, Any] = {"strategy": strategies.common, "kernel": kernel, "policy": policy}
     how["machine"] = machine
     format_named(cache_dtype)  # an error here points at the user's option
     check_tile(mlp_tile)
-    kept = KeptForBackward(mlp_tile, offload)
-    sharded = ShardedModel(layout, how, unshard_outputs, strategies, deal_images, cache_dtype, kept)
-    return {"": sharded}
+    options = deal_images, cache_dtype, KeptForBackward(mlp_tile, offload), local_batch
+    return {"": ShardedModel(layout, how, unshard_outputs, strategies, *options)}
 
 
 class ShardedModel(ParallelStyle):
@@ -184,10 +191,12 @@ class ShardedModel(ParallelStyle):
         deal_images: bool | None = None,
         cache_dtype: str | None = None,
         kept: KeptForBackward | None = None,
+        local_batch: bool = False,
     ) -> None:
         super().__init__()
         self.kept = kept or KeptForBackward()
         self.deal_images, self.cache_dtype = deal_images, cache_dtype
+        self.local_batch = local_batch
         self.strategies = strategies
         self.is_auto, self.how = layout == "auto", how
         self.is_picked = layout is None or self.is_auto
@@ -253,7 +262,7 @@ class ShardedModel(ParallelStyle):
         # Any head that is not linear gets the hidden states whole.
         unshards = self.unshard_outputs or (head is None and backbone is not model)
         passing = state_passing.AxisStatePassing(axis, states) if states else None
-        how = unshards, passing, self.cache_dtype
+        how = unshards, passing, self.cache_dtype, self.local_batch, why_whole(model)
         sharding = Sharding(decoder, axis, layer_masks, loss, *how)
         if passing is not None:
             stateful.pass_states(stateful.stateful_layers(decoder), passing)

@@ -152,6 +152,11 @@ class ContextParallelTrainer(Trainer):
                 f"the model is under a context_parallel_plan over the ranks {found[0]}, and the cp "
                 f"axis of the trainer's mesh has {ranks}; apply the plan over mesh['cp']"
             )
+        if any(x.local_batch for x in shardings_of(model)):
+            raise ValueError(
+                "the plan has local_batch=True, and the data loader of a trainer gives every rank "
+                "of cp the whole batch; leave it out, or train in a loop of your own"
+            )
 
     def _plan_makes_loss(self) -> bool:
         """Return whether the plan computes the loss, not a head of the user on whole outputs."""

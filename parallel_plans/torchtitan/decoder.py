@@ -151,7 +151,7 @@ class FindsDocuments(Module):
             raise ValueError(CUDA_GRAPHS)
         local = positions.to_local() if isinstance(positions, DTensor) else positions
         with spmd.no_typecheck():
-            return gather_documents(local, axis.layout, axis.mesh.get_group())
+            return gather_documents(local, axis.layout, axis.mesh)
 
 
 @cache

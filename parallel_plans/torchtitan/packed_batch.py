@@ -1,4 +1,4 @@
-"""Find the documents of a batch, and order its tokens by a layout."""
+"""Find the documents of a batch, and which of its tokens a rank has by a layout."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from dtensor_ring import Balanced, Mask, sequence_runs
-from dtensor_ring.extension import Layout, as_layout, layout_order
-from parallel_plans.cu_seqlens import boundaries
+from dtensor_ring.extension import Layout, as_layout, check_agreement, positions_of
+from parallel_plans.cu_seqlens import boundaries, filled_boundaries
+from parallel_plans.sequence_order import SequenceOrder
 
 # Names of a batch's tensors besides its labels; all are `(B, S)`.
 TENSORS_OF_BATCH = {"input", "positions"}
@@ -38,15 +39,30 @@ class Documents:
     runs: Tensor | None = None
 
 
-def reorder(
-    batch: dict[str, Any], labels: Tensor, layout: str, world_size: int
-) -> tuple[dict[str, Any], Tensor, Documents]:
-    """Return a whole batch in the order of a layout; equal slices of it are the ranks' shards.
+@dataclass(frozen=True)
+class OwnTokens:
+    """Which tokens of a batch a rank has; nothing else of the batch is kept.
+
+    Attributes:
+        documents: what attention needs to know of the batch.
+        indices: places in a row of this rank's tokens, in its order, `(L,)`.
+    """
+
+    documents: Documents
+    indices: Tensor
+
+    def of(self, x: Tensor) -> Tensor:
+        """Return this rank's part of a tensor `(B, S)`, in new memory."""
+        return x.index_select(1, self.indices.to(x.device))
+
+
+def own_tokens(batch: dict[str, Any], layout: str, rank: int, world_size: int) -> OwnTokens:
+    """Return which tokens of a whole batch a rank has, and its documents.
 
     Args:
         batch: `input` and `positions`, both `(B, S)`; positions are 0 where a document starts.
-        labels: labels of the tokens, `(B, S)`.
         layout: spec of the layout; the balanced one is made for the documents of this batch.
+        rank: this rank.
         world_size: ranks of the ring.
 
     Raises:
@@ -57,15 +73,15 @@ def reorder(
             f"a ring shards {sorted(TENSORS_OF_BATCH)} and labels, but the batch holds "
             f"{sorted(batch)}: use a data loader of text"
         )
-    # Before the tokens are reordered: boundaries are in global positions.
+    seq_len = batch["input"].shape[1]
+    # Boundaries are in global positions, and all of them on each rank.
     cu_seqlens = boundaries(batch["positions"] == 0)
     chosen, runs = as_layout(layout), None
     if chosen.per_batch:
-        chosen = _balanced(cu_seqlens, labels.shape[1], world_size)
+        chosen = _balanced(cu_seqlens, seq_len, world_size)
         runs = sequence_runs(chosen)
-    order = layout_order(chosen, world_size, labels.shape[1]).to(labels.device)
-    batch = {name: x.index_select(1, order) for name, x in batch.items()}
-    return batch, labels.index_select(1, order), Documents(cu_seqlens, runs)
+    indices = positions_of(chosen.runs(rank, world_size, seq_len))
+    return OwnTokens(Documents(cu_seqlens, runs), indices)
 
 
 def _balanced(cu_seqlens: Tensor, seq_len: int, world_size: int) -> Balanced:
@@ -73,25 +89,30 @@ def _balanced(cu_seqlens: Tensor, seq_len: int, world_size: int) -> Balanced:
     return Balanced(Mask.causal(), seq_len, world_size, cu_seqlens)
 
 
-def gather_documents(positions: Tensor, layout: Layout, group: dist.ProcessGroup) -> Documents:
+def gather_documents(positions: Tensor, layout: Layout, mesh: DeviceMesh) -> Documents:
     """Return the documents of a batch from this rank's slice of the positions, `(B, L)`.
 
     Raises:
         ValueError: on every rank, if the positions show that tokens are not in the order of the
             layout. They cannot show it if whole documents fill the runs of the layout.
     """
-    local = positions.contiguous()
-    slices = [torch.empty_like(local) for _ in range(group.size())]
-    # A rank cannot know from its own positions where documents end on others.
-    dist.all_gather(slices, local, group)
-    ordered = torch.cat(slices, 1).cpu()
     # torchtitan's own trainers have no layout per batch.
     if not layout.per_batch:
-        order = layout_order(layout, group.size(), ordered.shape[1])
-        whole = ordered.index_select(1, order.argsort())
-        follows = (whole[:, 1:] == 0) | (whole[:, 1:] == whole[:, :-1] + 1)
-        if follows.all():
-            return Documents(boundaries(whole == 0))
+        seq_len = positions.shape[1] * mesh.size()
+        order = SequenceOrder(mesh, layout, seq_len)
+        own = order.contiguous(positions.contiguous())
+        before = order.of_neighbour(own[:, -1:], -1)
+        follows = (
+            own == torch.cat([own[:, :1] - 1 if before is None else before, own[:, :-1]], 1) + 1
+        )
+        starts = (own == 0).nonzero() + torch.tensor([0, order.begin], device=own.device)
+        told = bool(((own == 0) | follows).all()), starts.cpu()
+        # A rank cannot know from its own positions where documents end on others.
+        every = check_agreement(mesh.get_group(), {}, "share a batch", told=told)
+        if all(is_in_order for is_in_order, _ in every):
+            found = torch.cat([x for _, x in every])
+            found = found[found[:, 0].argsort(stable=True)]
+            return Documents(filled_boundaries(found, len(positions), seq_len))
     raise ValueError(
         f"the tokens of this batch were not sharded {layout.spec}: torchtitan's own trainers shard "
         "as --parallelism.context_parallel_load_balancer says, in two of our layouts, and that "

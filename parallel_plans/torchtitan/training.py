@@ -1,14 +1,22 @@
-"""Define a trainer and a validator that find documents, and shard tokens in any layout."""
+"""Define a trainer and a validator that find documents, and shard tokens in any layout.
+
+Note [Shards before torchtitan's]: torchtitan cuts a batch into equal slices, so a batch would have
+to be ordered as a whole, copied. Instead each rank takes its own tokens, and torchtitan sees a
+context-parallel axis of this rank alone, which leaves them as they are.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Annotated, Any
 
+import torch.distributed as dist
 import tyro
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torchtitan.components.validate import Validator
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.activation_checkpoint import ActivationCheckpointingConfig
@@ -16,9 +24,9 @@ from torchtitan.tools.utils import device_type
 from torchtitan.trainer import Trainer
 
 from parallel_plans.torchtitan.inner_attention import RingAttention, RingSelectiveAC
-from parallel_plans.torchtitan.packed_batch import CUDA_GRAPHS, reorder
+from parallel_plans.torchtitan.packed_batch import CUDA_GRAPHS, OwnTokens, own_tokens
 
-DOCUMENTS = "documents"
+OWN_TOKENS = "own_tokens"
 PARTIAL = "partial_dtensor"
 
 
@@ -48,16 +56,19 @@ class RingValidator(Validator):
         self, input_dict: dict[str, Tensor], labels: Tensor, model_parts: list[nn.Module]
     ) -> tuple[Tensor, Tensor, dict[str, Any]]:
         layout = ring_layout(model_parts[0].config)
-        batch, labels, documents = reorder(input_dict, labels, layout, self.parallel_dims.cp)
-        inputs, labels, extra = super().post_dataloading_process(batch, labels, model_parts)
-        return inputs, labels, extra | {"attention_masks": documents}
+        own = own_tokens(input_dict, layout, *_place(self.parallel_dims))
+        batch = {name: own.of(x) for name, x in input_dict.items()}
+        with _sharded_already(self):
+            found = super().post_dataloading_process(batch, own.of(labels), model_parts)
+        inputs, labels, extra = found
+        return inputs, labels, extra | {"attention_masks": own.documents}
 
 
 class RingTrainer(Trainer):
     """torchtitan's trainer for models with ring attention.
 
-    It orders tokens by the layout of the model's config before torchtitan cuts them into slices.
-    The load balancer of the config is ignored.
+    Each rank takes its tokens by the layout of the model's config, see
+    Note [Shards before torchtitan's]. The load balancer of the config is ignored.
 
     Raises:
         ValueError: with CUDA graphs, which would replay the documents of one batch for all others.
@@ -88,17 +99,55 @@ class RingTrainer(Trainer):
     def batch_generator(
         self, data_iterable: Iterable[tuple[dict[str, Tensor], Tensor]]
     ) -> Iterator[tuple[dict[str, Any], Tensor]]:
-        """Yield batches in the order of the layout; they are reordered on the CPU."""
+        """Yield this rank's tokens, which are taken on the CPU, and the labels of all.
+
+        torchtitan counts the labels of whole batches.
+        """
         for batch, labels in super().batch_generator(data_iterable):
-            ordered, labels, documents = reorder(batch, labels, self.layout, self.parallel_dims.cp)
-            yield ordered | {DOCUMENTS: documents}, labels
+            own = own_tokens(batch, self.layout, *_place(self.parallel_dims))
+            yield {name: own.of(x) for name, x in batch.items()} | {OWN_TOKENS: own}, labels
 
     def post_dataloading_process(
         self, input_dict: dict[str, Any], labels: Tensor
     ) -> tuple[Tensor, Tensor, dict[str, Any]]:
-        documents = input_dict.pop(DOCUMENTS)
-        inputs, labels, extra = super().post_dataloading_process(input_dict, labels)
-        return inputs, labels, extra | {"attention_masks": documents}
+        own: OwnTokens = input_dict.pop(OWN_TOKENS)
+        with _sharded_already(self):
+            found = super().post_dataloading_process(input_dict, own.of(labels))
+        inputs, labels, extra = found
+        return inputs, labels, extra | {"attention_masks": own.documents}
+
+
+def _place(dims: ParallelDims) -> tuple[int, int]:
+    """Return the index of this rank in its ring, and the ranks of the ring."""
+    mesh = dims.get_optional_mesh("cp", include_singleton_axes=True)
+    return (0, 1) if mesh is None else (mesh.get_local_rank(), mesh.size())
+
+
+@contextmanager
+def _sharded_already(trainer: Any) -> Iterator[None]:
+    """Open a context in which torchtitan does not shard a batch over the ranks of a ring."""
+    dims = trainer.parallel_dims
+    trainer.parallel_dims = _AloneOnRing(dims)
+    try:
+        yield
+    finally:
+        trainer.parallel_dims = dims
+
+
+class _AloneOnRing:
+    """A view of `ParallelDims` whose context-parallel mesh has this rank alone."""
+
+    def __init__(self, dims: ParallelDims) -> None:
+        self._dims = dims
+
+    def get_mesh(self, dims: str | list[str]) -> DeviceMesh:
+        if dims != "cp":
+            return self._dims.get_mesh(dims)
+        # No message is sent over it, so it needs no group.
+        return DeviceMesh(device_type, [dist.get_rank()], _init_backend=False)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._dims, name)
 
 
 class _WithoutContext:

@@ -23,10 +23,14 @@ from torch.distributed.utils import _to_kwargs
 
 from dtensor_ring import SequenceAxis, TransferPolicy
 from dtensor_ring.planning.run_table import as_layout
+from dtensor_ring.transport import transport
+from dtensor_ring.transport.transport import BufferPool
 from examples.torchtitan_cpu import use_cpu
 from tests.layouts import LAYOUTS
 from tests.pool import Pool
+from tests.rings import fake_group
 from tests.test_public import ROOT
+from tests.traced_bytes import Peak, Slope, peak_of, slope_of
 
 pytestmark = pytest.mark.skipif(not find_spec("torchtitan"), reason="needs torchtitan")
 
@@ -70,31 +74,68 @@ def same_order(one: str, other: str, world_size: int) -> bool:
     return next(positions) == next(positions)
 
 
-def _reorder(layout: str) -> None:
-    from parallel_plans.torchtitan.packed_batch import gather_documents, reorder
+def _own_tokens(layout: str) -> list[list[int]]:
+    """The places of this rank's tokens, by row."""
+    from parallel_plans.torchtitan.packed_batch import gather_documents, own_tokens
 
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+    rank, world_size, mesh = dist.get_rank(), dist.get_world_size(), init_device_mesh("cpu", (2,))
     batch = {"input": 10 * POSITIONS, "positions": POSITIONS}
-    dealt, labels, documents = reorder(batch, 10 * POSITIONS + 1, layout, world_size)
-    assert documents.cu_seqlens.tolist() == CU_SEQLENS
-    assert torch.equal(dealt["input"] + 1, labels)
-    assert torch.equal(dealt["positions"], dealt["input"] // 10)
-    assert (documents.runs is None) == (layout != "balanced")
-    local = dealt["positions"].chunk(world_size, 1)[rank]
+    own = own_tokens(batch, layout, rank, world_size)
+    assert own.documents.cu_seqlens.tolist() == CU_SEQLENS
+    assert torch.equal(own.of(batch["input"]), 10 * own.of(POSITIONS))
+    assert (own.documents.runs is None) == (layout != "balanced")
+    local = own.of(POSITIONS)
     for other in NAMES:
         if same_order(other, layout, world_size):
-            found = gather_documents(local, as_layout(other), dist.group.WORLD)
+            found = gather_documents(local, as_layout(other), mesh)
             assert found.cu_seqlens.tolist() == CU_SEQLENS
         else:
             with pytest.raises(ValueError, match=f"were not sharded {other}"):
-                gather_documents(local, as_layout(other), dist.group.WORLD)
+                gather_documents(local, as_layout(other), mesh)
     with pytest.raises(ValueError, match="were not sharded balanced"):
-        gather_documents(local, as_layout("balanced"), dist.group.WORLD)
+        gather_documents(local, as_layout("balanced"), mesh)
+    return own.of(torch.arange(16).expand(2, -1)).tolist()
 
 
 @pytest.mark.parametrize("layout", [*NAMES, "balanced"])
 def test_documents(pool: Pool, layout: str) -> None:
-    pool.run(2, _on_cpu, _reorder, layout)
+    held = pool.run(2, _on_cpu, _own_tokens, layout)
+    for first, second in zip(*held, strict=True):
+        assert sorted(first + second) == [*range(16)]
+        if layout != "balanced":
+            assert first == as_layout(layout).positions(0, 2, 16)
+
+
+def _slope() -> Slope:
+    """Of a rank's part of a batch, and of attention in its documents."""
+    from parallel_plans.torchtitan import RingAttention
+    from parallel_plans.torchtitan.packed_batch import own_tokens
+
+    def peak(num_tokens: int, world_size: int) -> Peak:
+        seq_len = num_tokens * world_size
+        tokens = torch.arange(seq_len).unsqueeze(0)
+        batch = {"input": tokens, "positions": tokens % (seq_len // 2)}
+        # Without messages of the batch before, whose memory would be used again.
+        messages = patch.multiple(transport, BUFFERS=BufferPool())
+        with messages, fake_group(world_size, rank=world_size // 2):
+            ring = RingAttention.Config().build()
+            ring.axis = SequenceAxis(init_device_mesh("cpu", (world_size,)), "zigzag")
+
+            def step() -> None:
+                own = own_tokens(batch, "zigzag", world_size // 2, world_size)
+                held = [own.of(x) for x in (*batch.values(), tokens)]
+                q = torch.randn(1, held[0].shape[1], 1, 8, requires_grad=True)
+                ring(q, q, q, attention_masks=own.documents).sum().backward()
+
+            return peak_of(step)
+
+    return slope_of(peak, (256, 512), (8, 16))
+
+
+def test_documents_are_all_that_grows_with_the_sequence(pool: Pool) -> None:
+    """A rank keeps 4 bytes for each token of all ranks, as graphs want boundaries of one shape."""
+    (slope,) = pool.run(1, _on_cpu, _slope)
+    assert 4 <= slope.tensors + max(0, slope.objects) <= 16
 
 
 def _check_configs() -> dict[str, tuple[int, int, set[float]]]:
@@ -146,7 +187,7 @@ def _refuse_configs() -> None:
 
     from parallel_plans.torchtitan import RingAttention, RingTrainer, use_ring
     from parallel_plans.torchtitan.config_registry import llama3_debugmodel_ring, with_ring
-    from parallel_plans.torchtitan.packed_batch import reorder
+    from parallel_plans.torchtitan.packed_batch import own_tokens
     from parallel_plans.torchtitan.training import ring_layout
 
     class Masking(Llama3Model):
@@ -190,7 +231,7 @@ def _refuse_configs() -> None:
         RingTrainer(captured)
     for names in (["input"], ["input", "pixels", "positions"]):
         with pytest.raises(ValueError, match=f"the batch holds {re.escape(str(names))}"):
-            reorder(dict.fromkeys(names, POSITIONS), POSITIONS, "zigzag", 1)
+            own_tokens(dict.fromkeys(names, POSITIONS), "zigzag", 0, 1)
 
 
 def _refuse_calls() -> None:

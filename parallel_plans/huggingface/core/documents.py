@@ -4,13 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Set
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from dtensor_ring import Mask
-from parallel_plans.cu_seqlens import boundaries
+from parallel_plans.cu_seqlens import traced_boundaries
+from parallel_plans.huggingface.core.document_starts import (
+    Starts,
+    find_starts,
+    has_content,
+    starts_of_boundaries,
+)
 from parallel_plans.huggingface.core.patterns import AXES_WITH_TEXT, LayerMask
+
+ONE_STRETCH = (
+    "attention_mask must be one stretch of tokens in each row, with padding before or after "
+    "it; for packed documents leave it out, and give position_ids that start again"
+)
 
 
 @dataclass(frozen=True)
@@ -57,6 +69,7 @@ def find_documents(
     position_ids: Tensor | None = None,
     cu_seq_lens_q: Tensor | None = None,
     cu_seq_lens_k: Tensor | None = None,
+    starts: Starts | None = None,
 ) -> DocumentBounds:
     """Return the documents of a batch of `seq_len` tokens, by its arguments.
 
@@ -64,26 +77,63 @@ def find_documents(
     makes padding a document of its own. Without both, documents begin where `position_ids` do not
     continue, in layers whose own masks follow positions.
 
+    Args:
+        seq_len: tokens of a row.
+        chunks: sizes of the chunks that layers see.
+        attention_mask: `(B, S)`.
+        position_ids: `(B, S)`, or of several axes.
+        cu_seq_lens_q: boundaries, `(D+1,)`.
+        cu_seq_lens_k: the same boundaries for keys.
+        starts: where documents start by the mask or the positions, if the ranks found it together:
+            then the tensors are those of this rank's tokens.
+
     Raises:
         ValueError: if an attention mask has more than one stretch of tokens in a row, or the
             boundaries are not one row.
     """
-    positions, has_axes = _text_positions(position_ids)
+    positions, has_axes = text_positions(position_ids)
+    is_given = cu_seq_lens_q is not None
+    values = positions if attention_mask is None and not is_given else attention_mask
+    if starts is None and values is not None and has_content(values):
+        starts = find_starts(values, attention_mask is None)
     if cu_seq_lens_q is not None:
         if attention_mask is not None:
             _require(
-                attention_mask.bool().all(),
+                (attention_mask.bool() if starts is None else starts.table[:, 2]).all(),
                 "cu_seq_lens_q and an attention_mask with padding both say where documents are; "
                 "leave one of them out",
             )
         return _by_boundaries(cu_seq_lens_q, cu_seq_lens_k, seq_len, chunks)
-    elif attention_mask is not None:
+    if starts is not None:
+        return _by_starts(starts, seq_len, chunks, has_axes)
+    return _traced(seq_len, chunks, attention_mask, positions, has_axes)
+
+
+def _by_starts(starts: Starts, seq_len: int, chunks: Set[int], has_axes: bool) -> DocumentBounds:
+    """Return the documents that start there."""
+    _require(starts.by_positions or starts.has_one_stretch(), ONE_STRETCH)
+    bounds = starts.boundaries(seq_len)
+    # Masks by padding hold in all layers, masks by positions in some.
+    others = None if starts.by_positions else bounds
+    within = {x: starts.of_chunks(x, seq_len).boundaries(seq_len) for x in chunks}
+    return DocumentBounds(bounds, others, within, has_axes=has_axes)
+
+
+def _traced(
+    seq_len: int,
+    chunks: Set[int],
+    attention_mask: Tensor | None,
+    positions: Tensor | None,
+    has_axes: bool,
+) -> DocumentBounds:
+    """Return the documents of a batch whose content is unknown, in tensors of fixed shapes."""
+    if attention_mask is not None:
         starts = _starts_by_padding(attention_mask)
     elif positions is not None:
         starts = _starts_by_positions(positions)
     else:
         return DocumentBounds()
-    bounds = boundaries(starts)
+    bounds = traced_boundaries(starts)
     # Masks by padding hold in all layers, masks by positions in some.
     by_positions = attention_mask is None
     within = _within(starts, chunks, positions if by_positions else None)
@@ -91,7 +141,7 @@ def find_documents(
     return DocumentBounds(bounds, others, within, has_axes=has_axes)
 
 
-def _text_positions(positions: Tensor | None) -> tuple[Tensor | None, bool]:
+def text_positions(positions: Tensor | None) -> tuple[Tensor | None, bool]:
     """Return positions that count tokens, `(B, S)`, and whether `positions` has several axes."""
     has_axes = positions is not None and positions.ndim > 2
     if positions is None or not has_axes:
@@ -165,7 +215,10 @@ def _by_boundaries(
     # One more boundary makes tokens after the last one a document.
     bounds = torch.nn.functional.pad(cu_seqlens, (0, 1), value=seq_len).int().cpu()
     within = {}
-    if chunks:
+    if chunks and has_content(cu_seqlens):
+        starts = starts_of_boundaries(cu_seqlens, seq_len)
+        within = {x: starts.of_chunks(x, seq_len).boundaries(seq_len) for x in chunks}
+    elif chunks:
         # One longer than the batch: the last boundary may be its end.
         starts = torch.zeros(seq_len + 1, dtype=torch.bool, device=cu_seqlens.device)
         starts = starts.index_fill(0, cu_seqlens.long(), True)[:seq_len].unsqueeze(0)
@@ -175,17 +228,15 @@ def _by_boundaries(
 
 def _within(starts: Tensor, chunks: Set[int], positions: Tensor | None) -> dict[int, Tensor]:
     """Return boundaries of documents and of chunks within them, by the size of the chunks."""
-    return {chunk: boundaries(_starts_of_chunks(starts, chunk, positions)) for chunk in chunks}
+    return {
+        chunk: traced_boundaries(_starts_of_chunks(starts, chunk, positions)) for chunk in chunks
+    }
 
 
 def _starts_by_padding(attention_mask: Tensor) -> Tensor:
     is_token = attention_mask.bool()
     before = torch.nn.functional.pad(is_token, (1, 0))[:, :-1]
-    _require(
-        ((is_token & ~before).sum(-1) <= 1).all(),
-        "attention_mask must be one stretch of tokens in each row, with padding before or after "
-        "it; for packed documents leave it out, and give position_ids that start again",
-    )
+    _require(((is_token & ~before).sum(-1) <= 1).all(), ONE_STRETCH)
     return _with_first(is_token[:, 1:] != is_token[:, :-1])
 
 
@@ -210,7 +261,7 @@ def _starts_of_chunks(starts: Tensor, chunk: int, position_ids: Tensor | None) -
     return starts | (position % chunk == 0)
 
 
-def _require(condition: Tensor, message: str) -> None:
+def _require(condition: Any, message: str) -> None:
     """Raise unless the condition holds; a compiled graph asserts it when it runs."""
     if torch.compiler.is_compiling():
         torch._assert_async(condition, message)

@@ -245,7 +245,8 @@ class ScanChunks:
         length: tokens of a row on this rank.
         starts: local indices at which documents begin, for each row; a single row serves all.
         padding: attention mask of the local tokens, `(B, L)`, if the batch has one.
-        batch: boundaries and attention mask of the tokens of all ranks.
+        batch: boundaries and attention mask of the tokens of all ranks; or checksums of the masks,
+            `(W,)`.
     """
 
     length: int
@@ -259,6 +260,7 @@ class ScanChunks:
         cls,
         boundaries: Tensor | None,
         length: int,
+        padding: Tensor | None,
         mask: Tensor | None,
         rank: int,
         world_size: int,
@@ -268,15 +270,14 @@ class ScanChunks:
         Args:
             boundaries: boundaries of documents, `(D+1,)` or `(B, D+1)`; `None` for one document.
             length: tokens of a row on all ranks, with padding.
-            mask: the attention mask of all tokens without that padding, `(B, S)`.
+            padding: the attention mask of this rank's tokens, `(B, L)`.
+            mask: what tells the masks of batches apart, alike on all ranks: that of all tokens
+                without the layout's padding, `(B, S)`, or checksums.
             rank: index of the rank on the axis.
             world_size: number of ranks of the axis.
         """
         shard = length // world_size
         begin, end = rank * shard, (rank + 1) * shard
-        padding = None
-        if mask is not None:
-            padding = nn.functional.pad(mask, (0, length - mask.shape[1]))[:, begin:end]
         rows = [[0]] if boundaries is None else boundaries.reshape(-1, boundaries.shape[-1])
         # The last boundary is the end of a row, where no document begins; it may be repeated.
         found = [sorted({int(x) - begin for x in row if begin <= x < end}) for row in rows]
@@ -301,3 +302,16 @@ class ScanChunks:
             return None
         row = row if len(self.padding) > 1 else 0
         return self.padding[row : row + 1, chunk.begin : chunk.end]
+
+
+def own_padding(mask: Tensor | None, begin: int, length: int) -> Tensor | None:
+    """Return the mask, `(B, L)`, of `length` tokens from `begin` on, some of which may be missing.
+
+    Example:
+        >>> own_padding(torch.tensor([[1, 1, 1]]), 2, 2)
+        tensor([[1, 0]])
+    """
+    if mask is None:
+        return None
+    part = mask[:, begin : begin + length]
+    return nn.functional.pad(part, (0, length - part.shape[1]))

@@ -38,15 +38,15 @@ class LargestPosition:
 
     def __init__(self, model: nn.Module) -> None:
         self._position: Tensor | None = None
-        self._is_read = False
+        self.is_read = False
         for module in length_dependent(model):
             forward = _with_one_more(type(module).forward, self)
             module.forward = MethodType(forward, module)
-            self._is_read = True
+            self.is_read = True
 
     def set(self, positions: Tensor) -> None:
-        """Set the positions of the whole batch, without the padding of the layout."""
-        if self._is_read:
+        """Set the positions of the whole batch, or the largest, without the layout's padding."""
+        if self.is_read:
             self._position = positions.max()
 
     def clear(self) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from dtensor_ring.extension import axis_group, gathered, local_tokens
+from dtensor_ring.extension import axis_group, gathered, positions_of
 from parallel_plans.huggingface.core.attention_function import RingInputs
 from parallel_plans.huggingface.core.documents import left_padding
 from parallel_plans.huggingface.core.model_masks import (
@@ -136,18 +136,23 @@ def call_with_cache(
     positions = sharding.positions(batch, past, mask)
     batch, kept = replace(batch, positions=positions, seen=seen), None
     with memory.appending(tokens, padding, batch.others.get(LOGITS_TO_KEEP, 0)) as (new, inputs):
-        indices = torch.arange(new.sharded_length or num_tokens, device=tokens.device)
         if new.sharded_length:  # otherwise a layer's message compares the tokens
             sharding.check_same_batch(arguments | {"input_ids": tokens}, "a sharded append step")
-            indices = local_tokens(indices, new.axis.mesh, 0, new.layout)
-            batch = shard(batch, indices, new.sharded_length)
+            mesh, length = new.axis.mesh, new.sharded_length
+            runs = new.layout.runs(mesh.get_local_rank(), mesh.size(), length)
+            indices = positions_of(runs, tokens.device)
+            batch = shard(batch, indices, new.sharded_length, past)
+        else:
+            indices = torch.arange(num_tokens, device=tokens.device)
+            if positions is None:
+                batch = replace(batch, positions=(past + indices).unsqueeze(0))
         ring = RingInputs(inputs, past + indices, sharding.layer_masks, past=past)
         how = keywords(batch, ring, use_cache=True)
         if new.sharded_length:
             kept = sharding.keep_logits(how, new.layout, num_tokens, new.sharded_length)
         if hasattr(model.config, ROUTER_LOGITS):
             how[ROUTER_LOGITS] = False  # the config may ask for a loss
-        sharding.largest.set(positions)
+        sharding.set_largest(positions, indices, num_tokens, past)
         try:
             output = plain(model, **how, **{cache_name(model): cache})
         finally:

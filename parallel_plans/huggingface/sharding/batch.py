@@ -11,13 +11,12 @@ from zlib import crc32
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._guards import detect_fake_mode
 from torch.distributed import DeviceMesh, ProcessGroup
 from torch.distributed.tensor import DTensor
 
-from dtensor_ring import next_token_labels
 from dtensor_ring.extension import IGNORE_INDEX, Layout, axis_group, check_agreement, check_strided
 from parallel_plans.huggingface.core.attention_function import RingInputs
+from parallel_plans.huggingface.core.document_starts import blocks
 from parallel_plans.huggingface.core.documents import DocumentBounds
 from parallel_plans.huggingface.core.language_model import has_axes
 from parallel_plans.huggingface.core.layer_inputs import ScanChunks
@@ -40,10 +39,13 @@ NO_ALORA = (
     "adapters that begin at a token of the sequence, aLoRA, would begin on every rank; leave "
     "alora_invocation_tokens out"
 )
+SAME_WEIGHTS = (
+    "and have the same weights (seeded before the model is made, or loaded, and gradients averaged "
+    "over them)"
+)
 SAME_BATCH = (
     "get the same batch (samplers and the seeds of random collators depend on the data-parallel "
-    "rank only) and have the same weights (seeded before the model is made, or loaded, and "
-    "gradients averaged over them)"
+    f"rank only) {SAME_WEIGHTS}"
 )
 
 
@@ -58,6 +60,7 @@ class ModelBatch:
         mask: 1 for tokens and 0 for padding, `(B, S)`.
         seen: what tokens see if the outer model made their masks: one, or one per layer type.
         labels: what each token should predict, `(B, S)`.
+        label_shift: how many tokens later in `labels` that is.
         num_items: divisor of the loss, the number of labels of the whole batch.
         cu_seq_lens_q: boundaries of documents in the whole batch, `(D+1,)`.
         cu_seq_lens_k: the same boundaries for keys.
@@ -70,6 +73,7 @@ class ModelBatch:
     mask: Tensor | None = None
     seen: Any = None
     labels: Tensor | None = None
+    label_shift: int = 0
     num_items: Any = None
     cu_seq_lens_q: Tensor | None = None
     cu_seq_lens_k: Tensor | None = None
@@ -85,7 +89,6 @@ class BatchPlan:
         sharded_length: tokens of a row, with the padding of the layout.
         layout: the layout of this batch.
         documents: where documents begin and end.
-        positions: the positions of all tokens, in a shape of `ModelBatch.positions`.
         indices: which tokens of a padded row this rank has, `(L,)`.
         scan_chunks: chunks of the sequence, for layers with a state.
     """
@@ -94,13 +97,14 @@ class BatchPlan:
     sharded_length: int
     layout: Layout
     documents: DocumentBounds
-    positions: Tensor
     indices: Tensor
     scan_chunks: ScanChunks | None
 
 
 def parse(model: Any, arguments: dict[str, Any], loss: LossFunction) -> ModelBatch:
     """Check the arguments of a call, and return them as a batch.
+
+    Nothing is copied: `shard` takes the tokens of a rank, and shifts their labels.
 
     Raises:
         ValueError: naming the argument that would be computed wrongly.
@@ -111,13 +115,11 @@ def parse(model: Any, arguments: dict[str, Any], loss: LossFunction) -> ModelBat
     num_items = others.pop("num_items_in_batch", None)
     seq_len = check_batch(model, others)
     labels, shifted = others.pop("labels", None), others.pop("shift_labels", None)
+    shift = 0
     if labels is not None:
         loss.check(model)
-        if shifted is not None:
-            labels = shifted
-        elif loss.predicts_next:  # shift before sharding: the next token may be on another rank
-            labels = next_token_labels(labels)
-        num_items = (labels != IGNORE_INDEX).sum() if num_items is None else num_items
+        shift = int(loss.predicts_next and shifted is None)
+        labels = labels if shifted is None else shifted
     if seen is not None:
         if cu_seq_lens_q is not None:
             raise ValueError(
@@ -134,6 +136,7 @@ def parse(model: Any, arguments: dict[str, Any], loss: LossFunction) -> ModelBat
         mask=others.pop("attention_mask", None),
         seen=seen,
         labels=labels,
+        label_shift=shift,
         num_items=num_items,
         cu_seq_lens_q=cu_seq_lens_q,
         cu_seq_lens_k=cu_seq_lens_k,
@@ -141,18 +144,36 @@ def parse(model: Any, arguments: dict[str, Any], loss: LossFunction) -> ModelBat
     )
 
 
-def shard(batch: ModelBatch, indices: Tensor, sharded_length: int) -> ModelBatch:
-    """Return the tokens at `indices`, `(L,)`, of a batch that is padded to `sharded_length`."""
-    padding = sharded_length - batch.tokens.shape[1]
+def num_labels(batch: ModelBatch) -> Tensor:
+    """Return the number of tokens of a batch that have a label."""
+    assert batch.labels is not None
+    labels = batch.labels[:, batch.label_shift :]
+    return torch.stack([(x != IGNORE_INDEX).sum() for x in blocks(labels)]).sum()
 
-    def local(x: Tensor | None, dim: int = 1, value: int = 0) -> Any:
+
+def shard(batch: ModelBatch, indices: Tensor, sharded_length: int, past: int = 0) -> ModelBatch:
+    """Return the tokens at `indices`, `(L,)`, of a batch that is padded to `sharded_length`.
+
+    Positions that are not given count from `past`. The label of a token may be on another rank, so
+    labels are shifted here, where all are known.
+    """
+    seq_len = batch.tokens.shape[1]
+    is_padded = sharded_length > seq_len
+
+    def local(x: Tensor | None, dim: int = 1, value: int = 0, shift: int = 0) -> Any:
         if x is None:
             return None
-        if padding:
-            after = (x.ndim - 1 - dim) % x.ndim
-            x = nn.functional.pad(x, (0, 0) * after + (0, padding), value=value)
-        return x.index_select(dim, indices.to(x.device))
+        where = (indices + shift if shift else indices).to(x.device)
+        if not (is_padded or shift):
+            return x.index_select(dim, where)
+        is_after = (where >= seq_len).view(-1, *(1,) * ((x.ndim - 1 - dim) % x.ndim))
+        return x.index_select(dim, where.clamp(max=seq_len - 1)).masked_fill(is_after, value)
 
+    if batch.positions is None:
+        counted = (indices + past).masked_fill(indices >= seq_len, 0).unsqueeze(0)
+        positions = counted if is_padded else (indices + past).unsqueeze(0)
+    else:
+        positions = local(batch.positions, dim=-1)
     others = {name: local(x) if isinstance(x, Tensor) else x for name, x in batch.others.items()}
     if FEATURES in others:
         is_image = batch.others[IS_IMAGE]
@@ -161,9 +182,10 @@ def shard(batch: ModelBatch, indices: Tensor, sharded_length: int) -> ModelBatch
     return replace(
         batch,
         tokens=local(batch.tokens),
-        positions=local(batch.positions, dim=-1),
+        positions=positions,
         mask=local(batch.mask),
-        labels=local(batch.labels, value=IGNORE_INDEX),
+        labels=local(batch.labels, value=IGNORE_INDEX, shift=batch.label_shift),
+        label_shift=0,
         others=others,
     )
 
@@ -190,15 +212,6 @@ def keywords(
     }
 
 
-def has_content(batch: dict[str, Any]) -> bool:
-    """Return whether the tensors hold real data, which can be compared between ranks."""
-    # A graph cannot raise, and tensors within transforms of torch.func have no memory to read.
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
-        return False
-    tensors = [x for x in batch.values() if isinstance(x, Tensor)]
-    return detect_fake_mode(tensors) is None and "meta" not in {x.device.type for x in tensors}
-
-
 def described(batch: dict[str, Any]) -> dict[str, str]:
     """Describe the batch, so that ranks can compare theirs."""
     return {name: _described(x) for name, x in batch.items()}
@@ -218,7 +231,12 @@ def _described(x: Any) -> str:
         return f"{x.device.type} {kind}"
     if x.is_floating_point():  # computed values may differ in rounding
         return kind
-    return f"{kind} of checksum {crc32(x.detach().cpu().contiguous().numpy().tobytes()):08x}"
+    return f"{kind} of checksum {checksum_of(x):08x}"
+
+
+def checksum_of(x: Tensor) -> int:
+    """Return a checksum of the content of a tensor, from its memory: nothing is copied."""
+    return crc32(x.detach().cpu().contiguous().numpy().data)
 
 
 def check_batch(model: Any, arguments: dict[str, Any]) -> int:
@@ -292,6 +310,8 @@ def _check_dtype(name: str, x: Tensor) -> None:
     is_float = x.is_floating_point()
     if name in ("input_ids", "labels", "position_ids") and x.dtype not in INTEGERS:
         raise ValueError(f"{name} must be integers, got {x.dtype}; use .long()")
+    if name == "labels" and x.dtype == torch.uint8:
+        raise ValueError(f"labels must be able to hold {IGNORE_INDEX}, got {x.dtype}; use .long()")
     if name == "inputs_embeds" and not is_float:
         raise ValueError(f"{name} must be floating, got {x.dtype}; or pass them as input_ids")
     if name == "attention_mask" and (x.is_complex() or x.is_quantized):
@@ -315,12 +335,14 @@ def _check_range(model: Any, batch: dict[str, Any]) -> None:
         if x is None or x.device.type != "cpu" or torch.compiler.is_compiling():
             continue
         count = _num_entries(model, embeddings)
-        wrong = x[((x < 0) | (x >= count)) & ((x != IGNORE_INDEX) | (name != "labels"))]
-        if wrong.numel():
-            raise ValueError(
-                f"{name} must be from 0 to {count - 1}, as the model has {count} of them, got "
-                f"{wrong[0].item()}"
-            )
+        for part in blocks(x):
+            is_wrong = (part < 0) | (part >= count)
+            wrong = part[is_wrong & ((part != IGNORE_INDEX) | (name != "labels"))]
+            if wrong.numel():
+                raise ValueError(
+                    f"{name} must be from 0 to {count - 1}, as the model has {count} of them, got "
+                    f"{wrong[0].item()}"
+                )
 
 
 def _num_entries(model: Any, embeddings: nn.Module | None) -> int:
@@ -394,14 +416,22 @@ class Agreement:
         Raises:
             ValueError: on every rank, if their weights or batches differ.
         """
-        trains = torch.is_grad_enabled()
-        count = self._num_agreed[trains] + 1
-        # Powers of two have one bit.
-        if count.bit_count() == 1 if trains else count == 1:
+        if self.is_due():
             group = axis_group(mesh)
             here = described(batch) | {"weights": checksum(model, group)}
             check_agreement(group, here, SAME_BATCH)
-        self._num_agreed[trains] = count
+        self.passed()
+
+    def is_due(self) -> bool:
+        """Return whether this forward is one to check."""
+        trains = torch.is_grad_enabled()
+        count = self._num_agreed[trains] + 1
+        # Powers of two have one bit.
+        return count.bit_count() == 1 if trains else count == 1
+
+    def passed(self) -> None:
+        """Count a forward in which the ranks agreed."""
+        self._num_agreed[torch.is_grad_enabled()] += 1
 
 
 def checksum(model: nn.Module, group: ProcessGroup) -> str:

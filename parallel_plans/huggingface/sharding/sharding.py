@@ -15,10 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from dtensor_ring import Balanced, Mask, SequenceAxis, sequence_runs
-from dtensor_ring.extension import Layout, axis_group, checked_barrier, local_tokens
+from dtensor_ring.extension import Layout, axis_group, checked_barrier, positions_of
 from parallel_plans.huggingface.core.attention_function import RingInputs, check_implementation
+from parallel_plans.huggingface.core.document_starts import has_content
 from parallel_plans.huggingface.core.documents import DocumentBounds, find_documents
-from parallel_plans.huggingface.core.layer_inputs import ShardedInputs
+from parallel_plans.huggingface.core.layer_inputs import ShardedInputs, own_padding
 from parallel_plans.huggingface.core.model_masks import largest
 from parallel_plans.huggingface.core.patterns import LayerMask, LayerMasks
 from parallel_plans.huggingface.core.positions import LargestPosition, LastTokens, counter_of
@@ -32,11 +33,12 @@ from parallel_plans.huggingface.sharding.batch import (
     BatchPlan,
     ModelBatch,
     described,
-    has_content,
     keywords,
+    num_labels,
     parse,
     shard,
 )
+from parallel_plans.huggingface.sharding.local_batch import IN_GRAPH, LocalBatches, is_local
 from parallel_plans.huggingface.sharding.outputs import Outputs, OutputSpec
 from parallel_plans.huggingface.states.state_passing import AxisStatePassing
 
@@ -45,7 +47,8 @@ class Sharding:
     """Shards a batch over the ranks of the axis, and joins their outputs.
 
     A batch goes through four steps: `parse` checks it and names its parts, `plan` decides where its
-    tokens go, `shard` takes this rank's tokens, and `call` makes the keywords of the forward.
+    tokens go, `shard` takes this rank's tokens, and `call` makes the keywords of the forward. A
+    batch that comes sharded goes through `local` instead of the first three.
     """
 
     def __init__(
@@ -57,8 +60,10 @@ class Sharding:
         unshard_outputs: bool,
         passing: AxisStatePassing | None = None,
         cache_dtype: str | None = None,
+        local_batch: bool = False,
+        why_whole: str | None = None,
     ) -> None:
-        self.cache_dtype = cache_dtype
+        self.cache_dtype, self.local_batch = cache_dtype, local_batch
         self.axis, self.layer_masks, self.loss, self.passing = axis, layer_masks, loss, passing
         self.outputs, self.agreement = Outputs(axis, unshard_outputs), Agreement()
         self.largest = LargestPosition(model)
@@ -68,6 +73,8 @@ class Sharding:
         known = [x for x in layer_masks.values() if isinstance(x, LayerMask)]
         self.chunks = frozenset(x.mask.chunk for x in known if x.mask.chunk)
         self._known_masks, self._counts = known, counter_of(model)
+        is_plain = self._counts is None, passing is None, not self.largest.is_read
+        self._local_batches = LocalBatches(axis, self.agreement, loss, why_whole, *is_plain)
         self._names = list(signature(model.forward).parameters)
         self._spec: OutputSpec | None = None
 
@@ -94,16 +101,64 @@ class Sharding:
     def inputs(self, model: Any, arguments: dict[str, Any]) -> tuple[dict[str, Any], OutputSpec]:
         """Return the keywords of the forward on this rank, and what joining its outputs needs."""
         has_logits = pops_logits(model, arguments) or self.returns_logits
+        if self.local_batch or is_local(arguments):
+            batch, plan = self.local(model, arguments)
+            return self.call(model, batch, plan, has_logits)
         self.agree(model, arguments)
         batch = parse(model, arguments, self.loss)
+        if batch.labels is not None and batch.num_items is None:
+            batch = replace(batch, num_items=num_labels(batch))
         plan = self.plan(batch)
-        self.largest.set(plan.positions)
-        batch = replace(batch, positions=plan.positions)
+        batch = replace(batch, positions=self.positions(batch))
+        self.set_largest(batch.positions, plan.indices, plan.seq_len)
         local = shard(batch, plan.indices, plan.sharded_length)
         return self.call(model, local, plan, has_logits)
 
+    @torch.compiler.disable(reason=IN_GRAPH)
+    def local(self, model: Any, arguments: dict[str, Any]) -> tuple[ModelBatch, BatchPlan]:
+        """Return a batch whose tokens on this rank are given, and how it is sharded.
+
+        Raises:
+            ValueError: on every rank, if one got arguments that are refused, or shards differ in
+                more than their tokens.
+        """
+        batch, shared = self._local_batches.receive(model, arguments)
+        seq_len, layout = shared.seq_len, self.axis.layout
+        indices = self._indices(layout, seq_len, batch)
+        self.set_largest(shared.largest, indices, seq_len)
+        documents = find_documents(
+            seq_len,
+            self.chunks,
+            attention_mask=batch.mask,
+            position_ids=batch.positions,
+            cu_seq_lens_q=batch.cu_seq_lens_q,
+            cu_seq_lens_k=batch.cu_seq_lens_k,
+            starts=shared.starts,
+        )
+        chunks = None
+        if self.passing is not None:
+            padding = shared.padding, shared.checksums
+            chunks = self.passing.begin(self._boundaries(batch, documents), seq_len, *padding)
+        if batch.positions is None:
+            batch = replace(batch, positions=indices.unsqueeze(0))
+        return batch, BatchPlan(seq_len, seq_len, layout, documents, indices, chunks)
+
+    def _indices(self, layout: Layout, length: int, batch: ModelBatch) -> Tensor:
+        """Return which tokens of a row of `length` tokens this rank has, `(L,)`."""
+        mesh = self.axis.mesh
+        runs = layout.runs(mesh.get_local_rank(), mesh.size(), length)
+        return positions_of(runs, batch.tokens.device)
+
+    def set_largest(
+        self, positions: Tensor | None, indices: Tensor, seq_len: int, past: int = 0
+    ) -> None:
+        """Set the largest position of a batch, which by default ends at `past + seq_len`."""
+        if self.largest.is_read:
+            last = indices.new_full((), past + seq_len - 1)
+            self.largest.set(last if positions is None else positions.to(indices.device))
+
     def plan(self, batch: ModelBatch) -> BatchPlan:
-        """Decide how a batch is sharded, and find its documents and positions."""
+        """Decide how a batch is sharded, and find its documents."""
         layout, mesh, seq_len = self.axis.layout, self.axis.mesh, batch.tokens.shape[1]
         documents = find_documents(
             seq_len,
@@ -118,15 +173,16 @@ class Sharding:
         else:
             # Stateful layers ignore a state for a single token, so each rank gets at least two.
             length = layout.padded_length(max(seq_len, 2 * mesh.size()), mesh.size())
-            scan_chunks = self.passing.begin(self._boundaries(batch, documents), length, batch.mask)
+            bounds, shard_length = self._boundaries(batch, documents), length // mesh.size()
+            padding = own_padding(batch.mask, mesh.get_local_rank() * shard_length, shard_length)
+            scan_chunks = self.passing.begin(bounds, length, padding, batch.mask)
         if length > seq_len:
             documents = documents.bounded(seq_len)
         if layout.per_batch:
             layout = self._balanced(documents, length, batch.seen)
             documents = replace(documents, runs=sequence_runs(layout))
-        indices = torch.arange(length, device=batch.tokens.device)
-        indices, positions = local_tokens(indices, mesh, 0, layout), self.positions(batch)
-        return BatchPlan(seq_len, length, layout, documents, positions, indices, scan_chunks)
+        indices = self._indices(layout, length, batch)
+        return BatchPlan(seq_len, length, layout, documents, indices, scan_chunks)
 
     def _boundaries(self, batch: ModelBatch, documents: DocumentBounds) -> Tensor | None:
         """Return the document boundaries for stateful layers, which mask padding themselves."""
@@ -150,19 +206,19 @@ class Sharding:
         mask = max(masks, key=masks.count, default=Mask.causal())
         return Balanced(mask, seq_len, self.axis.mesh.size(), documents.packed)
 
-    def positions(self, batch: ModelBatch, past: int = 0, mask: Tensor | None = None) -> Tensor:
-        """Return the given positions, or count them as the model does, by default from zero.
+    def positions(
+        self, batch: ModelBatch, past: int = 0, mask: Tensor | None = None
+    ) -> Tensor | None:
+        """Return the given positions, or count them as the model does; `None` if from zero.
 
         Args:
             batch: the batch of new tokens.
             past: number of cached tokens before them.
             mask: the attention mask of all tokens, if it is not in the batch.
         """
-        if batch.positions is not None:
-            return batch.positions
         tokens, num_tokens = batch.tokens, batch.tokens.shape[1]
-        if self._counts is None:
-            return torch.arange(past, past + num_tokens, device=tokens.device).unsqueeze(0)
+        if batch.positions is not None or self._counts is None:
+            return batch.positions
         mask = batch.mask if mask is None else mask
         if past and mask is None:
             mask = tokens.new_ones(len(tokens), past + num_tokens)
@@ -202,7 +258,7 @@ class Sharding:
 
     def agree(self, model: nn.Module, batch: dict[str, Any]) -> None:
         """Check in some forwards that all ranks have the same batch and weights."""
-        if has_content(batch):
+        if has_content(*batch.values()):
             self.agreement.check(model, batch, self.axis.mesh)
 
     def check_same_batch(self, batch: dict[str, Any], what: str) -> None:
@@ -211,7 +267,7 @@ class Sharding:
         Raises:
             RingError: on every rank, if they differ.
         """
-        if has_content(batch):
+        if has_content(*batch.values()):
             with checked_barrier(axis_group(self.axis.mesh), what, described(batch)):
                 pass
 

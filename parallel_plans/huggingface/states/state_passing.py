@@ -101,20 +101,23 @@ class AxisStatePassing:
         self._last: ScanChunks | None = None
         self._alive: WeakSet[ScanChunks] = WeakSet()
 
-    def begin(self, boundaries: Tensor | None, length: int, mask: Tensor | None) -> ScanChunks:
+    def begin(
+        self, boundaries: Tensor | None, length: int, padding: Tensor | None, mask: Tensor | None
+    ) -> ScanChunks:
         """Begin a batch of `length` tokens.
 
         Args:
             boundaries: boundaries of documents, `(D+1,)` or `(B, D+1)`; `None` for one document.
             length: tokens of a row on all ranks, with padding.
-            mask: the attention mask of all tokens without that padding, `(B, S)`.
+            padding: the attention mask of this rank's tokens in contiguous order, `(B, L)`.
+            mask: what tells the masks of batches apart, see `ScanChunks.of`.
 
         Returns:
             The chunks to pass to calls of layers. Checkpointing repeats these calls in backward,
             when there may be a later batch. A call without chunks uses those of the last batch.
         """
-        mesh = self._axis.mesh
-        self._last = ScanChunks.of(boundaries, length, mask, mesh.get_local_rank(), mesh.size())
+        place = self._axis.mesh.get_local_rank(), self._axis.mesh.size()
+        self._last = ScanChunks.of(boundaries, length, padding, mask, *place)
         self._alive.add(self._last)
         return self._last
 

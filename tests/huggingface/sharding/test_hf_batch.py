@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from parallel_plans.huggingface import context_parallel_plan
 from parallel_plans.huggingface.losses.loss import LossFunction
-from parallel_plans.huggingface.sharding.batch import parse, shard
+from parallel_plans.huggingface.sharding.batch import num_labels, parse, shard
 from tests.families import SMALL
 from tests.pool import Pool
 
@@ -27,6 +27,10 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
     "ids beyond": ({"input_ids": IDS + 25}, "input_ids must be from 0 to 31, .* got 32"),
     "labels beyond": ({"labels": IDS + 25}, "labels must be from 0 to 31, .* got 32"),
     "negative label": ({"labels": IDS - 99}, "labels must be from 0 to 31, .* got -99"),
+    "labels of bytes": (
+        {"labels": IDS.byte()},
+        "labels must be able to hold -100, got torch.uint8",
+    ),
     "float labels": ({"labels": IDS.float()}, "labels must be integers, got torch.float32"),
     "labels of two rows": ({"labels": IDS.expand(2, 8)}, "labels must have the 1 rows of the tok"),
     "sparse mask": ({"attention_mask": IDS.to_sparse()}, "attention_mask must be a dense, strided"),
@@ -34,21 +38,22 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
 
 
 def test_parts_of_a_batch() -> None:
-    """Labels are shifted in the whole batch; padding has none, and is no token."""
+    """Labels are shifted as a rank takes its tokens; padding has none, and is no token."""
     model = LlamaForCausalLM(LlamaConfig(**SMALL))
     loss = LossFunction(None, True, None, None)
     types = torch.ones_like(IDS)
     given = {"input_ids": IDS, "labels": IDS, "attention_mask": types, "token_type_ids": types}
     whole = parse(model, given | {"use_cache": False}, loss)
-    assert (whole.name, whole.positions, whole.num_items) == ("input_ids", None, 7)
-    assert whole.labels is not None
-    assert whole.labels.tolist() == [[1, 2, 3, 4, 5, 6, 7, -100]]
+    assert (whole.name, whole.positions, num_labels(whole)) == ("input_ids", None, 7)
+    assert (whole.labels is IDS, whole.tokens is IDS) == (True, True), "nothing is copied"
     assert list(whole.others) == ["token_type_ids", "use_cache"]
     local = shard(whole, torch.tensor([1, 2, 7, 8]), 10)
     assert local.labels is not None
     assert local.mask is not None
     assert local.tokens.tolist() == [[1, 2, 7, 0]]
     assert local.labels.tolist() == [[2, 3, -100, -100]]
+    assert local.positions is not None
+    assert local.positions.tolist() == [[1, 2, 7, 0]]
     assert local.mask.tolist() == local.others["token_type_ids"].tolist() == [[1, 1, 1, 0]]
 
 

@@ -247,6 +247,9 @@ def refuse_options(folder: str) -> None:
     model.peft_config = {"default": SimpleNamespace(alora_invocation_tokens=[3, 4])}
     with pytest.raises(ValueError, match="adapters that begin at a token"):
         ContextParallelTrainer(model, arguments(folder, BATCH), mesh=mesh)
+    plan = {"local_batch": True}
+    with pytest.raises(ValueError, match="local_batch=True, and the data loader of a trainer"):
+        ContextParallelTrainer(small_model("Llama"), arguments(folder, BATCH), mesh=mesh, plan=plan)
 
 
 def test_refuses_what_ranks_cannot_share(pool: Pool, tmp_path: Path) -> None:

@@ -1,0 +1,202 @@
+"""Batches that come sharded: what no rank has whole is trained on as by one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import parallelize_module
+
+from dtensor_ring import shard_sequence, unshard_sequence
+from parallel_plans.huggingface import context_parallel_plan
+from tests.families import small_model
+from tests.huggingface.test_families import batches
+from tests.pool import Pool
+from tests.results import difference, results_of
+
+KINDS = ("plain", "padded left", "packed", "boundaries", "counted")
+OF_BATCH = ("cu_seq_lens_q", "cu_seq_lens_k", "num_items_in_batch")
+"""Arguments that are the same on all ranks."""
+
+
+def whole_batch(kind: str, seq_len: int) -> dict[str, Any]:
+    """The ways people feed a model, cut to a length."""
+    of_kind = {"boundaries": "plain", "counted": "padded right"}.get(kind, kind)
+    batch: dict[str, Any] = {
+        name: x[:, :seq_len].contiguous() for name, x in batches()[of_kind].items()
+    }
+    if kind == "boundaries":
+        bounds = torch.tensor([0, 7, 12, seq_len], dtype=torch.int32)
+        batch |= {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}
+        positions = [torch.arange(end - begin) for begin, end in bounds.unfold(0, 2, 1).tolist()]
+        batch["position_ids"] = torch.cat(positions).expand(2, -1)
+    if kind == "counted":
+        batch["num_items_in_batch"] = torch.tensor(9)
+    return batch
+
+
+def shards(batch: dict[str, Any], mesh: DeviceMesh) -> dict[str, Any]:
+    """What a rank is given of a batch, as DTensors."""
+    return {
+        name: x if name in OF_BATCH else shard_sequence(x.contiguous(), mesh, 1)
+        for name, x in batch.items()
+    }
+
+
+def plain(batch: dict[str, Any]) -> dict[str, Any]:
+    return {name: x.to_local() if isinstance(x, DTensor) else x for name, x in batch.items()}
+
+
+def planned(family: str, layout: str, **options: Any) -> tuple[Any, DeviceMesh]:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    model = small_model(family)
+    return parallelize_module(model, mesh, context_parallel_plan(model, layout, **options)), mesh
+
+
+def compare(family: str, layout: str, seq_len: int, kinds: tuple[str, ...]) -> dict[str, str]:
+    """What is off, by the form and the kind of a batch."""
+    stock, wrong = small_model(family), {}
+    for form in ("plain", "DTensors"):
+        model, mesh = planned(family, layout, local_batch=form == "plain")
+        for kind in kinds:
+            given = shards(whole_batch(kind, seq_len), mesh)
+            found = results_of(model, plain(given) if form == "plain" else given)
+            expected = results_of(stock, whole_batch(kind, seq_len))
+            error, name = difference(found, expected)
+            if name:
+                wrong[f"{form}, {kind}"] = f"{name}: {error}"
+    return wrong
+
+
+CASES = [
+    ("Llama", "zigzag", 2, 20, KINDS),
+    ("Llama 4", "zigzag", 4, 23, ("padded left", "packed")),
+    ("Qwen3-Next", "zigzag", 2, 20, ("padded left", "plain")),
+]
+REPEATED = [
+    ("Qwen3-MoE, router loss", "striped", 2, 20, ("padded left", "packed")),
+    ("Gemma 3", "contiguous", 4, 23, ("plain", "packed")),
+    ("Phi-3, longrope", "zigzag", 2, 20, ("plain", "packed")),
+    ("Llama", "striped", 4, 20, KINDS),
+    ("Llama", "contiguous", 2, 23, KINDS),
+    ("Qwen3-MoE, router loss", "zigzag", 4, 23, ("plain", "counted")),
+    ("OPT", "zigzag", 2, 20, ("packed",)),
+    ("BERT", "zigzag", 2, 20, ("plain", "padded left")),
+    ("Jamba", "contiguous", 2, 20, ("plain", "padded left")),
+]
+
+
+@pytest.mark.parametrize(
+    ("family", "layout", "world_size", "seq_len", "kinds"),
+    [*CASES, *(pytest.param(*case, marks=pytest.mark.repeats) for case in REPEATED)],
+)
+def test_trains_as_one_process(
+    pool: Pool, family: str, layout: str, world_size: int, seq_len: int, kinds: tuple[str, ...]
+) -> None:
+    for rank, wrong in enumerate(pool.run(world_size, compare, family, layout, seq_len, kinds)):
+        assert not wrong, f"rank {rank}"
+
+
+def other_inputs() -> None:
+    """Embeddings, labels that are shifted already, and outputs of all and of the last tokens."""
+    model, mesh = planned("Llama", "zigzag", local_batch=True)
+    stock, batch = small_model("Llama"), whole_batch("plain", 20)
+    labels, tokens = batch["labels"], batch["input_ids"]
+    shifted = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
+    given = plain(shards({"inputs_embeds": stock.get_input_embeddings()(tokens).detach()}, mesh))
+    of_labels = plain(shards({"labels": labels, "shift_labels": shifted}, mesh))
+    found = model(**given, **of_labels, output_logits=True)
+    expected = stock(input_ids=tokens, labels=labels)
+    torch.testing.assert_close(found.loss, expected.loss)
+    torch.testing.assert_close(unshard_sequence(found.logits, 1), expected.logits)
+    assert found.logits.placements == (Shard(1),)
+    with torch.no_grad():
+        last = model(**given, logits_to_keep=3).logits
+        torch.testing.assert_close(last, expected.logits[:, -3:].detach())
+        # A prompt is whole on each rank.
+        asked = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
+        assert torch.equal(model.generate(tokens, **asked), stock.generate(tokens, **asked))
+
+
+def test_other_inputs_and_outputs(pool: Pool) -> None:
+    pool.run(2, other_inputs)
+
+
+def ids(length: int, num_rows: int = 1) -> dict[str, Tensor]:
+    return {"input_ids": torch.ones(num_rows, length, dtype=torch.long)}
+
+
+def replicated(rank: int) -> dict[str, Any]:
+    mesh = init_device_mesh("cpu", (2,))
+    return {"input_ids": DTensor.from_local(ids(8)["input_ids"], mesh, [Replicate()])}
+
+
+REFUSALS: dict[str, tuple[str, Callable[[int], dict[str, Any]]]] = {
+    "fewer tokens than the layout gives": (
+        r"hold \[8, 7\] .*15 together, and .* 'striped' over 2 ranks needs 16: fill rows up",
+        lambda rank: ids(8 - rank),
+    ),
+    "lengths of another layout": (
+        r"hold \[7, 9\].* gives them \[8, 8\]; shard_seq",
+        lambda rank: ids(7 + 2 * rank),
+    ),
+    "rows of one rank": (
+        r"differ in input_ids: .*\(1, L\) on \[0\].*\(2, L\) on \[1\]",
+        lambda rank: ids(8, 1 + rank),
+    ),
+    "an error of one rank": (
+        r"differ in error: none on \[0\], ValueError: input_ids must be integers, .* on \[1\]",
+        lambda rank: {"input_ids": ids(8)["input_ids"].to(torch.float32 if rank else torch.int64)},
+    ),
+    "labels of one rank": (
+        r"differ in labels: none on \[0\], torch.int64 \(1, L\) on \[1\]",
+        lambda rank: ids(8) | ({"labels": ids(8)["input_ids"]} if rank else {}),
+    ),
+    "labels of another length": (
+        r"must have one length, got {'input_ids': 8, 'labels': 16}",
+        lambda rank: ids(8) | {"labels": ids(16)["input_ids"]},
+    ),
+    "boundaries that differ": (
+        r"differ in cu_seq_lens_q: torch.int32 \(2,\) of checksum",
+        lambda rank: ids(8) | {"cu_seq_lens_q": torch.tensor([0, 15 + rank]).int()},
+    ),
+    "two stretches of tokens": (
+        "must be one stretch of tokens",
+        lambda rank: ids(8) | {"attention_mask": torch.tensor([[1, 0] * 4])},
+    ),
+    "replicated": (r"input_ids must be Shard\(1\) over the axis of the plan", replicated),
+}
+
+
+def check_refusals() -> None:
+    """On every rank, and none waits for another."""
+    model, _ = planned("Llama", "striped", local_batch=True)
+    for message, given in REFUSALS.values():
+        with pytest.raises(ValueError, match=message):
+            model(**given(dist.get_rank()))
+    assert model(**ids(8)).logits.shape == (1, 16, 32)
+    counting, _ = planned("OPT", "striped", local_batch=True)
+    with pytest.raises(ValueError, match=r"OPT.* counts positions .* give position_ids"):
+        counting(**ids(8))
+
+
+def test_refusals(pool: Pool) -> None:
+    pool.run(2, check_refusals)
+
+
+@pytest.mark.parametrize(
+    ("message", "head", "layout"),
+    [
+        ("the head of LlamaForSequenceClassification reads", "ForSequenceClassification", "zigzag"),
+        ("layout 'balanced' is made of the documents", "ForCausalLM", "balanced"),
+    ],
+)
+def test_models_that_need_the_whole_batch(message: str, head: str, layout: str) -> None:
+    with pytest.raises(ValueError, match=f"{message}.*; give every rank the whole batch"):
+        context_parallel_plan(small_model("Llama", head), layout, local_batch=True)

@@ -1,0 +1,137 @@
+"""What a rank allocates does not grow with the sequence, as long as its own part does not.
+
+Ranks are those of a group that sends nothing, so that a world of any size takes one process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import parallelize_module
+
+from dtensor_ring.transport import transport
+from dtensor_ring.transport.transport import BufferPool
+from parallel_plans import sequence_order
+from parallel_plans.huggingface import context_parallel_plan
+from parallel_plans.huggingface.core import document_starts
+from tests.families import small_model
+from tests.pool import Pool
+from tests.rings import fake_group
+from tests.traced_bytes import Peak, Slope, peak_of, slope_of
+
+SHARDS, WORLDS = (256, 512), (8, 16)
+"""Tokens of a rank, and ranks: 2,048, 4,096 and 8,192 tokens."""
+LIMIT = Slope(tensors=2, objects=16)
+"""Positions, labels or boundaries of all tokens would take 4 or 8 each. Runs of each rank, for a
+cache, take 1 where a rank has 256 tokens; Python's objects vary by some thousand bytes in all."""
+OF_ONE_KIND = ("Llama", "Qwen3-MoE, router loss")
+"""Families whose layers are all alike, so that one of them is enough."""
+
+
+def batch_of(kind: str, seq_len: int) -> dict[str, Tensor]:
+    """Tokens, and what says which of them see one another."""
+    index = torch.arange(seq_len).unsqueeze(0)
+    batch = {"input_ids": torch.ones_like(index)}
+    if kind == "packed":
+        batch["position_ids"] = index % (seq_len // 2)
+    elif kind == "padded":
+        batch["attention_mask"] = (index >= 5).long()
+    return batch
+
+
+def run(model: Any, kind: str, batch: dict[str, Tensor]) -> None:
+    """Train on a batch, or prefill a cache with it."""
+    if kind != "prefill":
+        model(**batch, labels=batch["input_ids"]).loss.backward()
+        return
+    is_stateful = model.context_parallel_sharding.passing is not None
+    with torch.no_grad():
+        # States are in no sharded cache.
+        model(**batch, use_cache=not is_stateful, logits_to_keep=1)
+
+
+def prepare(model: Any, kind: str, batch: dict[str, Tensor]) -> None:
+    """Do what is done before the first layer, whose memory would hide it."""
+    labels = {} if kind == "prefill" else {"labels": batch["input_ids"]}
+    model.context_parallel_sharding.inputs(model, batch | labels)
+
+
+def measured(family: str, kind: str, is_local: bool, call: Callable[..., None] = run) -> Slope:
+    """Bytes for each token of all ranks, beside the batch."""
+
+    def peak(num_tokens: int, world_size: int) -> Peak:
+        # Without messages of the batch before, whose memory would be used again.
+        messages = patch.multiple(transport, BUFFERS=BufferPool())
+        with messages, fake_group(world_size, rank=world_size // 2):
+            mesh = init_device_mesh("cpu", (world_size,))
+            changes = {"num_hidden_layers": 1} if family in OF_ONE_KIND else {}
+            model = small_model(family, **changes)
+            plan = context_parallel_plan(model, "zigzag", local_batch=is_local)
+            parallelize_module(model, mesh, plan)
+            batch = batch_of(kind, num_tokens * (1 if is_local else world_size))
+            return peak_of(lambda: call(model, kind, batch))
+
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(document_starts, "BLOCK", 64))
+        # Of messages that nobody sends, no label may be read.
+        same = {"relayout": lambda x, *_, **__: x.clone(), "gather_rows": _copies}
+        stack.enter_context(patch.multiple(sequence_order, **same))
+        return slope_of(peak, SHARDS, WORLDS)
+
+
+def _copies(part: Tensor, rows: list[int], mesh: object) -> Tensor:
+    """As if all ranks had what this one has."""
+    return part.repeat(len(rows), 1)
+
+
+CASES = [
+    ("Llama", "packed", False),
+    ("Llama", "plain", True),
+    ("Qwen3-MoE, router loss", "plain", False),
+    ("Gemma 3", "prefill", False),
+    ("Qwen3-Next", "padded", False),
+]
+REPEATED = [
+    ("Llama", "prefill", False),
+    ("Qwen3-MoE, router loss", "prefill", False),
+    ("Gemma 3", "padded", False),
+    ("Gemma 3", "plain", True),
+    ("Qwen3-Next", "prefill", False),
+    ("Jamba", "padded", False),
+]
+
+
+@pytest.mark.parametrize(
+    ("family", "kind", "is_local"),
+    [*CASES, *(pytest.param(*case, marks=pytest.mark.repeats) for case in REPEATED)],
+)
+def test_nothing_grows_with_the_sequence(
+    pool: Pool, family: str, kind: str, is_local: bool
+) -> None:
+    (slope,) = pool.run(1, measured, family, kind, is_local)
+    assert slope.tensors <= LIMIT.tensors
+    assert slope.objects <= LIMIT.objects
+
+
+@pytest.mark.parametrize(
+    ("family", "kind", "is_local"),
+    [
+        ("Gemma 3", "packed", False),
+        ("Qwen3-Next", "padded", False),
+        pytest.param("Llama", "plain", False, marks=pytest.mark.repeats),
+        pytest.param("Llama", "plain", True, marks=pytest.mark.repeats),
+    ],
+)
+def test_nothing_grows_before_the_first_layer(
+    pool: Pool, family: str, kind: str, is_local: bool
+) -> None:
+    (slope,) = pool.run(1, measured, family, kind, is_local, prepare)
+    assert slope.tensors <= LIMIT.tensors
+    assert slope.objects <= LIMIT.objects

@@ -28,6 +28,7 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 # The fork server imports them once for all workers, if they are installed.
 PRELOADED = [__name__, "torch._inductor.compile_fx", "transformers.modeling_utils"]
+PRELOADED += ["dtensor_ring", "parallel_plans.huggingface"]
 GRACE_SECONDS = 15  # for the other ranks, once one has failed
 # Under load gloo now and then drops a connection while the ranks of a group meet
 # (pytorch/pytorch#53270). That is no fault of what is tested: such a run is begun once more.

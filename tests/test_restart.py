@@ -44,7 +44,7 @@ def run(script: Path, *launch: str) -> tuple[str, str]:
     # In processes that need not import torch again.
     if launch:
         done = run_launcher(*launch, script, cwd=script.parent, env=ALONE | OWN_STORE)
-        assert done.code == 0, done.errors
+        assert done.code == 0, done
     else:
         (done,) = run_script(script, cwd=script.parent, env=ALONE | OWN_STORE)
     return done.printed, done.errors

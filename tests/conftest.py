@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,8 @@ from hypothesis import settings
 
 from tests.pool import Pool
 from tests.samples import SAMPLES, sampled
+
+SIGNATURES = re.compile(r"^def test_\w+\((.*?)\) ->", re.MULTILINE | re.DOTALL)
 
 
 @pytest.fixture(scope="session")
@@ -86,12 +89,21 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Whether a file has nothing of the sample that is asked for: it need not be imported."""
-    sample = config.getoption("--sample")
-    if not sample or collection_path.suffix != ".py":
+    """Whether a file has nothing that is asked for: it need not be imported."""
+    sample, processes = config.getoption("--sample"), config.getoption("--processes")
+    if not (sample or processes) or collection_path.suffix != ".py":
         return None
     file = collection_path.relative_to(Path(__file__).parent).as_posix()
-    return None if file in SAMPLES[sample] else True
+    if sample and file not in SAMPLES[sample]:
+        return True
+    return True if processes and _is_without(collection_path.read_text(), processes) else None
+
+
+def _is_without(code: str, processes: str) -> bool:
+    """Whether none of the tests in a file can have so many processes."""
+    if processes == "many":
+        return "pool" not in code
+    return all("pool: Pool" in given for given in SIGNATURES.findall(code))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

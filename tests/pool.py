@@ -7,6 +7,7 @@ import gc
 import os
 import shutil
 import signal
+import sys
 import time
 import traceback
 import warnings
@@ -28,6 +29,13 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 # The fork server imports them once for all workers, if they are installed.
 PRELOADED = [__name__, "torch._inductor.compile_fx", "transformers.modeling_utils"]
+PRELOADED += ["dtensor_ring", "parallel_plans.huggingface"]
+# And what the workers import for these tests, if they were collected.
+TRAINERS = "tests.huggingface.trainers"
+PRELOADED_FOR = {
+    f"{TRAINERS}.test_trainer": "transformers.trainer",
+    f"{TRAINERS}.test_trl": "trl.trainer.sft_trainer",
+}
 GRACE_SECONDS = 15  # for the other ranks, once one has failed
 # Under load gloo now and then drops a connection while the ranks of a group meet
 # (pytorch/pytorch#53270). That is no fault of what is tested: such a run is begun once more.
@@ -152,8 +160,13 @@ def starting() -> Any:
     if torch.cuda.is_available():
         return mp.get_context("spawn")
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
+    context.set_forkserver_preload(preloaded())
     return context
+
+
+def preloaded() -> list[str]:
+    """What the fork server imports, for the tests of this run."""
+    return [*PRELOADED, *(x for tests, x in PRELOADED_FOR.items() if tests in sys.modules)]
 
 
 def settle() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,6 +14,19 @@ TOLERANCE = {"loss": 2e-5, "gradients": 2e-4}
 
 Results = tuple[Tensor, dict[str, Tensor]]
 """A loss, and gradients by name."""
+
+
+def of_first_rank(make: Callable[[], Any]) -> Any:
+    """What is made on one rank, and sent to all: of a stock model it is the same on each.
+
+    Random numbers go on everywhere as if nothing had been drawn.
+    """
+    made = [None]
+    if dist.get_rank() == 0:
+        with torch.random.fork_rng(devices=[]):
+            made = [make()]
+    dist.broadcast_object_list(made)
+    return made[0]
 
 
 def results_of(model: Any, batch: dict[str, Tensor]) -> Results:

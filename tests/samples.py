@@ -110,12 +110,10 @@ OLDEST = {
     "ops/test_op.py": [
         "test_as_exact_as_one_process[2]",
         "test_autocast_does_what_it_does_to_sdpa[dtype0]",
-        "test_edges[2]",
     ],
     "ops/test_compile.py": [
         "test_five_batches_of_documents_compile_once[dtype0]",
         "test_inductor_equals_eager",
-        "test_slices_of_one_shape_compile_once",
         "test_three_attentions_are_three_nodes_forward_and_backward",
     ],
     "all_to_all/test_op.py": [
@@ -125,7 +123,6 @@ OLDEST = {
     "ops/test_fakes.py": [
         "test_fake_kernels_promise_what_the_real_ones_return[grouped-token-major]",
         "test_opcheck[documents]",
-        "test_opcheck[plain]",
     ],
     "ops/test_flops.py": ["test_flops_of_dtensors_are_those_of_all_ranks[None]"],
     "ops/test_gradcheck.py": [
@@ -133,7 +130,7 @@ OLDEST = {
         "test_second_derivatives_are_refused",
     ],
     "ops/test_rows_op.py": ["test_ops"],
-    "ops/test_state.py": ["test_gradcheck", "test_ops"],
+    "ops/test_state.py": ["test_ops"],
     "ops/test_transforms.py": [
         "test_transform[module-ulysses]",
         "test_transform[vmap of grad-ring]",
@@ -141,33 +138,27 @@ OLDEST = {
     "dtensor/flex/test_flex_attention.py": [
         "test_five_batches_compile_once",
         "test_the_higher_order_op",
-        "test_two_axes_and_strategies[exchange]",
     ],
     "dtensor/test_agreement.py": [
         "test_autocast_of_one_rank",
         "test_compiled_calls_are_not_compared",
         "test_every_rank_raises_and_the_ring_still_works[DTensors-3]",
-        "test_every_rank_raises_and_the_ring_still_works[plain-2]",
     ],
     "dtensor/test_cache_tag.py": ["test_ranks_have_graphs_of_their_own", "test_tag"],
-    "dtensor/test_choice.py": ["test_a_graph_for_all_lengths", "test_compiled"],
+    "dtensor/test_choice.py": ["test_a_graph_for_all_lengths"],
     "dtensor/test_dtensor.py": [
-        "test_compiled[cp, tp: DTensor sinks]",
         "test_compiled[dp, cp: window]",
         "test_dense_result[cp]",
-        "test_dense_result[uneven contiguous]",
         "test_refusal[key replicated]",
     ],
     "dtensor/test_export.py": ["test_export"],
     "dtensor/test_gather.py": ["test_gradients_average_over_the_axis", "test_sum_over_the_axis"],
     "dtensor/test_merge.py": [
         "test_compiled",
-        "test_on_a_mesh_of_several_axes",
         "test_opcheck[dtype0-order0]",
     ],
     "dtensor/test_sdpa.py": [
         "test_dense_result[dp, cp, grouped]",
-        "test_dense_result[dp, cp]",
         "test_ops_of_gpus[flash]",
         "test_unfused[causal]",
     ],
@@ -178,7 +169,6 @@ OLDEST = {
         "test_round_trip[zigzag]",
     ],
     "dtensor/test_style.py": [
-        "test_batch_sizes_recompile_twice_at_most",
         "test_one_node_per_attention",
         "test_ring_attention_inside",
     ],
@@ -187,10 +177,8 @@ OLDEST = {
         "test_one_node_for_each_exchange_and_five_batches_compile_once"
     ],
     "dtensor/test_varlen.py": ["test_compiled", "test_every_window[2-contiguous]"],
-    "faults/test_faults.py": ["test_rings_side_by_side[kernel]"],
     "huggingface/test_families.py": [
         "test_family_equals_the_stock_model[Gemma 3-4]",
-        "test_family_equals_the_stock_model[Llama-2]",
     ],
     "huggingface/test_families_trained.py": [
         "test_ten_steps_of_fsdp_equal_one_process[full-calls1]"
@@ -201,8 +189,8 @@ OLDEST = {
         "test_opcheck[runs and rows]",
     ],
     "decode/test_decode_dtensors.py": ["test_by_placements[dp, cp]"],
-    "test_fuzz.py": ["test_fuzz[zigzag-2 ranks, 2]", "test_fuzz[zigzag-4 ranks, 2]"],
-    "test_gpu_check.py": ["test_every_step_of_several_ranks", "test_every_step_runs"],
+    "test_fuzz.py": ["test_fuzz[zigzag-4 ranks, 2]"],
+    "test_gpu_check.py": ["test_every_step_of_several_ranks"],
     "test_played.py": [
         "test_ring[zigzag-reference on cpu]",
         "test_ring_of_large_messages[zigzag-1]",

@@ -2,7 +2,8 @@
 
 A new interpreter imports torch and transformers for 5 to 10 seconds, so the fork server of the pool
 starts these processes. What differs for a script: its process ends without Python's own clean-up,
-and several ranks are started here and not by torchrun, whose environment they see.
+and several ranks are started here and not by torchrun, whose environment they see. Where torchrun
+itself is tested, its ranks are forks of its process.
 """
 
 from __future__ import annotations
@@ -13,22 +14,25 @@ import socket
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from multiprocessing.connection import wait
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import torch
+from torch.distributed.launcher.api import elastic_launch
 
 from tests.pool import starting
 
 
 class Ended(NamedTuple):
-    """What a process left."""
+    """How a process ended, what it printed, and the processes that it left behind."""
 
     code: int | None
     printed: str
     errors: str
+    left: list[str]
 
 
 def run_script(
@@ -49,22 +53,53 @@ def run_script(
         env: variables that it sees beside those of this process.
         timeout: in seconds, after which it has failed.
     """
-    context = starting()
     places = _torchrun(ranks) if ranks else [{}]
+    given = str(script), [str(x) for x in argv], cwd
+    ended = _run_all([(*given, {**(env or {}), **place}) for place in places], timeout)
+    assert all(x.code == 0 for x in ended), ended
+    return ended
+
+
+def run_launcher(
+    module: str,
+    *argv: object,
+    cwd: Path | None = None,
+    env: Mapping[str, str] | None = None,
+    timeout: float = 200,
+) -> Ended:
+    """Run `python -m` of torchrun, or of what calls it, whose ranks are forks; it may fail.
+
+    Args:
+        module: `torch.distributed.run`, or a launcher that hands on to it.
+        argv: its arguments.
+        cwd: the folder it runs in.
+        env: variables that it sees beside those of this process.
+        timeout: in seconds, after which it has failed.
+    """
+    job = module, [str(x) for x in argv], cwd, dict(env or {})
+    (ended,) = _run_all([job], timeout, is_launcher=True)
+    return ended
+
+
+def _run_all(jobs: list[Any], timeout: float, is_launcher: bool = False) -> list[Ended]:
+    """Run jobs, which lack the file of their output, side by side."""
+    context = starting()
     with TemporaryDirectory() as folder:
-        files = [Path(folder, str(rank)) for rank in range(len(places))]
-        jobs = [
-            Job(str(script), [str(x) for x in argv], cwd, {**(env or {}), **place}, file)
-            for place, file in zip(places, files, strict=True)
+        files = [Path(folder, str(rank)) for rank in range(len(jobs))]
+        processes = [
+            # Those that are daemons may have no processes of their own.
+            context.Process(
+                target=_run, args=(Job(*job, file, is_launcher),), daemon=not is_launcher
+            )
+            for job, file in zip(jobs, files, strict=True)
         ]
-        processes = [context.Process(target=_run, args=(job,), daemon=True) for job in jobs]
         for process in processes:
             process.start()
         _join(processes, timeout)
-        pairs = zip(processes, files, strict=True)
-        ended = [Ended(x.exitcode, _read(file, ".out"), _read(file, ".err")) for x, file in pairs]
-    assert all(x.code == 0 for x in ended), ended
-    return ended
+        return [
+            Ended(x.exitcode, _read(file, ".out"), _read(file, ".err"), _session(x.pid))
+            for x, file in zip(processes, files, strict=True)
+        ]
 
 
 class Job(NamedTuple):
@@ -76,6 +111,7 @@ class Job(NamedTuple):
         cwd: the folder it runs in, by default that of the test.
         env: variables that are set for it.
         file: the path of its output, without the suffix.
+        is_launcher: whether it is torchrun, or calls it.
     """
 
     script: str
@@ -83,6 +119,7 @@ class Job(NamedTuple):
     cwd: Path | None
     env: dict[str, str]
     file: Path
+    is_launcher: bool = False
 
 
 def _torchrun(num_ranks: int) -> list[dict[str, str]]:
@@ -107,6 +144,16 @@ def _join(processes: list[Any], timeout: float) -> None:
         process.join()
 
 
+def _session(leader: int) -> list[str]:
+    """The processes of a session."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has ended
+            _, _, _, session = path.read_text().rpartition(")")[2].split()[:4]
+            found += [path.parent.name] * (session == str(leader))
+    return found
+
+
 def _read(file: Path, suffix: str) -> str:
     path = file.with_suffix(suffix)
     return path.read_text() if path.exists() else ""
@@ -119,9 +166,38 @@ def _run(job: Job) -> None:
     os.environ.update(job.env, OMP_NUM_THREADS="1")
     torch.set_num_threads(1)
     os.chdir(job.cwd or Path.cwd())
-    sys.argv = [job.script, *job.argv]
-    if job.script.endswith(".py"):
-        sys.path.insert(0, str(Path(job.script).parent))
-        runpy.run_path(job.script, run_name="__main__")
+    if job.is_launcher:
+        os.setsid()
+        _fork_ranks()
+    _execute(job.script, job.argv)
+
+
+def _execute(script: str, argv: list[str]) -> None:
+    """Run a script or a module as Python does."""
+    sys.argv = [script, *argv]
+    if script.endswith(".py"):
+        sys.path.insert(0, str(Path(script).parent))
+        runpy.run_path(script, run_name="__main__")
     else:
-        runpy.run_module(job.script, run_name="__main__", alter_sys=True)
+        runpy.run_module(script, run_name="__main__", alter_sys=True)
+
+
+def _fork_ranks() -> None:
+    """Let torchrun fork this process for its ranks, where it would start interpreters."""
+    original = elastic_launch.__init__
+
+    def launch(self: Any, config: Any, entrypoint: str) -> None:
+        assert entrypoint == sys.executable
+        config.start_method = "fork"
+        original(self, config, _execute_command)
+
+    elastic_launch.__init__ = launch
+
+
+def _execute_command(*command: str) -> None:
+    """Run what follows the interpreter on a command line: `-u script.py` or `-u -m module`."""
+    flag, *others = command
+    assert flag == "-u", "output is not kept back"
+    script, *argv = others[1:] if others[0] == "-m" else others
+    sys.stdout.reconfigure(line_buffering=True)
+    _execute(script, argv)

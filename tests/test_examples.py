@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
 import sys
 from argparse import Namespace
 from collections.abc import Callable
@@ -17,7 +15,7 @@ import pytest
 import torch
 
 from tests.pool import Pool
-from tests.scripts import run_script
+from tests.scripts import run_launcher, run_script
 from tests.test_public import ROOT
 
 EXAMPLES = ROOT / "examples"
@@ -224,13 +222,11 @@ def test_train_packed() -> None:
 
 def test_finetune_sft(tmp_path: Path) -> None:
     pytest.importorskip("trl")
-    launch = ("-m", "accelerate.commands.launch", "--main_process_port", "0", "--config_file")
+    launch = ("accelerate.commands.launch", "--main_process_port", "0", "--config_file")
     options = ("--steps", "3", "--seq-len", "128", "--files", "3", "--lora", "--out", tmp_path)
-    command = [sys.executable, *launch, EXAMPLES / "finetune_sft.yaml"]
-    command += [EXAMPLES / "finetune_sft.py", *options]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    run = subprocess.run(command, env=environment, timeout=200, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
-    first, *_, last = (float(x) for x in re.findall(r"{'loss': '([0-9.]+)'", run.stdout))
+    script = EXAMPLES / "finetune_sft.py"
+    run = run_launcher(*launch, script.with_suffix(".yaml"), script, *options)
+    assert run.code == 0, run
+    first, *_, last = (float(x) for x in re.findall(r"{'loss': '([0-9.]+)'", run.printed))
     assert 4 < last < first < 6  # of 257 bytes, at random 5.5
     assert (tmp_path / "adapter_model.safetensors").stat().st_size

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.scripts import run_script
+from tests.scripts import run_launcher, run_script
 from tests.test_examples import ALONE, TORCHRUN
 from tests.test_pages import CODE
 from tests.test_public import ROOT
@@ -44,19 +41,13 @@ def printed_steps(folder: Path, *launch: str, before: str = "") -> dict[str, flo
 
 def run(script: Path, *launch: str) -> tuple[str, str]:
     """What a script prints and its errors, as it is or launched by a module."""
-    if not launch:  # in a process that need not import torch again
-        (alone,) = run_script(script, cwd=script.parent, env=ALONE | OWN_STORE)
-        return alone.printed, alone.errors
-    done = subprocess.run(
-        [sys.executable, *launch, str(script)],
-        cwd=script.parent,
-        env=os.environ | ALONE | OWN_STORE,
-        timeout=200,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout, done.stderr
+    # In processes that need not import torch again.
+    if launch:
+        done = run_launcher(*launch, script, cwd=script.parent, env=ALONE | OWN_STORE)
+        assert done.code == 0, done
+    else:
+        (done,) = run_script(script, cwd=script.parent, env=ALONE | OWN_STORE)
+    return done.printed, done.errors
 
 
 def test_restart(tmp_path: Path) -> None:
@@ -65,5 +56,5 @@ def test_restart(tmp_path: Path) -> None:
     assert list(whole) == ["0", "1", "2", "3"]
     # As on the page: gloo itself fails to connect now and then, and torchrun tries again.
     restarts = "--max-restarts", "3"
-    restarted = printed_steps(tmp_path / "restarted", *TORCHRUN, *restarts, before=FAILS_ONCE)
+    restarted = printed_steps(tmp_path / "restarted", *TORCHRUN[1:], *restarts, before=FAILS_ONCE)
     assert restarted == pytest.approx(whole, rel=1e-5)

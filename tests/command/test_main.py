@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -18,11 +15,11 @@ from dtensor_ring.balanced.hybrid import Hybrid, compare_hybrid_layouts
 from dtensor_ring.command.main import main
 from parallel_plans.models import load
 from tests.forced import machine_for
-from tests.scripts import run_script
+from tests.scripts import run_launcher, run_script
 from tests.simulate.machines import round_machine
 from tests.test_public import ROOT
 
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+TORCHRUN = "torch.distributed.run", "--standalone", "--nproc-per-node", "2"
 
 
 @pytest.mark.parametrize(
@@ -177,26 +174,12 @@ def test_doctor_of_two_ranks() -> None:
 
 
 def test_doctor_of_a_kernel_that_is_not_there_leaves_nothing_behind() -> None:
-    doctor = [*TORCHRUN, "-m", "dtensor_ring", "doctor", "--kernel", "flash_attn2"]
-    mark = f"DOCTOR_OF={os.getpid()}"
-    name, _, value = mark.partition("=")
-    environment = os.environ | {name: value, "COLUMNS": "200"}
-    run = subprocess.run(
-        doctor, cwd=ROOT, env=environment, timeout=120, capture_output=True, text=True
-    )
-    assert run.returncode != 0
-    assert "wrong" in run.stdout
-    assert "kernel flash_attn2" in run.stdout
-    left = [path.parent.name for path in Path("/proc").glob("*/environ") if _has(path, mark)]
-    assert not left
-
-
-def _has(path: Path, mark: str) -> bool:
-    """Whether a process has a mark in its environment."""
-    try:
-        return mark.encode() in path.read_bytes()
-    except OSError:  # it has ended, or belongs to somebody else
-        return False
+    doctor = "dtensor_ring", "doctor", "--kernel", "flash_attn2"
+    run = run_launcher(*TORCHRUN, "-m", *doctor, cwd=ROOT, env={"COLUMNS": "200"}, timeout=120)
+    assert run.code != 0
+    assert "wrong" in run.printed
+    assert "kernel flash_attn2" in run.printed
+    assert not run.left
 
 
 def test_doctor_finds_a_wrong_ring(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from tests.pool import DROPPED, PRELOADED, Place, run_rank, settle
+from tests.pool import DROPPED, Place, preloaded, run_rank, settle
 
 TIMEOUT = 3.0
 """Seconds that groups wait for a message, where a test is about that limit."""
@@ -162,7 +162,7 @@ class Worlds:
     def _process(self, member: int) -> tuple[Any, Connection]:
         if member not in self._processes:
             context = mp.get_context("forkserver")
-            context.set_forkserver_preload(PRELOADED)
+            context.set_forkserver_preload(preloaded())
             ours, theirs = context.Pipe()
             home = self._homes[member] if self._homes else None
             args = theirs, self._store.port, home

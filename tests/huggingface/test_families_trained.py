@@ -28,6 +28,7 @@ from parallel_plans.huggingface import context_parallel_plan, ring_checkpoint_co
 from tests.dense import largest
 from tests.families import VOCABULARY, small_model
 from tests.pool import Pool
+from tests.results import of_first_rank
 
 STEPS, SEQ_LEN = 10, 24
 CHECKPOINTING = {
@@ -92,6 +93,14 @@ def sharded(
     return model, mesh["dp"].get_local_rank()
 
 
+def trained_alone(
+    family: str, changes: dict[str, Any] | None = None
+) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Losses and weights of one process."""
+    model = small_model(family, **changes or {}).train()
+    return train(model, slice(None))[0], model.state_dict()
+
+
 def train_both(
     family: str,
     checkpointing: dict[str, Any] | None,
@@ -102,12 +111,11 @@ def train_both(
     # The sharded logits are a view of the local ones, which FSDP2 says not to write to.
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
     model, row = sharded(family, checkpointing, layout, changes)
-    stock = small_model(family, **changes or {}).train()
     losses, counts = train(model, slice(row, row + 1))
-    expected, _ = train(stock, slice(None))
+    expected, stock = of_first_rank(lambda: trained_alone(family, changes))
     mean = torch.tensor(losses)
     dist.all_reduce(mean)
-    states = get_model_state_dict(model), stock.state_dict()
+    states = get_model_state_dict(model), stock
     whole = {k: x.full_tensor() if isinstance(x, DTensor) else x for k, x in states[0].items()}
     return {
         "loss": (mean / 4 - torch.tensor(expected)).abs().max().item(),
@@ -142,7 +150,7 @@ def mixed_losses() -> tuple[list[float], list[float]]:
     model, row = sharded("Llama", None, mp_policy=precision)
     mean = torch.tensor(train(model, slice(row, row + 1))[0])
     dist.all_reduce(mean)
-    return (mean / 4).tolist(), train(small_model("Llama").train(), slice(None))[0]
+    return (mean / 4).tolist(), of_first_rank(lambda: trained_alone("Llama"))[0]
 
 
 def test_mixed_precision(pool: Pool) -> None:

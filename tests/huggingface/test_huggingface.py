@@ -36,17 +36,19 @@ def without_layers(model: Any, num_left: int) -> Any:
     return model
 
 
-def train_both(layout: str, compiled: bool, steps: int, seq_len: int) -> list[tuple[float, float]]:
+def train_both(
+    layout: str, backend: str | None, steps: int, seq_len: int
+) -> list[tuple[float, float]]:
     """Per step of the demo: difference of the losses, and the largest of a gradient, relative.
 
     By SGD: Adam's first steps turn rounding in a gradient near zero into a full step.
     """
     options = argparse.Namespace(seq_len=seq_len, batch=2)
     ring, stock = (
-        without_layers(model, 1 if compiled else 4)
+        without_layers(model, 1 if backend else 4)
         for model in (parallel_model(layout, seq_len), small_model("llama", seq_len))
     )
-    forward = torch.compile(ring, fullgraph=True) if compiled else ring
+    forward = torch.compile(ring, fullgraph=True, backend=backend) if backend else ring
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.03) for model in (ring, stock)]
     text, differences = read_standard_library(), []
     for step in range(steps):
@@ -72,16 +74,22 @@ def relative(ours: Tensor, theirs: Tensor) -> float:
 # are in test_outputs_of_all_input_forms.
 REPEATED = [
     pytest.param(*pair, marks=pytest.mark.repeats)
-    for pair in product(("contiguous", "striped"), (False, True))
+    for pair in product(("contiguous", "striped"), (None, "inductor"))
 ]
 
 
 @pytest.mark.parametrize(
-    ("layout", "compiled"),
-    [("zigzag", False), ("zigzag", True), *REPEATED],
+    ("layout", "backend"),
+    [
+        ("zigzag", None),
+        ("zigzag", "aot_eager"),
+        # What Inductor makes of the graph is tested in tests/ops/test_compile.
+        pytest.param("zigzag", "inductor", marks=pytest.mark.repeats),
+        *REPEATED,
+    ],
 )
-def test_trains_as_one_process(pool: Pool, layout: str, compiled: bool) -> None:
-    for rank, differences in enumerate(pool.run(2, train_both, layout, compiled, 4, 192)):
+def test_trains_as_one_process(pool: Pool, layout: str, backend: str | None) -> None:
+    for rank, differences in enumerate(pool.run(2, train_both, layout, backend, 4, 192)):
         for step, (loss, gradient) in enumerate(differences):
             assert loss < 1e-5, f"rank {rank}, step {step}: loss differs by {loss}"
             assert gradient < 1e-5, f"rank {rank}, step {step}: a gradient differs by {gradient}"

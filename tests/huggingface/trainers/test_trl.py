@@ -34,7 +34,7 @@ pytest.importorskip("trl")
 
 @dataclass(frozen=True)
 class Case:
-    """A run, the ranks that train it, and those that go on with it from its third step."""
+    """A run, the ranks that train it, and those that go on with it from its second step."""
 
     run: Run
     sizes: Sizes

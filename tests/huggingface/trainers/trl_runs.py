@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from tests.families import SMALL, VOCABULARY, small_model
 from tests.huggingface.trainers.test_trainer import counted
 
-NUM_ROWS, BATCH, STEPS, RESUMED = 32, 4, 6, 3
+NUM_ROWS, BATCH, STEPS, RESUMED = 32, 4, 4, 2
 WORDS = [f"w{number}" for number in range(VOCABULARY - 4)]
 UNLIKE = "step_time"
 """Of a log: what a clock says, beside what `counted` knows."""

@@ -23,7 +23,7 @@ from parallel_plans.huggingface import context_parallel_plan, stock_model
 from tests.dense import largest
 from tests.multimodal import CASES, FAMILIES, SEQ_LEN, batch_of, small_model
 from tests.pool import Pool
-from tests.results import results_with_logits
+from tests.results import of_first_rank, results_with_logits
 
 SAMPLE = ("several images", "padded left", "packed")
 """Of the cases; `--all-images` runs the others, too, more ranks and another layout."""
@@ -47,7 +47,8 @@ def planned(family: str, layout: str = "zigzag", **options: Any) -> Any:
 def compare(family: str, layout: str, cases: tuple[str, ...]) -> dict[str, dict[str, float]]:
     """By case: errors of the loss, the logits and each gradient, relative to their norms."""
     model, errors = planned(family, layout, unshard_outputs=True), {}
-    for case, (loss, logits, grads) in stock_results(family, cases).items():
+    expected = of_first_rank(lambda: stock_results(family, cases))
+    for case, (loss, logits, grads) in expected.items():
         # Without logits the head makes the losses of its tokens.
         batch = batch_of(family, case)
         without = model(**batch).loss.detach()

@@ -157,14 +157,14 @@ def test_lessons() -> None:
         assert torch.equal(label[labelled], row[labelled])
 
 
-@pytest.mark.parametrize(("depth", "begin"), [(0.0, 0), (0.5, 38), (1.0, 76)])
+@pytest.mark.parametrize(("depth", "begin"), [(0.0, 0), (0.5, 42), (1.0, 84)])
 def test_hidden_passkey(depth: float, begin: int) -> None:
     passkey = import_module("passkey")
     text, digits = torch.full((100,), ord(" "), dtype=torch.uint8), torch.tensor(list(b"123456"))
     prompt = bytes(passkey.hide(text, digits, depth).tolist())
-    assert prompt == (b" " * begin + passkey.QUESTION + b"123456").ljust(91) + passkey.QUESTION
-    with pytest.raises(ValueError, match="at least 24 tokens, got 23"):
-        passkey.hide(text[:23], digits, depth)
+    assert prompt == (b" " * begin + passkey.QUESTION + b"123456").ljust(95) + passkey.QUESTION
+    with pytest.raises(ValueError, match="at least 16 tokens, got 15"):
+        passkey.hide(text[:15], digits, depth)
 
 
 def test_profile(tmp_path: Path) -> None:

@@ -206,8 +206,8 @@ def _best_keys_record(
 
 
 NO_GRADIENT = (
-    "decode_selected_attention has no gradient, and an input needs one; call it within "
-    "torch.no_grad(), or train with selected_attention"
+    "decode_selected_attention has no gradient, and one of query, key, value and sinks needs one; "
+    "call it within torch.no_grad(), or train with selected_attention"
 )
 _SINKS = nodes.place_of_sinks(DECODE_LEAVES)
 

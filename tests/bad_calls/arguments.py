@@ -142,6 +142,16 @@ SIMULATED: Right = {
     "batches": just(None),
     "world_size": just(None),
 }
+LONGEST: Right = {
+    name: SIMULATED[name]
+    for name in ("config", "mesh", "machine", "layout", "strategy", "batch", "dtype")
+} | {
+    "memory": just(None, 10**9),
+    "seq_len": just(None, 64),
+    "settings": just(None),
+    "kv_dtype": just(None, "int8"),
+    "is_timed": just(True, False),
+}
 TOKENS: Right = {
     "tokens": made(lambda: torch.arange(8), lambda: torch.ones(1, 8, dtype=torch.int32)),
     "cu_seqlens": made(lambda: None, lambda: ints(0, 3, 8)),

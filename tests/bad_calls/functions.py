@@ -24,6 +24,7 @@ from tests.bad_calls.arguments import (
     INPUTS,
     LAID_OUT,
     LISTED,
+    LONGEST,
     MASK,
     MESH,
     OPTIONS,
@@ -197,6 +198,7 @@ FUNCTIONS |= {
         ("simulate_attention", ATTENTION, nothing),
         ("choose_layout", LAID_OUT, nothing),
         ("simulate_step", SIMULATED, nothing),
+        ("longest_sequences", LONGEST, nothing),
         ("Balanced", PLANNED | {"block": just(None, 2)}, nothing),
         ("BlockCyclic", {"block": just(2)}, nothing),
         (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import isqrt
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +17,7 @@ from dtensor_ring.simulate.training.layer_attention import attention_rooms
 from dtensor_ring.simulate.training.memory_setting import MemorySetting
 from dtensor_ring.simulate.training.step import simulated_step
 from dtensor_ring.simulate.training.step_memory import StepMemory, step_memory
-from dtensor_ring.simulate.training.step_request import StepRequest, step_request
+from dtensor_ring.simulate.training.step_request import MAX_PAIRS, StepRequest, step_request
 from dtensor_ring.transport.transport import TransferPolicy
 
 # Tokens of an MLP tile: their products are large enough for a GPU, and their memory does not count.
@@ -168,7 +169,8 @@ def longest_sequences(
 
     Parameters, gradients and states of AdamW are float32, and sharded by FSDP2 over `dp_shard` and
     `cp` together. Layers are those of transformers without compilation; what each part of a layer
-    keeps and needs is counted, see Note [Pieces], and the fullest moment of the step decides.
+    keeps and needs is counted, see Note [Pieces], and the fullest moment of the step decides. A
+    length is one whose pairs of tokens over all heads are at most 2 ** 60, as seconds need them.
 
     Args:
         config: as in `simulate_step`.
@@ -291,6 +293,11 @@ def _largest(needed: Callable[[int], int], allowed: int, most: int) -> int:
 
 
 def _most_units(asked: StepRequest, allowed: int) -> int:
-    """Return a number of units whose tokens between two layers alone need more than is allowed."""
+    """Return a number of units whose tokens between two layers alone need more than is allowed.
+
+    It is less where their pairs of tokens, over all heads, would be more than are counted.
+    """
     token = asked.model.hidden * asked.shard.itemsize * asked.batch
-    return allowed // (token * UNIT) + 1
+    heads = max(layer.heads[0] for layer in asked.model.layers)
+    counted = isqrt(MAX_PAIRS // (asked.batch * max(heads, 1)))
+    return min(allowed // (token * UNIT) + 1, counted // asked.seq_len)

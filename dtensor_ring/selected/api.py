@@ -8,10 +8,12 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from dtensor_ring.dtensor import call_check
 from dtensor_ring.dtensor.annotation import tag_compiled
 from dtensor_ring.ops.call_site import called_from
+from dtensor_ring.ops.checks import check_strided
 from dtensor_ring.ops.options import Call, flatten
 from dtensor_ring.planning.mask import Mask
 from dtensor_ring.planning.ranges import as_count
@@ -220,6 +222,11 @@ def _rows(key: Tensor, value: Tensor | int) -> tuple[Tensor, tuple[int, int]]:
     """Return keys and values side by side, and the span of the values."""
     if isinstance(value, Tensor):
         _check_dims("value", value, 4, "(B, Nkv, L, Hv)")
+        if isinstance(key, DTensor) != isinstance(value, DTensor):
+            raise TypeError(
+                f"key and value must both be DTensors, or none of them, got "
+                f"{type(key).__name__} and {type(value).__name__}"
+            )
         if value.shape[:3] != key.shape[:3] or value.dtype != key.dtype:
             raise ValueError(
                 f"value must have the batch, heads, tokens and dtype of key, {tuple(key.shape)} "
@@ -241,6 +248,7 @@ def _check_dims(name: str, x: Any, ndim: int, shape: str) -> None:
     """Refuse what is not a tensor of these dims."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} must be a tensor or a DTensor, got {type(x).__name__}")
+    check_strided(name, x)
     if x.ndim != ndim:
         raise ValueError(f"{name} must be {shape}, got shape {tuple(x.shape)}")
 

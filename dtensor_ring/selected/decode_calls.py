@@ -14,6 +14,7 @@ from dtensor_ring.decode.api import placed
 from dtensor_ring.decode.op import DecodeBatch, DecodeCall, flatten_decode
 from dtensor_ring.dtensor import call_check
 from dtensor_ring.ops.call_site import called_from
+from dtensor_ring.ops.checks import check_strided
 from dtensor_ring.planning.mask import Mask
 from dtensor_ring.planning.ranges import as_count
 from dtensor_ring.planning.slices import Slices
@@ -159,6 +160,7 @@ def _check_plain(name: str, x: Any, ndim: int) -> None:
     """Refuse what is not a plain tensor of these dims."""
     if not isinstance(x, Tensor) or isinstance(x, DTensor):
         raise TypeError(f"{name} must be a plain tensor, got {type(x).__name__}; use .to_local()")
+    check_strided(name, x)
     if x.ndim != ndim:
         raise ValueError(f"{name} must have {ndim} dims, got shape {tuple(x.shape)}")
 

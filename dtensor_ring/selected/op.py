@@ -153,6 +153,12 @@ def check_index(query: Tensor, key: Tensor, weights: Tensor | None) -> None:
     Raises:
         ValueError: says what was given.
     """
+    for what in ("dtype", "device"):
+        if getattr(query, what) != getattr(key, what):
+            raise ValueError(
+                f"index_query and index_key must have one {what}, got {getattr(query, what)} and "
+                f"{getattr(key, what)}; use .to()"
+            )
     check_inputs(query, key, key, None)
     if key.shape[1] != 1:
         raise ValueError(f"index keys have one head, got {tuple(key.shape)}")

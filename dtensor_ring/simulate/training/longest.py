@@ -202,9 +202,9 @@ def longest_sequences(
         >>> found.rows[0].seq_len < 500_000 < 3_000_000 < found.rows[-1].seq_len
         True
     """
-    settings = SETTINGS if settings is None else settings
-    if not settings:
-        raise ValueError("settings must have at least one MemorySetting, got none")
+    settings = _settings(settings)
+    if not isinstance(is_timed, bool):
+        raise TypeError(f"is_timed must be True or False, got {is_timed!r}")
     device = as_machine(machine)
     allowed = int(device.memory * (1 - SPARE)) if memory is None else memory
     allowed = as_count("memory", allowed, 1)
@@ -226,6 +226,22 @@ def longest_sequences(
         seq_len=seq_len,
         smallest=_smallest(asked, rows, seq_len, is_timed),
     )
+
+
+def _settings(given: Sequence[MemorySetting] | None) -> Sequence[MemorySetting]:
+    """Return the settings to try, by default all that there are.
+
+    Raises:
+        TypeError: if they are not a sequence of settings.
+        ValueError: if there are none.
+    """
+    if given is None:
+        return SETTINGS
+    if not isinstance(given, Sequence) or not all(isinstance(x, MemorySetting) for x in given):
+        raise TypeError(f"settings must be a sequence of MemorySetting, got {given!r}")
+    if not given:
+        raise ValueError("settings must have at least one MemorySetting, got none")
+    return given
 
 
 def _smallest(

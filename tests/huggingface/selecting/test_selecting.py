@@ -44,7 +44,8 @@ def test_family_equals_the_stock_model(
         assert worst < 1e-5, f"{layout}, rank {rank}: {errors}"
 
 
-TRAINED = {("DeepSeek-V3.2", "full"), ("Hy 4", "selective")}
+# Hy 4 has layers that share an index, and all kinds of this plan; `--all-cases` has the others.
+TRAINED = {("Hy 4", "selective")}
 
 
 @pytest.mark.parametrize(

@@ -46,8 +46,8 @@ class FileMemory:
         sizes = [self._mapped("size", rank, 8).view(torch.int64) for rank in ranks]
         sizes[self._rank].fill_(outbox.numel())
         signals = [self._mapped("signals", rank, num_signals) for rank in ranks]
-        self.wait(lambda: all(sizes))
-        assert len({int(x) for x in sizes}) == 1, "all outboxes have one size"
+        # All outboxes have one size; ranks that differ wait until they are told so.
+        self.wait(lambda: {int(x) for x in sizes} == {outbox.numel()})
         outboxes = [self._mapped("outbox", rank, outbox.numel()) for rank in ranks]
         return FilePeers(self, self._rank, outboxes, signals)
 
@@ -78,7 +78,7 @@ class FileMemory:
         end = time.monotonic() + DEADLINE
         while not is_there():
             if time.monotonic() > end or (self._folder / "failed").exists():
-                raise RuntimeError("another rank failed, or is not in time")
+                raise RuntimeError("another rank failed, differs, or is not in time")
             time.sleep(1e-4)
 
 

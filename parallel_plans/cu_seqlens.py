@@ -24,8 +24,13 @@ def boundaries(starts: Tensor) -> Tensor:
     return filled_boundaries(starts.nonzero().cpu(), *starts.shape)
 
 
-def filled_boundaries(starts: Tensor, num_rows: int, seq_len: int) -> Tensor:
+def filled_boundaries(
+    starts: Tensor, num_rows: int, seq_len: int, min_room: int | None = None
+) -> Tensor:
     """Return `boundaries` of row and position of the first token of each document, `(D, 2)`.
+
+    By default there is room for one document per token. With `min_room` there is room for so many,
+    or for the next power of two of what a row has.
 
     Example:
         >>> filled_boundaries(torch.tensor([[0, 0], [0, 3]]), 1, 4).tolist()
@@ -34,7 +39,10 @@ def filled_boundaries(starts: Tensor, num_rows: int, seq_len: int) -> Tensor:
     rows, columns = starts.unbind(1)
     counts = rows.bincount(minlength=num_rows)
     places = torch.arange(len(rows)) - (counts.cumsum(0) - counts)[rows]
-    bounds = torch.full((num_rows, seq_len + 1), seq_len, dtype=torch.int32)
+    room = seq_len
+    if min_room is not None:
+        room = min(seq_len, max(min_room, 1 << int(counts.max() - 1).bit_length()))
+    bounds = torch.full((num_rows, room + 1), seq_len, dtype=torch.int32)
     bounds[rows, places] = columns.int()
     return bounds[0] if num_rows == 1 else bounds
 

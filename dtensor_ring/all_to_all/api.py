@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -17,7 +16,7 @@ from dtensor_ring.balanced.balanced import Balanced
 from dtensor_ring.dtensor.annotation import annotation_of, axis_group, config_of_call, group_of
 from dtensor_ring.dtensor.gather import all_to_all_tokens
 from dtensor_ring.dtensor.sequence import canonical, sequence_runs
-from dtensor_ring.ops.call_site import called_from
+from dtensor_ring.ops.call_site import called_by_user
 from dtensor_ring.ops.checks import check_all_to_all, check_strided
 from dtensor_ring.planning.layout import Contiguous, Layout
 from dtensor_ring.planning.ranges import as_count
@@ -106,9 +105,7 @@ def exchange(
         is_back=is_back,
         is_compiled=torch.compiler.is_compiling(),
     )
-    if torch.compiler.is_compiling():
-        return all_to_all_op(list(tensors), *flatten_all_to_all(args))
-    return called_from(sys._getframe(), all_to_all_op, list(tensors), *flatten_all_to_all(args))
+    return called_by_user(all_to_all_op, list(tensors), *flatten_all_to_all(args))
 
 
 def _check_tensors(tensors: Any) -> None:
@@ -221,10 +218,7 @@ def relayout(
         seq_len=length,
         group=group,
     )
-    if torch.compiler.is_compiling():
-        result = all_to_all_tokens(local, dim, args)
-    else:
-        result = called_from(sys._getframe(), all_to_all_tokens, local, dim, args)
+    result = called_by_user(all_to_all_tokens, local, dim, args)
     if not isinstance(tensor, DTensor):
         return result
     return DTensor.from_local(

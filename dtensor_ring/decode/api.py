@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import Literal, overload
 
@@ -23,7 +22,7 @@ from dtensor_ring.decode.op import (
 )
 from dtensor_ring.dtensor import call_check
 from dtensor_ring.dtensor.annotation import annotation_of, axis_group, config_of_call
-from dtensor_ring.ops.call_site import called_from
+from dtensor_ring.ops.call_site import called_by_user
 from dtensor_ring.ops.checks import check_sinks
 from dtensor_ring.planning.mask import Mask
 from dtensor_ring.planning.slices import Slices
@@ -187,11 +186,7 @@ def decode_attention(
     )
     call = DecodeCall(batch, scores, place)
     call_check.check_options(query, call)
-    if torch.compiler.is_compiling():
-        out, lse = decode_op(query, key, value, *flatten_decode(call))
-    else:
-        options = flatten_decode(call)
-        out, lse = called_from(sys._getframe(), decode_op, query, key, value, *options)
+    out, lse = called_by_user(decode_op, query, key, value, *flatten_decode(call))
     return (out, lse) if return_lse else out
 
 

@@ -182,7 +182,7 @@ def _call_of(
     call_check.check_tensors(query, key, value)
     if strategy is not None:
         check_strategy(strategy)
-    place, of_axis = _placed(query, key, mesh, batch, strategy)
+    place, of_axis = placed_shards(query, key, mesh, batch, strategy)
     return Call(batch, score(of_axis if kernel is None else kernel), place)
 
 
@@ -218,7 +218,7 @@ def _attend(
     return ring_op(query, key, value, *flatten(call))
 
 
-def _placed(
+def placed_shards(
     query: Tensor, key: Tensor, mesh: DeviceMesh | None, batch: Batch, strategy: str | None
 ) -> tuple[Place, str | None]:
     """Return the place of local shards and the axis's kernel; for DTensors the op finds both."""
@@ -230,8 +230,8 @@ def _placed(
         return on_dtensors(strategy), None
     if mesh is None:
         raise ValueError(
-            "query is a plain tensor, so ring_attention needs mesh=, the 1-D mesh that it is a "
-            "shard over; or pass DTensors, see shard_sequence"
+            "query is a plain tensor, so the call needs mesh=, the 1-D mesh that it is a shard "
+            "over; or pass DTensors, see shard_sequence"
         )
     group = axis_group(mesh)
     if batch.key_runs is not None:  # the layout of the axis is not used

@@ -233,12 +233,22 @@ def check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
         ValueError: if one does not have four dims, or is nested.
     """
     for name, x in (("query", query), ("key", key), ("value", value)):
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name} must be a tensor or a DTensor, got {type(x).__name__}")
-        if x.is_nested:  # a nested tensor has no shape to read
-            check_strided(name, x)
-        if x.ndim != 4:
-            raise ValueError(f"{name} must be (B, N, L, H), got shape {tuple(x.shape)}")
+        check_dims(name, x, 4, "(B, N, L, H)")
+
+
+def check_dims(name: str, x: Any, ndim: int, form: str) -> None:
+    """Refuse what is not a tensor of these dims; `form` names them, such as `(B, N, L, H)`.
+
+    Raises:
+        TypeError: if it is not a tensor.
+        ValueError: if it has other dims, or is nested.
+    """
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} must be a tensor or a DTensor, got {type(x).__name__}")
+    if x.is_nested:  # a nested tensor has no shape to read
+        check_strided(name, x)
+    if x.ndim != ndim:
+        raise ValueError(f"{name} must be {form}, got shape {tuple(x.shape)}")
 
 
 def scores_of(

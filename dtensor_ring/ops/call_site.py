@@ -5,6 +5,7 @@ Ranks compare them, to distinguish calls of the same shape.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from threading import local
@@ -59,6 +60,13 @@ def called_from(frame: FrameType, run: Callable[..., T], *arguments: Any) -> T:
         raise
     finally:
         CALLER.line = CALLER.placements = ""
+
+
+def called_by_user(run: Callable[..., T], *arguments: Any) -> T:
+    """Call `run`; outside of a compiler, while `CALLER` holds the user's line."""
+    if torch.compiler.is_compiling():
+        return run(*arguments)
+    return called_from(sys._getframe(), run, *arguments)
 
 
 def name_layer(module: nn.Module, name: str) -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from typing import Any, Literal, overload
+from typing import Literal, overload
 
 import torch
 from torch import Tensor
@@ -11,9 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from dtensor_ring.dtensor import call_check
-from dtensor_ring.dtensor.annotation import tag_compiled
-from dtensor_ring.ops.call_site import called_from
-from dtensor_ring.ops.checks import check_strided
+from dtensor_ring.ops.call_site import called_by_user
 from dtensor_ring.ops.options import Call, flatten
 from dtensor_ring.planning.mask import Mask
 from dtensor_ring.planning.ranges import as_count
@@ -87,11 +84,11 @@ def select_keys(
         >>> select_keys(query, key, torch.ones(1, 4, 2), 2, mesh=mesh).tolist()
         [[[0, -1], [0, 1], [0, 1], [0, 1]]]
     """
-    _check_dims("index_query", index_query, 4, "(B, L, Hi, Di)")
-    _check_dims("index_key", index_key, 3, "(B, L, Di)")
+    call_check.check_dims("index_query", index_query, 4, "(B, L, Hi, Di)")
+    call_check.check_dims("index_key", index_key, 3, "(B, L, Di)")
     query, key = index_query.transpose(1, 2), index_key.unsqueeze(1)
     if weights is not None:
-        _check_dims("weights", weights, 3, "(B, L, Hi)")
+        call_check.check_dims("weights", weights, 3, "(B, L, Hi)")
         weights = weights.transpose(1, 2)
     block_size = as_count("block_size", block_size, 1, MAX_SELECTED)
     k = as_count("k", k, 1, MAX_SELECTED // block_size)
@@ -105,7 +102,7 @@ def select_keys(
     call = Call(batch, scores, place)
     call_check.check_options(query, call)
     arguments = query, key, weights, k, block_size, local_blocks, *flatten(call)
-    found = _called(select_op, arguments)
+    found = called_by_user(select_op, *arguments)
     return found if weights is None else found.squeeze(1)
 
 
@@ -201,8 +198,8 @@ def selected_attention(
         torch.Size([1, 4, 6, 6])
     """
     return_lse = call_check.as_flag("return_lse", return_lse)
-    _check_dims("query", query, 4, "(B, N, L, H)")
-    _check_dims("key", key, 4, "(B, Nkv, L, H)")
+    call_check.check_dims("query", query, 4, "(B, N, L, H)")
+    call_check.check_dims("key", key, 4, "(B, Nkv, L, H)")
     if not isinstance(selected, Tensor):
         raise TypeError(f"selected must be a tensor of positions, got {type(selected).__name__}")
     selected = selected.unsqueeze(1) if selected.ndim == 3 else selected
@@ -214,14 +211,14 @@ def selected_attention(
     call_check.check_options(query, call)
     if route is not None and route not in KEY_ROUTES:
         raise ValueError(f"route must be one of {', '.join(KEY_ROUTES)}, or None, got {route!r}")
-    out, lse = _called(selected_op, (query, rows, selected, *values, route, *flatten(call)))
+    out, lse = called_by_user(selected_op, query, rows, selected, *values, route, *flatten(call))
     return (out, lse) if return_lse else out
 
 
 def _rows(key: Tensor, value: Tensor | int) -> tuple[Tensor, tuple[int, int]]:
     """Return keys and values side by side, and the span of the values."""
     if isinstance(value, Tensor):
-        _check_dims("value", value, 4, "(B, Nkv, L, Hv)")
+        call_check.check_dims("value", value, 4, "(B, Nkv, L, Hv)")
         if isinstance(key, DTensor) != isinstance(value, DTensor):
             raise TypeError(
                 f"key and value must both be DTensors, or none of them, got "
@@ -242,20 +239,3 @@ def _route(route: str | None) -> str:
     if route not in ROUTES:
         raise ValueError(f"route must be one of {', '.join(ROUTES)}, or None, got {route!r}")
     return route
-
-
-def _check_dims(name: str, x: Any, ndim: int, shape: str) -> None:
-    """Refuse what is not a tensor of these dims."""
-    if not isinstance(x, Tensor):
-        raise TypeError(f"{name} must be a tensor or a DTensor, got {type(x).__name__}")
-    check_strided(name, x)
-    if x.ndim != ndim:
-        raise ValueError(f"{name} must be {shape}, got shape {tuple(x.shape)}")
-
-
-def _called(op: Any, arguments: tuple[Any, ...]) -> Any:
-    """Run an op; outside of a compiler, note the user's line for errors and records."""
-    if torch.compiler.is_compiling():
-        tag_compiled()
-        return op(*arguments)
-    return called_from(sys._getframe(2), op, *arguments)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -13,8 +11,7 @@ from torch.distributed.tensor import DTensor
 from dtensor_ring.decode.api import placed
 from dtensor_ring.decode.op import DecodeBatch, DecodeCall, flatten_decode
 from dtensor_ring.dtensor import call_check
-from dtensor_ring.ops.call_site import called_from
-from dtensor_ring.ops.checks import check_strided
+from dtensor_ring.ops.call_site import called_by_user
 from dtensor_ring.planning.mask import Mask
 from dtensor_ring.planning.ranges import as_count
 from dtensor_ring.planning.slices import Slices
@@ -72,11 +69,11 @@ def decode_select_keys(
         >>> decode_select_keys(query, key, torch.ones(1, 1, 2), 3, mesh=mesh).tolist()
         [[[0, 1, 2]]]
     """
-    for name, x, ndim in (("index_query", index_query, 4), ("index_key", index_key, 3)):
-        _check_plain(name, x, ndim)
+    _check_plain("index_query", index_query, 4, "(B, M, Hi, Di)")
+    _check_plain("index_key", index_key, 3, "(B, C, Di)")
     query, key = index_query.transpose(1, 2), index_key.unsqueeze(1)
     if weights is not None:
-        _check_plain("weights", weights, 3)
+        _check_plain("weights", weights, 3, "(B, M, Hi)")
         weights = weights.transpose(1, 2)
     mask = call_check.mask_of(mask, slices)
     given = call_check.batch_of(cu_seqlens, None, None, slices)
@@ -86,7 +83,7 @@ def decode_select_keys(
     call = DecodeCall(batch, scores, place)
     call_check.check_options(query, call)
     arguments = query, key, weights, as_count("k", k, 1, MAX_SELECTED), *flatten_decode(call)
-    found = _called(decode_select_op, arguments)
+    found = called_by_user(decode_select_op, *arguments)
     return found if weights is None else found.squeeze(1)
 
 
@@ -136,10 +133,10 @@ def decode_selected_attention(
         >>> decode_selected_attention(query, latents, 6, selected, mesh=mesh).shape
         torch.Size([1, 4, 1, 6])
     """
-    for name, x in (("query", query), ("key", key)):
-        _check_plain(name, x, 4)
+    _check_plain("query", query, 4, "(B, N, M, H)")
+    _check_plain("key", key, 4, "(B, Nkv, C, H)")
     if isinstance(value, Tensor):
-        _check_plain("value", value, 4)
+        _check_plain("value", value, 4, "(B, Nkv, C, Hv)")
         values, value_dim = value, value.shape[3]
     else:
         values, value_dim = None, as_count("value", value, 1, key.shape[3])
@@ -151,22 +148,12 @@ def decode_selected_attention(
     place, _ = placed(query, mesh, key_runs is not None, None)
     call = DecodeCall(batch, scores, place)
     call_check.check_options(query, call)
-    return _called(
-        decode_selected_op, (query, key, values, selected, value_dim, *flatten_decode(call))
-    )[0]
+    inputs = query, key, values, selected, value_dim
+    return called_by_user(decode_selected_op, *inputs, *flatten_decode(call))[0]
 
 
-def _check_plain(name: str, x: Any, ndim: int) -> None:
+def _check_plain(name: str, x: Any, ndim: int, form: str) -> None:
     """Refuse what is not a plain tensor of these dims."""
-    if not isinstance(x, Tensor) or isinstance(x, DTensor):
-        raise TypeError(f"{name} must be a plain tensor, got {type(x).__name__}; use .to_local()")
-    check_strided(name, x)
-    if x.ndim != ndim:
-        raise ValueError(f"{name} must have {ndim} dims, got shape {tuple(x.shape)}")
-
-
-def _called(op: Any, arguments: tuple[Any, ...]) -> Any:
-    """Run an op; outside of a compiler, note the user's line for errors and records."""
-    if torch.compiler.is_compiling():
-        return op(*arguments)
-    return called_from(sys._getframe(2), op, *arguments)
+    if isinstance(x, DTensor):
+        raise TypeError(f"{name} must be a plain tensor, got DTensor; use .to_local()")
+    call_check.check_dims(name, x, ndim, form)

@@ -40,7 +40,7 @@ from dtensor_ring.selected.decode_keys import (
     own_positions,
 )
 from dtensor_ring.selected.listed_attention import Residents, gathered_forward
-from dtensor_ring.selected.op import check_index, register_choice
+from dtensor_ring.selected.op import check_index, check_selected, register_choice
 from dtensor_ring.selected.run import IndexQueries, KeyChoice
 from dtensor_ring.transport.transport import Transport
 
@@ -138,14 +138,7 @@ def _check_decode(
     """Refuse tensors that do not fit, and more queries than every rank should compute."""
     check_inputs(query, key, value, call.scores.sinks)
     check_num_queries(query, MAX_QUERIES)
-    batch, groups, num_queries = selected.shape[:3]
-    fits = (batch, num_queries) == (query.shape[0], query.shape[2])
-    if not fits or key.shape[1] % groups or selected.dtype != torch.int32:
-        raise ValueError(
-            f"selected must be int32 positions for the tokens of query {tuple(query.shape)}, with "
-            f"groups that divide the {key.shape[1]} key heads, got {tuple(selected.shape)} "
-            f"{selected.dtype}"
-        )
+    check_selected(query, selected, key.shape[1])
 
 
 @torch.library.register_fake(DECODE_ATTEND)

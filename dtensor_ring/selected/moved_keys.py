@@ -160,14 +160,7 @@ class SelectedKeys:
         self._num_rounds += 1
         self._transport.at(label)
         # Named here, so that memory stays until the wait.
-        sides = [
-            [
-                P2P(x.view(-1), peer)
-                for peer, x in enumerate(side)
-                if peer != self._rank and x.numel()
-            ]
-            for side in (received, sent)
-        ]
+        sides = [self._messages(side) for side in (received, sent)]
         works = self._transport.start(*sides)
         self._transport.at(label)
         try:
@@ -178,6 +171,7 @@ class SelectedKeys:
             raise
 
     def _messages(self, by_rank: Sequence[Tensor]) -> list[P2P]:
+        """Return the messages that are not empty, of all ranks but this one."""
         found = [P2P(x.view(-1), peer) for peer, x in enumerate(by_rank) if x.numel()]
         return [message for message in found if message.peer != self._rank]
 

@@ -244,7 +244,15 @@ def check_listed(query: Tensor, rows: Tensor, listed: Listed, call: Call) -> Non
         ValueError: says what was given.
     """
     check_inputs(query, *listed.key_and_value(query, rows), call.scores.sinks)
-    selected, num_key_heads = listed.selected, rows.shape[1]
+    check_selected(query, listed.selected, rows.shape[1])
+
+
+def check_selected(query: Tensor, selected: Tensor, num_key_heads: int) -> None:
+    """Refuse positions that do not fit the queries and the heads of keys.
+
+    Raises:
+        ValueError: says what was given.
+    """
     if selected.ndim != 4 or selected.dtype != torch.int32:
         raise ValueError(
             f"selected must be int32 positions (B, L, K) or (B, G, L, K), got "

@@ -4,23 +4,24 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from dtensor_ring.dtensor.annotation import annotation_of, axis_group, config_of_call
+from dtensor_ring.dtensor.annotation import tag_compiled
+from dtensor_ring.dtensor.attention import placed_shards
 from dtensor_ring.dtensor.dispatch import handlers, local_call, ring_of_call
 from dtensor_ring.dtensor.placement import (
     HEADS,
     SEQUENCE,
     Placements,
     Ring,
-    dtensor_of,
     local_of,
     placements_text,
     wrap,
 )
-from dtensor_ring.ops.options import Batch, Call, Place, flatten, on_dtensors, unflatten
+from dtensor_ring.ops.options import Batch, Call, Place, flatten, unflatten
 from dtensor_ring.planning.ranges import as_count
 from dtensor_ring.selected.op import select_op, selected_backward_op, selected_op
 
@@ -34,24 +35,16 @@ def placed_call(
     seq_len: int | None,
 ) -> Place:
     """Return the place of local shards; DTensors have it themselves."""
-    if dtensor_of(query) is not None:
-        if mesh is not None or seq_len is not None:
-            raise ValueError("mesh and seq_len are for local shards, and query is a DTensor")
-        return on_dtensors(strategy)
-    if mesh is None:
-        raise ValueError(
-            "query is a plain tensor, so mesh= is needed, the 1-D mesh that it is a shard over; or "
-            "pass DTensors, see shard_sequence"
-        )
-    group = axis_group(mesh)
-    if batch.key_runs is not None:  # the layout of the axis is not used
-        config = annotation_of(group).config_or_default
-        return config.place(group.group_name, None, None, strategy)
-    config, size = config_of_call(group, batch.runs is not None), group.size()
-    lengths: tuple[Any, Any] = query.shape[2] * size, key.shape[2] * size
-    if seq_len is not None:
-        lengths = (as_count("seq_len", seq_len),) * 2
-    return config.place(group.group_name, *lengths, strategy)
+    place, _ = placed_shards(query, key, mesh, batch, strategy)
+    if place.group_name is None:
+        if seq_len is not None:
+            raise ValueError("seq_len is for local shards, and query is a DTensor; leave it out")
+        if torch.compiler.is_compiling():
+            tag_compiled()  # other calls do this when they look up the group
+    elif seq_len is not None and batch.key_runs is None:
+        length = as_count("seq_len", seq_len)
+        place = place._replace(seq_len=length, key_seq_len=length)
+    return place
 
 
 def _local(call: Call, query: Any, key: Any, ring: Ring) -> tuple[Any, ...]:

@@ -6,12 +6,14 @@ rank that holds the whole batch, and a rank that holds a part of it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch._guards import detect_fake_mode
+
+from parallel_plans.cu_seqlens import filled_boundaries
 
 # Number of tokens of a row that are read at a time.
 BLOCK = 8192
@@ -62,13 +64,11 @@ class Starts(NamedTuple):
             >>> find_starts(torch.tensor([[0, 1, 2, 0]]), by_positions=True).boundaries(4).tolist()
             [0, 3, 4, 4, 4]
         """
-        rows, positions = self.table[:, 0], self.table[:, 1]
-        counts = rows.bincount(minlength=self.num_rows)
-        room = min(seq_len, max(MIN_ROOM, 1 << int(counts.max() - 1).bit_length()))
-        bounds = torch.full((self.num_rows, room + 1), seq_len, dtype=torch.int32)
-        places = torch.arange(len(rows)) - (counts.cumsum(0) - counts)[rows]
-        bounds[rows, places] = positions.int()
-        return bounds[0] if self.num_rows == 1 else bounds
+        return filled_boundaries(self.table[:, :2], self.num_rows, seq_len, MIN_ROOM)
+
+    def chunk_boundaries(self, chunks: Iterable[int], seq_len: int) -> dict[int, Tensor]:
+        """Return `boundaries` of documents and of chunks within them, by the size of the chunks."""
+        return {x: self.of_chunks(x, seq_len).boundaries(seq_len) for x in chunks}
 
     def of_chunks(self, chunk: int, seq_len: int) -> Starts:
         """Return where documents and chunks of `chunk` tokens in them start.
@@ -107,9 +107,10 @@ def find_starts(
         last = block[:, :1] + 1 - step if before is None else before
         is_start = block != torch.cat([last, block[:, :-1]], 1) + step
         rows, columns = is_start.nonzero(as_tuple=True)
-        tables.append(torch.stack([rows, begin + columns, block[rows, columns]], 1).cpu())
+        tables.append(torch.stack([rows, begin + columns, block[rows, columns]], 1))
         before, begin = block[:, -1:].clone(), begin + block.shape[1]
-    return joined(tables, len(values), by_positions)
+    # A copy to the CPU for each block would wait for the device each time.
+    return joined([torch.cat(tables).cpu()], len(values), by_positions)
 
 
 def _values(values: Tensor, by_positions: bool) -> Iterator[Tensor]:

@@ -115,7 +115,7 @@ def _by_starts(starts: Starts, seq_len: int, chunks: Set[int], has_axes: bool) -
     bounds = starts.boundaries(seq_len)
     # Masks by padding hold in all layers, masks by positions in some.
     others = None if starts.by_positions else bounds
-    within = {x: starts.of_chunks(x, seq_len).boundaries(seq_len) for x in chunks}
+    within = starts.chunk_boundaries(chunks, seq_len)
     return DocumentBounds(bounds, others, within, has_axes=has_axes)
 
 
@@ -216,8 +216,7 @@ def _by_boundaries(
     bounds = torch.nn.functional.pad(cu_seqlens, (0, 1), value=seq_len).int().cpu()
     within = {}
     if chunks and has_content(cu_seqlens):
-        starts = starts_of_boundaries(cu_seqlens, seq_len)
-        within = {x: starts.of_chunks(x, seq_len).boundaries(seq_len) for x in chunks}
+        within = starts_of_boundaries(cu_seqlens, seq_len).chunk_boundaries(chunks, seq_len)
     elif chunks:
         # One longer than the batch: the last boundary may be its end.
         starts = torch.zeros(seq_len + 1, dtype=torch.bool, device=cu_seqlens.device)

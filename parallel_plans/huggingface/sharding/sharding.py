@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from dtensor_ring import Balanced, Mask, SequenceAxis, sequence_runs
 from dtensor_ring.extension import Layout, axis_group, checked_barrier, positions_of
 from parallel_plans.huggingface.core.attention_function import RingInputs, check_implementation
-from parallel_plans.huggingface.core.document_starts import has_content
+from parallel_plans.huggingface.core.document_starts import Starts, has_content
 from parallel_plans.huggingface.core.documents import DocumentBounds, find_documents
 from parallel_plans.huggingface.core.layer_inputs import ShardedInputs, own_padding
 from parallel_plans.huggingface.core.model_masks import largest
@@ -126,15 +126,7 @@ class Sharding:
         seq_len, layout = shared.seq_len, self.axis.layout
         indices = self._indices(layout, seq_len, batch)
         self.set_largest(shared.largest, indices, seq_len)
-        documents = find_documents(
-            seq_len,
-            self.chunks,
-            attention_mask=batch.mask,
-            position_ids=batch.positions,
-            cu_seq_lens_q=batch.cu_seq_lens_q,
-            cu_seq_lens_k=batch.cu_seq_lens_k,
-            starts=shared.starts,
-        )
+        documents = self._documents(batch, seq_len, shared.starts)
         chunks = None
         if self.passing is not None:
             padding = shared.padding, shared.checksums
@@ -142,6 +134,20 @@ class Sharding:
         if batch.positions is None:
             batch = replace(batch, positions=indices.unsqueeze(0))
         return batch, BatchPlan(seq_len, seq_len, layout, documents, indices, chunks)
+
+    def _documents(
+        self, batch: ModelBatch, seq_len: int, starts: Starts | None = None
+    ) -> DocumentBounds:
+        """Return the documents of a batch; `starts` are those that the ranks found together."""
+        return find_documents(
+            seq_len,
+            self.chunks,
+            attention_mask=batch.mask,
+            position_ids=batch.positions,
+            cu_seq_lens_q=batch.cu_seq_lens_q,
+            cu_seq_lens_k=batch.cu_seq_lens_k,
+            starts=starts,
+        )
 
     def _indices(self, layout: Layout, length: int, batch: ModelBatch) -> Tensor:
         """Return which tokens of a row of `length` tokens this rank has, `(L,)`."""
@@ -160,14 +166,7 @@ class Sharding:
     def plan(self, batch: ModelBatch) -> BatchPlan:
         """Decide how a batch is sharded, and find its documents."""
         layout, mesh, seq_len = self.axis.layout, self.axis.mesh, batch.tokens.shape[1]
-        documents = find_documents(
-            seq_len,
-            self.chunks,
-            attention_mask=batch.mask,
-            position_ids=batch.positions,
-            cu_seq_lens_q=batch.cu_seq_lens_q,
-            cu_seq_lens_k=batch.cu_seq_lens_k,
-        )
+        documents = self._documents(batch, seq_len)
         if self.passing is None:
             length, scan_chunks = layout.dealt_length(seq_len, mesh.size()), None
         else:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from docs.long_table import LLAMA
 from dtensor_ring import longest_sequences
 from dtensor_ring.simulate.machine_files import as_machine
 from dtensor_ring.simulate.training.longest import SETTINGS, SPARE, UNIT
@@ -15,9 +16,6 @@ from dtensor_ring.simulate.training.memory_setting import MemorySetting, memory_
 from dtensor_ring.simulate.training.step import simulate_step
 from dtensor_ring.transport.transport import TransferPolicy
 
-LLAMA = {"model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336}
-LLAMA |= {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8}
-LLAMA |= {"vocab_size": 128256, "tie_word_embeddings": False}
 MOE = {"model_type": "qwen3_moe", "hidden_size": 2048, "moe_intermediate_size": 768}
 MOE |= {"num_hidden_layers": 12, "num_attention_heads": 32, "num_key_value_heads": 4}
 MOE |= {"head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8, "vocab_size": 151936}

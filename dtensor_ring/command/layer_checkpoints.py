@@ -36,11 +36,11 @@ class Absent(NamedTuple):
 
 
 class FarInputs:
-    """Where inputs of layers are until their backward, which needs them on the device again.
+    """Keeps the inputs of layers off the device until their backward.
 
     Attributes:
-        held: bytes that went there.
-        largest: bytes of the largest tensor; others like it are on their way while a layer runs.
+        held: bytes moved off the device.
+        largest: bytes of the largest tensor; copies of its size are in flight while a layer runs.
     """
 
     def __init__(self) -> None:

@@ -24,7 +24,7 @@ Caches, and attention of a few tokens to a cache:
     `CacheUsage`, `MAX_QUERIES`.
 Keys and values that a plan keeps by itself, as they are or in eight bits:
     `KeptTokens`, `format_named`, `no_tokens`.
-Sequences of a paged pool, and a prompt of one that is prefilled by the ring:
+Sequences of a paged pool, and prompts of some that are prefilled by the ring:
     `BlockCopy`, `PagedPrefill`, `PooledSequence`.
 Layouts for models with layers that carry a state:
     `Hybrid`, `HybridComparison`, `compare_hybrid_layouts`.

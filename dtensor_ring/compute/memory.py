@@ -103,7 +103,7 @@ def region(batch: int | None, tokens: Span) -> Region:
 
 
 class Numbers:
-    """One or more lists of integers, copied to each device once.
+    """One or more lists of integers, or tensors of any shape, copied to each device once.
 
     The tensors live as long as this object, which should live as long as its plan. Tensors that a
     CUDA graph has captured live forever, see `_CAPTURED`.
@@ -119,7 +119,7 @@ class Numbers:
     @property
     def num_bytes(self) -> int:
         """Estimated memory of the lists and of one copy, in bytes; lists have 8 for a number."""
-        return 1000 + 16 * sum(map(len, self._lists))
+        return 1000 + 16 * sum(x.numel() if isinstance(x, Tensor) else len(x) for x in self._lists)
 
     def on(self, device: torch.device) -> tuple[Tensor, ...]:
         """Return each list as a tensor on the device."""
@@ -162,16 +162,18 @@ ALIGNED = 16
 def _in_one_transfer(lists: Sequence[Tensor], device: torch.device) -> tuple[Tensor, ...]:
     """Copy the lists to a GPU in one transfer, and return views of it."""
     each = ALIGNED // lists[0].itemsize
-    room = [-(-len(x) // each) * each for x in lists]
+    room = [-(-x.numel() // each) * each for x in lists]
     joined = torch.empty(sum(room), dtype=lists[0].dtype, pin_memory=True)
     for part, x in zip(joined.split(room), lists, strict=True):
-        part[: len(x)] = x
+        part[: x.numel()] = x.flatten()
     # The host waits for this copy. On a side stream it does not wait for queued kernels, too.
     stream = _side_stream(device)
     with torch.cuda.stream(stream):
         copy = joined.to(device, non_blocking=True)
     stream.synchronize()
-    return tuple(part[: len(x)] for part, x in zip(copy.split(room), lists, strict=True))
+    return tuple(
+        part[: x.numel()].view(x.shape) for part, x in zip(copy.split(room), lists, strict=True)
+    )
 
 
 @cache

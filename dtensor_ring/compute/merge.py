@@ -288,6 +288,37 @@ def merge_stacked(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
     return (outs * weights.unsqueeze(-1)).sum(0), lse
 
 
+def merge_ragged(
+    outs: Tensor, lses: Tensor, groups: Tensor, counts: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the merged `(out, lse)` of groups of partial results, of any size each.
+
+    >>> outs, groups = torch.tensor([[0.0], [4.0], [5.0]]), torch.tensor([0, 0, 1])
+    >>> merge_ragged(outs, torch.zeros(3), groups, torch.tensor([2, 1]))[0]
+    tensor([[2.],
+            [5.]])
+
+    Args:
+        outs: the partial outputs `(P, ..., H)`, group by group.
+        lses: log-sum-exp of each `(P, ...)`, float32 or wider.
+        groups: the group of each partial, `(P,)`, ascending.
+        counts: the number of partials of each group `(G,)`, at least 1.
+    """
+    if len(counts) == len(groups):
+        return outs, lses
+
+    def reduced(x: Tensor, how: str) -> Tensor:
+        return torch.segment_reduce(x, how, lengths=counts, unsafe=True)
+
+    largest = reduced(lses, "max")
+    # In a row that no partial has seen, -inf - -inf is nan; its weight is 0.
+    weights = (lses - largest[groups]).exp_().nan_to_num_(0.0)
+    total = reduced(weights, "sum")
+    # The largest weight is 1, so only such a row has a total of 0.
+    out = reduced(outs * weights.unsqueeze(-1), "sum").div_(total.clamp_min(1.0).unsqueeze(-1))
+    return out, largest.add_(total.log_())
+
+
 def merge_gradients(
     grad_out: Tensor, grad_lse: Tensor, outs: list[Tensor], lses: list[Tensor], lse: Tensor
 ) -> tuple[list[Tensor], list[Tensor]]:

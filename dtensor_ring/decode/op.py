@@ -266,9 +266,11 @@ def checked_decode(
     group, merge = call.group, call.place.merge
     if merge is not None and merge not in MERGES:
         raise ValueError(f"unknown merge {merge!r}; known merges: {', '.join(MERGES)}")
-    agree = _agree_text(call.batch.agree)
+    if call.batch.agree is not None:
+        boundaries.check_integers(call.batch.agree, "agree")
     if group is None or request.world_size == 1:
         return nullcontext()  # nobody to agree with
+    agree = _agree_text(call.batch.agree)
     merge, size = first_round(query, value, merge, request.world_size)
     heads = query.shape[1], value.shape[1]
     attention = attention_facts("decode", query, value, call.scores, heads)
@@ -289,21 +291,27 @@ def _agree_text(agree: Tensor | None) -> str:
     """Describe the integers of `agree`, which must be equal on all ranks."""
     if agree is None:
         return "none"
-    boundaries.check_integers(agree, "agree")
     return numbers_text(boundaries.on_host(agree).numpy().reshape(-1))
 
 
 @cached_bytes(max_bytes=8 << 20, num_bytes=lambda record: 4 * MAX_BYTES)
 def _decode_record(attention: AttentionFacts, merge: str, agree: str, *asked: Any) -> CallRecord:
+    # Layers of a paged batch differ in `agree` only, and the other fields take longer.
+    return CallRecord(_decode_fields(attention, merge, *asked) | {"agree": agree})
+
+
+@cached_bytes(max_bytes=8 << 20, num_bytes=lambda fields: 4 * MAX_BYTES)
+def _decode_fields(attention: AttentionFacts, merge: str, *asked: Any) -> dict[str, str]:
+    """Return the fields of a record, without what is in `agree`."""
     request = DecodeRequest(*asked)
     own: dict[str, object] = {
         "tokens of queries": request.num_queries,
-        "agree": agree,
+        "agree": "",
         "query_starts": numbers_text(np.array(request.starts, dtype=np.int64)),
         "merge": merge,
         "key_runs": runs_text(request.layout),
     }
-    return record_of(attention, request, own)
+    return record_of(attention, request, own).fields
 
 
 NO_GRADIENT = (

@@ -57,6 +57,8 @@ def warn_of_tiles(plan: Plan, request: PlanRequest) -> None:
     The number is rounded down to a power of two. Python shows each text once, so a line of the user
     is reported again only if a batch takes twice the number.
     """
+    if request.key_layout is not None:
+        return  # a cache says where tokens are
     num_tiles = sum(len(step.tiles) for step in plan.steps)
     if num_tiles <= MANY or num_tiles <= _num_slices(request):
         return

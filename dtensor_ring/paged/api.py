@@ -218,15 +218,7 @@ class PagedBatch:
                 batch was made, or tokens were committed: other sequences may read those.
         """
         self._check_current()
-        for sequence in self.sequences:
-            num_new = len(sequence) - sequence.num_written
-            if num_new < self.num_tokens:
-                fix = f"take num_tokens={num_new}" if num_new else "append the next tokens first"
-                raise ValueError(
-                    f"{sequence.num_written} of {len(sequence)} tokens of sequence "
-                    f"{sequence.number} were committed, others may read them; so its last "
-                    f"{self.num_tokens} cannot be written, {fix}"
-                )
+        self._check_written()
         number, device = self._cache._number(layer), self._cache._memory.like[0].device
         (source,), slots = self._plan.sources.on(device), self._plan.slots
         if as_flag("dealt", dealt) and len(self.sequences) != 1:
@@ -324,7 +316,7 @@ class PagedBatch:
         with torch.no_grad():
             # Kernels need the head dim to be contiguous.
             query = query if query.stride(3) == 1 else query.contiguous()
-            step = self._plan.step(scores.mask, blocks is not None)
+            step = self._plan.step(scores.mask, reader.whole_blocks, blocks is not None)
             pair = blocks or self._cache._memory.to_attend(layer, step.pages)
             return step.forward(query, *pair, reader, scores)
 
@@ -404,6 +396,18 @@ class PagedBatch:
         """
         self._check_current()
         return self._cache._memory.read(self._cache._number(layer), self._plan.pages)
+
+    def _check_written(self) -> None:
+        """Refuse to write tokens that were committed."""
+        for sequence in self.sequences:
+            num_new = len(sequence.tokens) - sequence.num_written
+            if num_new < self.num_tokens:
+                fix = f"take num_tokens={num_new}" if num_new else "append the next tokens first"
+                raise ValueError(
+                    f"{sequence.num_written} of {len(sequence)} tokens of sequence "
+                    f"{sequence.number} were committed, others may read them; so its last "
+                    f"{self.num_tokens} cannot be written, {fix}"
+                )
 
     def _check_blocks(self, keys: Tensor, values: Tensor) -> None:
         """Refuse blocks that do not belong to `blocks(layer)`."""

@@ -300,6 +300,8 @@ class Blocks:
         Raises:
             OutOfBlocks: if a rank has too few blocks.
         """
+        if first >= end:
+            return  # nothing is needed, as for most decoded tokens
         block, num_hits = self.dealing.block, [0] * len(self.ranks)
         need = [
             (

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import numpy as np
 
 from dtensor_ring.planning.demand import Cols
-from dtensor_ring.planning.ranges import Span
+from dtensor_ring.planning.layout import Serpentine
+from dtensor_ring.planning.mask import Mask
+from dtensor_ring.planning.ranges import Span, length
 from dtensor_ring.planning.tile import FULL, Tile
 
 
@@ -27,68 +29,166 @@ def slots_of(table: np.ndarray, columns: np.ndarray, block: int) -> np.ndarray:
     return table.astype(np.int64)[columns // block] * block + columns % block
 
 
-class Read(NamedTuple):
-    """Queries that see all keys of a range that begins with a block.
+@dataclass(frozen=True, eq=False)
+class Reads:
+    """Queries of different batch rows that each see all keys of a range that begins with a block.
 
     Attributes:
-        batch: the batch row.
-        rows: the span of queries.
-        first: the first block of the range, counted among the blocks of the row's sequence.
-        num_keys: the number of keys; the last block need not be full.
+        queries: the span of queries, the same in all these rows.
+        rows: the batch rows, `(E,)`.
+        firsts: the first block of each range, counted among the blocks of the row's sequence.
+        num_keys: the number of keys of each; the last block need not be full.
     """
 
-    batch: int
-    rows: Span
-    first: int
-    num_keys: int
+    queries: Span
+    rows: np.ndarray
+    firsts: np.ndarray
+    num_keys: np.ndarray
+
+
+@dataclass(frozen=True, eq=False)
+class EdgeReads:
+    """Keys that are copied together, of batch rows that have some.
+
+    Attributes:
+        rows: the batch rows, `(E,)`.
+        cols: the columns of each row `(E, C)`, padded with a column of the row.
+        visible: which of these each query sees, `(E, M, C)`, bool.
+    """
+
+    rows: np.ndarray
+    cols: np.ndarray
+    visible: np.ndarray
 
 
 @dataclass(frozen=True)
 class BlockReads:
-    """The tiles of a batch of sequences, split by how their keys are read.
+    """What the queries of a batch of sequences see, split by how the keys are read.
 
     Attributes:
-        reads: the ranges that kernels read in place: nearly all keys.
-        cols: by batch row, the columns of the edges, which are copied together.
-        edges: the tiles of the edges; their columns are indices into the copies.
+        whole: the ranges that kernels read in place: nearly all keys.
+        edges: the other keys, `None` if there are none.
     """
 
-    reads: tuple[Read, ...]
-    cols: tuple[Cols, ...]
-    edges: tuple[Tile, ...]
+    whole: tuple[Reads, ...]
+    edges: EdgeReads | None
 
 
-def block_reads(tiles: Iterable[Tile], block: int, batch: int) -> BlockReads:
+def last_token_reads(
+    lengths: np.ndarray, mask: Mask, dealing: Serpentine, rank: int, whole_blocks: bool
+) -> BlockReads:
+    """Return what the last token of each sequence sees of the keys of a rank.
+
+    It sees all tokens up to itself but what is before its window or its chunk, so no tiles are
+    made. The time hardly depends on the number of sequences.
+
+    >>> found = last_token_reads(np.array([6, 9]), Mask.sliding(4), Serpentine(4, 1), 0, True)
+    >>> found.whole[0].rows, found.whole[0].firsts, found.edges.cols.tolist()
+    (array([1]), array([1]), [[1, 2, 3, 4, 5], [8, 8, 8, 8, 8]])
+
+    Args:
+        lengths: the number of tokens of each sequence, `(B,)`.
+        mask: which keys a query sees.
+        dealing: the rule that shards blocks over ranks.
+        rank: the rank.
+        whole_blocks: whether the ranges also end with a block.
+    """
+    block, last = dealing.block, lengths - 1
+    begin = np.zeros_like(lengths) if mask.chunk is None else last // mask.chunk * mask.chunk
+    if mask.left is not None:
+        begin = np.maximum(begin, last - mask.left)
+    first, end = (dealing.nums_before(x, rank) for x in (begin, lengths))
+    inner = -(-first // block) * block
+    outer = end // block * block if whole_blocks else end
+    is_whole = inner < outer
+    inner, outer = np.where(is_whole, inner, end), np.where(is_whole, outer, end)
+    (rows,) = is_whole.nonzero()
+    reads = Reads((0, 1), rows, inner[rows] // block, (outer - inner)[rows])
+    edges = _two_ranges((first, inner), (outer, end))
+    return BlockReads((reads,) if len(rows) else (), edges)
+
+
+def _two_ranges(
+    before: tuple[np.ndarray, np.ndarray], after: tuple[np.ndarray, np.ndarray]
+) -> EdgeReads | None:
+    """Return the edges whose columns are two ranges of each row, seen by its only query."""
+    num_before = before[1] - before[0]
+    num_cols = num_before + after[1] - after[0]
+    (rows,) = num_cols.nonzero()
+    if not len(rows):
+        return None
+    numbers = np.arange(num_cols.max())
+    visible = numbers < num_cols[rows, None]
+    numbers = np.minimum(numbers, num_cols[rows, None] - 1)
+    later = (after[0] - num_before - before[0])[rows, None] * (numbers >= num_before[rows, None])
+    return EdgeReads(rows, before[0][rows, None] + numbers + later, visible[:, None])
+
+
+def block_reads(
+    tiles: Iterable[Tile],
+    block: int,
+    shape: tuple[int, int],
+    whole_blocks: bool = False,
+) -> BlockReads:
     """Split tiles for kernels that start at a block and support only the full mask.
 
     Args:
         tiles: the tiles; their columns are those of each batch row's own sequence.
         block: tokens of a block.
-        batch: the number of batch rows.
+        shape: the number of batch rows, and of queries of each.
+        whole_blocks: whether the ranges also end with a block.
 
-    >>> block_reads([Tile((0, 1), (3, 10), FULL)], block=4, batch=1)
-    ... # doctest: +NORMALIZE_WHITESPACE
-    BlockReads(reads=(Read(batch=0, rows=(0, 1), first=1, num_keys=6),),
-        cols=(Cols(spans=((3, 4),)),),
-        edges=(Tile(rows=(0, 1), cols=(0, 1),
-            mask=Mask(left=None, right=None, chunk=None, prefix=None), batch=0),))
+    >>> found = block_reads([Tile((0, 1), (3, 10), FULL)], block=4, shape=(1, 1))
+    >>> found.whole[0].firsts, found.whole[0].num_keys, found.edges.cols
+    (array([1]), array([6]), array([[3]]))
     """
-    reads: list[Read] = []
+    found: dict[tuple[Span, int], list[tuple[int, int, int]]] = defaultdict(list)
+    seen: dict[tuple[int, Span], int] = defaultdict(int)
     edges: list[Tile] = []
-    for tile in _by_row(tiles, batch):
-        begin = -(-tile.cols[0] // block) * block
-        if tile.mask != FULL or begin >= tile.cols[1]:
+    for tile in _by_row(tiles, shape[0]):
+        first, last = tile.cols
+        begin, end = -(-first // block) * block, last // block * block if whole_blocks else last
+        if tile.mask != FULL or begin >= end:
             edges.append(tile)
             continue
-        assert tile.batch is not None
-        reads.append(Read(tile.batch, tile.rows, begin // block, tile.cols[1] - begin))
-        if tile.cols[0] < begin:
-            edges.append(replace(tile, cols=(tile.cols[0], begin)))
-    cols = tuple(
-        Cols.union(tile.cols for tile in edges if tile.batch == row) for row in range(batch)
-    )
-    packed = (replace(tile, cols=cols[tile.batch or 0].packed(tile.cols)) for tile in edges)
-    return BlockReads(tuple(reads), cols, tuple(packed))
+        row = tile.batch or 0
+        # A row that reads several ranges has each of them in another launch.
+        found[tile.rows, seen[row, tile.rows]].append((row, begin // block, end - begin))
+        seen[row, tile.rows] += 1
+        edges += [replace(tile, cols=x) for x in ((first, begin), (end, last)) if length(x)]
+    whole = (Reads(queries, *np.array(x).T) for (queries, _), x in found.items())
+    return BlockReads(tuple(whole), _edges(edges, shape[1]) if edges else None)
+
+
+def _edges(tiles: list[Tile], num_queries: int) -> EdgeReads:
+    rows = sorted({tile.batch or 0 for tile in tiles})
+    cols = [Cols.union(x.cols for x in tiles if x.batch == row) for row in rows]
+    shape = len(rows), max(map(len, cols))
+    listed = np.empty(shape, dtype=np.int64)
+    for row, mine in zip(listed, cols, strict=True):
+        numbers = np.concatenate([np.arange(*span) for span in mine.spans])
+        row[: len(mine)], row[len(mine) :] = numbers, numbers[-1]
+    visible = np.zeros((shape[0], num_queries, shape[1]), dtype=bool)
+    for tile in tiles:
+        number = rows.index(tile.batch or 0)
+        part = visible[number, slice(*tile.rows), slice(*cols[number].packed(tile.cols))]
+        part |= sees(tile.mask, *part.shape)
+    return EdgeReads(np.array(rows), listed, visible)
+
+
+def sees(mask: Mask, num_rows: int, num_cols: int) -> np.ndarray:
+    """Return which columns each row of a tile sees, `(R, C)`, bool.
+
+    >>> sees(Mask(1, 0), 2, 3).astype(int).tolist()
+    [[1, 0, 0], [1, 1, 0]]
+    """
+    lags = np.arange(num_rows)[:, None] - np.arange(num_cols)
+    found = np.ones(lags.shape, dtype=bool)
+    if mask.left is not None:
+        found &= lags <= mask.left
+    if mask.right is not None:
+        found &= -lags <= mask.right
+    return found
 
 
 def _by_row(tiles: Iterable[Tile], batch: int) -> Iterator[Tile]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,57 +12,108 @@ import torch
 from torch import Tensor
 
 from dtensor_ring.compute.accumulate import RunningOutput
-from dtensor_ring.compute.execute import forward_step
 from dtensor_ring.compute.kernels.kernel import Scores
 from dtensor_ring.compute.kernels.paged_kernel import PagedKernel, Pages
-from dtensor_ring.compute.memory import Numbers, part_of, region
-from dtensor_ring.compute.trace import Label
+from dtensor_ring.compute.kernels.reference import attend_visible
+from dtensor_ring.compute.memory import Numbers, columns, region
 from dtensor_ring.decode.op import DecodeRequest
 from dtensor_ring.decode.plan import decode_step
 from dtensor_ring.paged.block_pool import BlockPool
 from dtensor_ring.paged.blocks import PooledSequence
-from dtensor_ring.paged.kernels import block_kernel
-from dtensor_ring.paged.plan import BlockReads, Read, block_reads, slots_of
-from dtensor_ring.planning.demand import Cols
+from dtensor_ring.paged.plan import (
+    BlockReads,
+    EdgeReads,
+    Reads,
+    block_reads,
+    last_token_reads,
+)
 from dtensor_ring.planning.mask import Documents, Mask
-from dtensor_ring.planning.plan import Step
-from dtensor_ring.planning.ranges import length
+from dtensor_ring.planning.ranges import Span
 from dtensor_ring.planning.run_table import MARKED, RunTable
+
+
+class BatchRows:
+    """Some rows of a batch, and a range of queries that is the same in each of them.
+
+    Args:
+        rows: the batch rows, ascending.
+        queries: the range of queries.
+        batch: the number of all batch rows.
+    """
+
+    def __init__(self, rows: np.ndarray, queries: Span, batch: int) -> None:
+        self._queries, self._batch = queries, batch
+        # Each row is there once, so as many as there are rows are all of them.
+        self._index = None if len(rows) == batch else Numbers(torch.int64, torch.from_numpy(rows))
+
+    def select(self, query: Tensor) -> Tensor:
+        """Return the queries `(E, N, R, H)` among all queries `(B, N, M, H)`."""
+        query = columns(query, self._queries)
+        return query if self._index is None else query[self._index.on(query.device)[0]]
+
+    def add_to(self, running: RunningOutput, out: Tensor, lse: Tensor) -> None:
+        """Merge results `(E, N, R, Hv)` and `(E, N, R)` of these queries into those of all."""
+        if self._index is not None:
+            (index,) = self._index.on(out.device)
+            shape = self._batch, *lse.shape[1:]
+            # One copy to all rows: a merge for each row would be a launch for each.
+            out = out.new_zeros(*shape, out.shape[3]).index_copy_(0, index, out)
+            lse = lse.new_full(shape, -torch.inf).index_copy_(0, index, lse)
+        running.make_room()
+        running.add(region(None, self._queries), out, lse)
 
 
 @dataclass(frozen=True)
 class Entries:
-    """One launch of a paged kernel: entries with the same number of queries."""
+    """One launch of a paged kernel: entries with the same queries of different batch rows."""
 
-    reads: tuple[Read, ...]
+    rows: BatchRows
     pages: Pages
 
-    def queries(self, query: Tensor) -> Tensor:
-        """Select the entries' queries `(E, R, N, H)` from `(B, N, M, H)`."""
-        if self.are_all(query):
-            return query.transpose(1, 2)
-        return torch.cat([part_of(query, region(x.batch, x.rows)) for x in self.reads]).transpose(
-            1, 2
-        )
 
-    def are_all(self, query: Tensor) -> bool:
-        """Return whether each batch row is one entry with all its queries, in order."""
-        rows = [(row, (0, query.shape[2])) for row in range(len(query))]
-        return [(x.batch, x.rows) for x in self.reads] == rows
+class Edges:
+    """One launch for keys that no paged kernel reads: those of all batch rows that have some.
+
+    Args:
+        reads: the columns of each row.
+        tables: by batch row, the blocks of the row's sequence, `(B, P)`.
+        block: tokens of a block.
+    """
+
+    def __init__(self, reads: EdgeReads, tables: np.ndarray, block: int) -> None:
+        self.rows = BatchRows(reads.rows, (0, reads.visible.shape[1]), len(tables))
+        blocks = np.take_along_axis(tables[reads.rows], reads.cols // block, 1).astype(np.int64)
+        slots = blocks * block + reads.cols % block
+        self._slots = Numbers(torch.int64, torch.from_numpy(slots))
+        self._visible = Numbers(torch.bool, torch.from_numpy(reads.visible))
+
+    def attend(
+        self, query: Tensor, key_blocks: Tensor, value_blocks: Tensor, scores: Scores
+    ) -> tuple[Tensor, Tensor]:
+        """Return `(out, lse)` of the rows' queries among all queries `(B, N, M, H)`."""
+        (slots,), (visible,) = self._slots.on(query.device), self._visible.on(query.device)
+        keys, values = (x.flatten(0, 1)[slots].transpose(1, 2) for x in (key_blocks, value_blocks))
+        return attend_visible(self.rows.select(query), keys, values, visible, scores)
 
 
-def pages_of(reads: BlockReads, tables: Sequence[np.ndarray], block: int) -> np.ndarray:
+def pages_of(reads: BlockReads, tables: np.ndarray, block: int) -> np.ndarray:
     """Return the blocks that are read, ascending and each once.
 
     Args:
         reads: the keys that the queries see.
-        tables: by batch row, the blocks of the row's sequence on this rank.
+        tables: by batch row, the blocks of the row's sequence on this rank, `(B, P)`.
         block: tokens of a block.
     """
-    spans = [(x.batch, (x.first * block, x.first * block + x.num_keys)) for x in reads.reads]
-    spans += [(row, span) for row, cols in enumerate(reads.cols) for span in cols.spans]
-    found = [tables[row][begin // block : -(-end // block)] for row, (begin, end) in spans]
-    return np.unique(np.concatenate([np.zeros(0, dtype=np.int32), *found]))
+    found = [tables[:0, :0].ravel()]
+    for x in reads.whole:
+        ends = x.firsts + -(-x.num_keys // block)
+        numbers = np.arange(tables.shape[1])
+        is_read = (x.firsts[:, None] <= numbers) & (numbers < ends[:, None])
+        found.append(tables[x.rows][is_read])
+    if reads.edges is not None:
+        edges = reads.edges
+        found.append(np.take_along_axis(tables[edges.rows], edges.cols // block, 1).ravel())
+    return np.unique(np.concatenate(found))
 
 
 class PagedStep:
@@ -71,7 +121,7 @@ class PagedStep:
 
     Args:
         reads: the keys that the queries see.
-        tables: by batch row, the blocks of the row's sequence on this rank.
+        tables: by batch row, the blocks of the row's sequence on this rank, `(B, P)`.
         block: tokens of a block.
         pages: the blocks that `forward` gets copies of, ascending, all that are read among them;
             `None` if it gets the memory of all blocks.
@@ -80,43 +130,16 @@ class PagedStep:
     def __init__(
         self,
         reads: BlockReads,
-        tables: Sequence[np.ndarray],
+        tables: np.ndarray,
         block: int,
         pages: np.ndarray | None = None,
     ) -> None:
-        self._reads, self._block, self.pages = reads, block, pages
+        self.pages = pages
         if pages is not None:  # blocks count from 0 among the pages; those nobody reads, anyhow
             last = max(0, len(pages) - 1)
-            tables = [np.minimum(np.searchsorted(pages, table), last) for table in tables]
-        self._tables = tables
-        self._edges = Step(0, 0, Cols(), reads.edges)
-
-    @cached_property
-    def _launches(self) -> tuple[Entries, ...]:
-        by_length: dict[int, list[Read]] = defaultdict(list)
-        for read in self._reads.reads:
-            by_length[length(read.rows)].append(read)
-        return tuple(Entries(tuple(reads), self._pages(reads)) for reads in by_length.values())
-
-    def _pages(self, reads: list[Read]) -> Pages:
-        lengths = np.array([read.num_keys for read in reads], dtype=np.int32)
-        width = -(-int(lengths.max()) // self._block)
-        tables = np.zeros((len(reads), width), dtype=np.int32)
-        for row, read in zip(tables, reads, strict=True):
-            found = self._tables[read.batch][read.first :][:width]
-            row[: len(found)] = found
-        return Pages(tables, lengths, self._block)
-
-    @cached_property
-    def _slots(self) -> Numbers:
-        """Return the slots of the edges' columns in the pool, `(B, C)`, padded with 0."""
-        width = max(map(len, self._reads.cols))
-        slots = np.zeros((len(self._tables), width), dtype=np.int64)
-        for row, table, cols in zip(slots, self._tables, self._reads.cols, strict=True):
-            spans = [np.arange(*span) for span in cols.spans]
-            found = np.concatenate(spans) if spans else np.arange(0)
-            row[: len(found)] = slots_of(table, found, self._block)
-        return Numbers(torch.int64, torch.from_numpy(slots))
+            tables = np.minimum(np.searchsorted(pages, tables), last)
+        self._entries = tuple(_entries_of(x, tables, block) for x in reads.whole)
+        self._edges = None if reads.edges is None else Edges(reads.edges, tables, block)
 
     def forward(
         self,
@@ -137,37 +160,24 @@ class PagedStep:
         """
         wide = torch.promote_types(query.dtype, torch.float32)
         running = RunningOutput(query, value_blocks.shape[3], dtype=wide)
-        for entries in self._launches:
-            found = kernel.forward(
-                entries.queries(query), key_blocks, value_blocks, entries.pages, scores
-            )
-            self._add(running, query, entries, *found)
-        if self._reads.edges:
-            slots = self._slots.on(query.device)[0]
-            kv = (
-                key_blocks.flatten(0, 1)[slots].transpose(1, 2),
-                value_blocks.flatten(0, 1)[slots].transpose(1, 2),
-            )
-            edge_kernel = block_kernel(query, key_blocks.shape[2], value_blocks.shape[3], scores)
-            label = Label("decode", 0, 0)
-            forward_step(
-                self._edges, query, kv, running, edge_kernel, scores, label, with_segments=False
-            )
+        for entries in self._entries:
+            queries = entries.rows.select(query).transpose(1, 2)
+            out, lse = kernel.forward(queries, key_blocks, value_blocks, entries.pages, scores)
+            entries.rows.add_to(running, out.transpose(1, 2), lse)
+        if self._edges is not None:
+            found = self._edges.attend(query, key_blocks, value_blocks, scores)
+            self._edges.rows.add_to(running, *found)
         return running.result()
 
-    def _add(
-        self, running: RunningOutput, query: Tensor, entries: Entries, out: Tensor, lse: Tensor
-    ) -> None:
-        """Merge a kernel's results `(E, R, N, Hv)` and `(E, N, R)` into the partial."""
-        out = out.transpose(1, 2)
-        if entries.are_all(query):
-            running.make_room()
-            running.add(region(None, (0, query.shape[2])), out, lse)
-            return
-        for number, read in enumerate(entries.reads):
-            running.make_room()
-            one = slice(number, number + 1)
-            running.add(region(read.batch, read.rows), out[one], lse[one])
+
+def _entries_of(reads: Reads, tables: np.ndarray, block: int) -> Entries:
+    num_blocks = -(-reads.num_keys // block)
+    numbers = np.arange(num_blocks.max())
+    # Rows that read fewer blocks are padded with block 0, which nobody reads there.
+    at = np.minimum(reads.firsts[:, None] + numbers, tables.shape[1] - 1)
+    read = np.where(numbers < num_blocks[:, None], np.take_along_axis(tables[reads.rows], at, 1), 0)
+    pages = Pages(read.astype(np.int32), reads.num_keys.astype(np.int32), block)
+    return Entries(BatchRows(reads.rows, reads.queries, len(tables)), pages)
 
 
 class PagedPlan:
@@ -191,7 +201,8 @@ class PagedPlan:
     ) -> None:
         self._pool, self._rank, self._kv_dtype = pool, rank, kv_dtype
         self._sequences, self._num_tokens = sequences, num_tokens
-        self._steps: dict[tuple[Mask, bool], PagedStep] = {}
+        self._steps: dict[tuple[Mask, bool, bool], PagedStep] = {}
+        self._requests: dict[Mask, DecodeRequest] = {}
 
     @property
     def sources(self) -> Numbers:
@@ -205,43 +216,68 @@ class PagedPlan:
 
     @cached_property
     def _places(self) -> tuple[Numbers, ...]:
-        sources, slots = [], []
-        for row, (sequence, table) in enumerate(zip(self._sequences, self._tables, strict=True)):
-            begin, dealing = len(sequence) - self._num_tokens, self._pool.dealing
-            mine, columns = dealing.columns(begin, len(sequence), self._rank)
-            sources.append(mine + row * self._num_tokens)
-            slots.append(slots_of(table, columns, dealing.block))
-        lists = (np.concatenate([np.arange(0), *x]) for x in (sources, slots))
+        dealing, starts = self._pool.dealing, self._lengths - self._num_tokens
+        mine, cols = dealing.located(starts[:, None] + np.arange(self._num_tokens), self._rank)
+        rows, numbers = mine.nonzero()
+        # A rank without blocks has a table without columns, and no tokens.
+        blocks = self._tables[rows, cols[mine] // dealing.block].astype(np.int64)
+        slots = blocks * dealing.block + cols[mine] % dealing.block
+        lists = rows * self._num_tokens + numbers, slots
         return tuple(Numbers(torch.int64, torch.from_numpy(x)) for x in lists)
+
+    @cached_property
+    def _lengths(self) -> np.ndarray:
+        """Return the number of tokens of each sequence, `(B,)`."""
+        return np.array([len(x.tokens) for x in self._sequences], dtype=np.int64)
 
     @cached_property
     def pages(self) -> np.ndarray:
         """Return the blocks of all sequences on this rank, ascending; block 0 if there is none."""
-        found = np.unique(np.concatenate([np.zeros(0, dtype=np.int32), *self._tables]))
-        # Models that expand what they keep cannot view an empty tensor.
-        return found if len(found) else np.zeros(1, dtype=np.int32)
+        # Tables are padded with block 0. Models that expand what they keep cannot view an empty
+        # tensor, so a rank without blocks has that one, too.
+        return np.unique(np.append(self._tables, 0)).astype(np.int32)
 
-    def step(self, mask: Mask, from_pages: bool = False) -> PagedStep:
+    def step(self, mask: Mask, whole_blocks: bool, from_pages: bool = False) -> PagedStep:
         """Return the step for a mask.
 
         Args:
             mask: which keys a query sees.
+            whole_blocks: whether the paged kernel reads whole blocks only.
             from_pages: whether it gets copies of all `pages`, in any form.
         """
-        if (mask, from_pages) not in self._steps:
+        found = self._steps.get((mask, whole_blocks, from_pages))
+        if found is None:
             block, pages = self._pool.dealing.block, self.pages if from_pages else None
-            tiles = decode_step(*self.request(mask)).tiles
-            reads = block_reads(tiles, block, len(self._tables))
+            reads = self._reads(mask, whole_blocks)
             if pages is None and self._kv_dtype is not None:
                 pages = pages_of(reads, self._tables, block)
-            self._steps[mask, from_pages] = PagedStep(reads, self._tables, block, pages)
-        return self._steps[mask, from_pages]
+            found = PagedStep(reads, self._tables, block, pages)
+            self._steps[mask, whole_blocks, from_pages] = found
+        return found
+
+    def _reads(self, mask: Mask, whole_blocks: bool) -> BlockReads:
+        """Return the keys that the queries see on this rank."""
+        dealing = self._pool.dealing
+        if self._num_tokens == 1:
+            return last_token_reads(self._lengths, mask, dealing, self._rank, whole_blocks)
+        tiles = decode_step(*self.request(mask)).tiles
+        shape = len(self._lengths), self._num_tokens
+        return block_reads(tiles, dealing.block, shape, whole_blocks)
 
     def request(self, mask: Mask) -> DecodeRequest:
         """Return the input of the planner; ranks differ in their rank only."""
-        runs, ends, starts = self._lengths
+        if mask not in self._requests:
+            self._requests[mask] = self._request(mask)
+        return self._requests[mask]
+
+    def _request(self, mask: Mask) -> DecodeRequest:
+        # The end of a sequence hides stale content in the rest of its last block; so does a causal
+        # mask.
+        is_hidden = mask.right == 0 and mask.prefix is None
+        documents = None if is_hidden else Documents([(0, x) for x in self._lengths])
+        starts, runs = tuple((self._lengths - self._num_tokens).tolist()), self._runs
         where = self._rank, self._pool.dealing.world_size, runs.end
-        return DecodeRequest(runs, mask, *where, starts, self._num_tokens, ends, None)
+        return DecodeRequest(runs, mask, *where, starts, self._num_tokens, documents, None)
 
     def agreed(self, layer: int) -> Tensor:
         """Return the integers that ranks compare, to detect that they have drifted apart."""
@@ -256,20 +292,22 @@ class PagedPlan:
         return torch.tensor(numbers, dtype=torch.int64, device="cpu")
 
     @cached_property
-    def _lengths(self) -> tuple[RunTable, Documents, tuple[int, ...]]:
-        """Return the runs of all ranks, the extent of each sequence, and its first new position."""
-        lengths = [len(x) for x in self._sequences]
-        # One table serves all sequences: the owner of a token depends on its position only.
-        numbers = self._pool.dealing.runs(0, max(lengths, default=0))
+    def _runs(self) -> RunTable:
+        """Return the runs of all ranks.
+
+        One table serves all sequences: the owner of a token depends on its position only.
+        """
+        numbers = self._pool.dealing.runs(0, int(self._lengths.max(initial=0)))
         if self._kv_dtype is not None:  # ranks compare the mark of the runs
             numbers = np.pad(numbers, ((0, 0), (0, 1), (0, 0)))
             numbers[0, -1, 0] = MARKED | crc32(self._kv_dtype.encode()) & (MARKED - 1)
-        runs = RunTable(numbers)
-        # The end of a sequence hides stale content in the rest of its last block.
-        ends = Documents([(0, length) for length in lengths])
-        return runs, ends, tuple(length - self._num_tokens for length in lengths)
+        return RunTable(numbers)
 
     @cached_property
-    def _tables(self) -> list[np.ndarray]:
-        """Return the blocks of each sequence on this rank."""
-        return [self._pool.block_table(x, self._rank) for x in self._sequences]
+    def _tables(self) -> np.ndarray:
+        """Return the blocks of each sequence on this rank, `(B, P)`, int32, padded with block 0."""
+        rows = [x.blocks[self._rank] for x in self._sequences]
+        found = np.zeros((len(rows), max(map(len, rows), default=0)), dtype=np.int32)
+        for row, blocks in zip(found, rows, strict=True):
+            row[: len(blocks)] = blocks
+        return found

@@ -95,16 +95,37 @@ class Serpentine(NamedTuple):
         start = nth_block(rank, n, self.world_size) * self.block
         return n * self.block + min(self.block, max(0, position - start))
 
+    def nums_before(self, positions: np.ndarray, rank: int) -> np.ndarray:
+        """Return `num_before` of each of many positions.
+
+        >>> Serpentine(4, 2).nums_before(np.array([3, 10]), rank=0)
+        array([3, 4])
+        """
+        n = positions // (self.block * self.world_size)
+        place = np.where(n % 2, self.world_size - 1 - rank, rank)
+        starts = (n * self.world_size + place) * self.block
+        return n * self.block + np.clip(positions - starts, 0, self.block)
+
     def columns(self, begin: int, end: int, rank: int) -> tuple[np.ndarray, np.ndarray]:
         """Return a rank's positions in `[begin, end)`, minus `begin`, and their columns, int64.
 
         >>> Serpentine(4, 2).columns(2, 14, rank=0)
         (array([ 0,  1, 10, 11]), array([2, 3, 4, 5]))
         """
-        numbers, offsets = np.divmod(np.arange(begin, end), self.block)
+        mine, columns = self.located(np.arange(begin, end), rank)
+        return np.flatnonzero(mine), columns[mine]
+
+    def located(self, positions: np.ndarray, rank: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return which positions a rank holds, bool, and their columns, in the same shape.
+
+        >>> Serpentine(4, 2).located(np.array([3, 4, 13]), rank=0)
+        (array([ True, False,  True]), array([3, 0, 5]))
+        """
+        numbers, offsets = np.divmod(positions, self.block)
         n, places = np.divmod(numbers, self.world_size)
-        mine = np.where(n % 2, self.world_size - 1 - places, places) == rank
-        return np.flatnonzero(mine), n[mine] * self.block + offsets[mine]
+        # Each rank has one block in each round, so what it does not hold has a column, too.
+        columns = n * self.block + offsets
+        return np.where(n % 2, self.world_size - 1 - places, places) == rank, columns
 
     def runs(self, begin: int, end: int) -> np.ndarray:
         """Return start and length of each rank's runs in `[begin, end)`, `(W, R, 2)`, int32.

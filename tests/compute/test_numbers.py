@@ -83,6 +83,12 @@ def test_lists_come_in_one_pinned_transfer(moves: Moves, dtype: torch.dtype) -> 
     assert all((x.data_ptr() - begin) % ALIGNED == 0 for x in first)
 
 
+def test_tensors_keep_their_shapes(moves: Moves) -> None:
+    tables, lengths = torch.arange(6).view(2, 3), torch.tensor([3, 5])
+    found = Numbers(torch.int32, tables, lengths).on(torch.device("cuda"))
+    assert [x.tolist() for x in found] == [tables.tolist(), lengths.tolist()]
+
+
 def test_what_a_graph_captured_stays(moves: Moves) -> None:
     """A replay reads it, however long the plan is gone."""
     kept, dropped = (Numbers(torch.int32, *LISTS) for _ in range(2))

@@ -17,7 +17,6 @@ from dtensor_ring import (
     decode_attention,
     merge_attention,
 )
-from dtensor_ring.paged import kernels
 from dtensor_ring.paged.api import PagedBatch, PagedCache
 from tests.paged_attention import TOLERANCES, PagedCase, check_paged
 
@@ -99,34 +98,6 @@ def test_a_batch_is_one_sequence_at_a_time() -> None:
             alone = PagedBatch(cache, [sequence], 3).attend(0, query, scale=0.3)
             for one, many in zip(alone, batched, strict=True):
                 assert torch.equal(one[0], many[row])
-
-
-def test_neighbouring_blocks_are_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    pool = BlockPool(8, block=4)
-    cache = PagedCache(pool, 1, 8, 1)
-    gap, sequence = pool.add(range(4)), pool.add(range(10))
-    pool.free(gap)
-    pool.append(sequence, range(7))  # blocks 1 to 3, 0 and 4
-    lengths: list[int] = []
-
-    def spy(*args: Any) -> Any:
-        kernel = block_kernel(*args)
-
-        class Spy(type(kernel)):  # type: ignore[misc]
-            def forward(self, q: Tensor, k: Tensor, *rest: Any) -> Any:
-                lengths.append(k.shape[2])
-                assert k.data_ptr() >= cache.layer(0)[0].data_ptr()
-                assert (
-                    k.untyped_storage().data_ptr() == cache.layer(0)[0].untyped_storage().data_ptr()
-                )
-                return super().forward(q, k, *rest)
-
-        return Spy()
-
-    block_kernel = kernels.block_kernel
-    monkeypatch.setattr(kernels, "block_kernel", spy)
-    PagedBatch(cache, [sequence]).attend(0, torch.randn(1, 1, 1, 8), kernel="in_place")
-    assert lengths == [12, 4, 1]
 
 
 def tokens(cache: PagedCache, sequence: Any) -> list[float]:

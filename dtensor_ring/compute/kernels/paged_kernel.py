@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
@@ -14,7 +13,6 @@ from torch import Tensor
 
 from dtensor_ring.compute.kernels.kernel import Problem, Result, Scores
 from dtensor_ring.compute.memory import Numbers
-from dtensor_ring.planning.ranges import Span
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,23 +44,6 @@ class Pages:
     def _numbers(self) -> Numbers:
         return Numbers(torch.int32, torch.from_numpy(self.tables), torch.from_numpy(self.lengths))
 
-    @cached_property
-    def stretches(self) -> tuple[tuple[Span, ...], ...]:
-        """Ranges of pool tokens that each entry reads; adjacent blocks form one range."""
-        return tuple(
-            tuple(self._stretches(table, length))
-            for table, length in zip(self.tables.tolist(), self.lengths.tolist(), strict=True)
-        )
-
-    def _stretches(self, table: list[int], length: int) -> Iterator[Span]:
-        begin = end = table[0] * self.block
-        for number, index in enumerate(table[: -(-length // self.block)]):
-            if index * self.block != end:
-                yield begin, end
-                begin = index * self.block
-            end = index * self.block + min(self.block, length - number * self.block)
-        yield begin, end
-
 
 class PagedKernel(ABC):
     """Attention of a few queries to keys in blocks, forward only.
@@ -72,9 +53,11 @@ class PagedKernel(ABC):
 
     Attributes:
         name: the name that users pass.
+        whole_blocks: whether it reads whole blocks only: lengths are then multiples of a block.
     """
 
     name: ClassVar[str]
+    whole_blocks: ClassVar[bool] = False
 
     @abstractmethod
     def missing(self) -> str | None:

@@ -73,14 +73,40 @@ def _forward(query: Tensor, key: Tensor, value: Tensor, mask: Mask, scores: Scor
         keys, values = (x[:, :, seen].to(wide) for x in (key, value))
         scored, _ = _scored(_grouped(query[:, :, block], keys), keys, scores)
         scored = _hide(scored, block, seen, mask)
-        block_lse = scored.logsumexp(-1)
-        lse[:, :, block] = block_lse.flatten(1, 2)
-        # A row with only scores of -inf gets weights of 0; -inf - -inf would be nan.
-        base = block_lse.masked_fill(block_lse == -torch.inf, 0.0)
-        weights = (scored - base.unsqueeze(-1)).exp_()
-        # The heads of a group share keys: with their rows joined, one product serves all.
-        out[:, :, block] = _ungrouped(weights.flatten(2, 3) @ values, heads)
+        out[:, :, block], lse[:, :, block] = _weighted(scored, values, heads)
     return out, lse
+
+
+def _weighted(scored: Tensor, values: Tensor, heads: int) -> Result:
+    """Return `(out, lse)` of scores `(B, Nkv, N / Nkv, R, C)`, -inf where a key is hidden."""
+    lse = scored.logsumexp(-1)
+    # A row with only scores of -inf gets weights of 0; -inf - -inf would be nan.
+    base = lse.masked_fill(lse == -torch.inf, 0.0)
+    weights = (scored - base.unsqueeze(-1)).exp_()
+    # The heads of a group share keys: with their rows joined, one product serves all.
+    return _ungrouped(weights.flatten(2, 3) @ values, heads), lse.flatten(1, 2)
+
+
+def attend_visible(
+    query: Tensor, key: Tensor, value: Tensor, visible: Tensor, scores: Scores
+) -> Result:
+    """Return `(out, lse)` of queries that each see any of the keys, float32 or wider.
+
+    This is one launch for rows of different lengths whose keys were padded to one. It computes the
+    scores of all pairs, so it is for few keys.
+
+    Args:
+        query: `(B, N, R, H)`.
+        key: `(B, Nkv, C, H)`.
+        value: `(B, Nkv, C, Hv)`.
+        visible: which columns each row sees, `(B, R, C)`, bool.
+        scores: scale and softcap.
+    """
+    wide = torch.promote_types(query.dtype, torch.float32)
+    keys, values = key.to(wide), value.to(wide)
+    scored, _ = _scored(_grouped(query, keys), keys, scores)
+    scored = scored.masked_fill(~visible[:, None, None], -torch.inf)
+    return _weighted(scored, values, query.shape[1])
 
 
 def _backward(

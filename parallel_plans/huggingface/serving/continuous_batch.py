@@ -12,6 +12,7 @@ import torch
 from dtensor_ring import BlockPool
 from dtensor_ring.extension import axis_group, check_agreement
 from parallel_plans.huggingface.generation.generate import written
+from parallel_plans.huggingface.serving.next_tokens import extend_all
 from parallel_plans.huggingface.serving.pooled_forward import PooledForward
 from parallel_plans.huggingface.serving.scheduler import Scheduler, ServingCounts
 from parallel_plans.huggingface.serving.served_request import (
@@ -133,7 +134,8 @@ class ContinuousBatch:
         if len({*request_ids} - {*self._requests}) < len(prompts):
             raise ValueError(f"ids of requests must be new and differ, got {list(request_ids)}")
         # All are prepared before any is added: `generate` may refuse an option.
-        prepared = [self._prepared(prompt, options) for prompt in prompts]
+        known: dict[int, TokenChoice] = {}
+        prepared = [self._prepared(prompt, options, known) for prompt in prompts]
         choices = [x for x in prepared if isinstance(x, TokenChoice)]
         if self._parts is None and choices:
             self._parts = self._made(self._num_blocks_for(choices))
@@ -164,8 +166,8 @@ class ContinuousBatch:
     def step(self) -> list[Any]:
         """Compute the next tokens of some requests, and return the outputs of those that ended.
 
-        Prompts come first: as many of their tokens as the step has room for, through the ring. Then
-        each request whose prompt is done gets its next token.
+        One run of the model computes the next token of each request whose prompt is done, and as
+        many tokens of prompts as the step has room for, through the ring.
 
         Raises:
             RingError: on every rank, if a rank raised, or ranks drifted apart. Requests then wait
@@ -188,18 +190,15 @@ class ContinuousBatch:
     def _compute(self, scheduler: Scheduler, forward: PooledForward) -> None:
         scheduler.counts.steps += 1
         scheduler.admit()
-        chunks = scheduler.chunks()
-        if chunks:
-            forward.prefill([(request.held, num) for request, num in chunks])
-        scheduler.prefilled(chunks)
         copies, requests = scheduler.grow(), scheduler.decoding[:]
-        if not requests:
-            return
+        chunks = scheduler.chunks()
         forward.copy(copies)
-        logits = forward.decode([request.held for request in requests])
+        parts = [(request.held, num) for request, num in chunks]
+        logits = forward.run(parts, [request.held for request in requests])
         scheduler.decoded()
-        for request, row in zip(requests, logits.split(1), strict=True):
-            if request.extend(row):
+        scheduler.prefilled(chunks)
+        for request, has_ended in zip(requests, extend_all(requests, logits), strict=True):
+            if has_ended:
                 scheduler.remove(request)
                 del self._requests[request.request_id]
                 self._outputs.append(request.output())
@@ -231,16 +230,26 @@ class ContinuousBatch:
             self._seed = drawn
         return (self._seed or 0) + self._num_samples
 
-    def _prepared(self, prompt: list[int], options: dict[str, Any]) -> TokenChoice | str:
-        """Return how tokens are chosen after a prompt, or why it cannot be served."""
+    def _prepared(
+        self, prompt: list[int], options: dict[str, Any], known: dict[int, TokenChoice]
+    ) -> TokenChoice | str:
+        """Return how tokens are chosen after a prompt, or why it cannot be served.
+
+        `known` has what prompts of the same length share: choices that read no tokens.
+        """
         num_entries = self._model.get_input_embeddings().weight.shape[0]
         if not prompt:
             return "a prompt must have at least one token, got none"
         if not 0 <= min(prompt) <= max(prompt) < num_entries:
             wrong = next(x for x in prompt if not 0 <= x < num_entries)
             return f"tokens must be from 0 to {num_entries - 1}, got {wrong}"
+        if len(prompt) in known:
+            return known[len(prompt)]
         found = prepare_choice(self._model, prompt, self._config, options)
-        return replace(found, returns_logprobs=self._options.return_logprobs)
+        found = replace(found, returns_logprobs=self._options.return_logprobs)
+        if found.batch_key is not None and found.ends is not None:
+            known[len(prompt)] = found
+        return found
 
     def _num_blocks_for(self, choices: Sequence[TokenChoice]) -> int:
         """Return the blocks of a rank with which no request has to wait for another's."""

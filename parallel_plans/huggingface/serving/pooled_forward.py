@@ -16,6 +16,7 @@ from parallel_plans.huggingface.core.versions import cache_name
 from parallel_plans.huggingface.probing.probe import ROUTER_LOGITS
 from parallel_plans.huggingface.serving.pooled_steps import (
     DecodedTokens,
+    MixedTokens,
     PooledInputs,
     PooledMemory,
     PooledStep,
@@ -52,15 +53,27 @@ class PooledForward:
         self._inputs = tuple(PooledInputs(self.memory, i) for i in range(len(cache.layers)))
         self._cache = {cache_name(model): cache}
 
-    def prefill(self, chunks: Sequence[tuple[PooledSequence, int]]) -> None:
-        """Compute and write the next tokens of sequences, which are sharded over the ranks."""
-        # No logits: the last token of a prompt is decoded.
-        none = torch.empty(0, dtype=torch.int64, device=self._model.device)
-        self._run(PrefilledTokens(self.memory, chunks, self._model.device), none)
+    def run(
+        self, chunks: Sequence[tuple[PooledSequence, int]], decoding: Sequence[PooledSequence]
+    ) -> Tensor:
+        """Compute and write the next tokens of sequences, in one run of the model.
 
-    def decode(self, sequences: Sequence[PooledSequence]) -> Tensor:
-        """Compute and write the last token of each sequence; return its logits `(B, V)`."""
-        return self._run(DecodedTokens(self.memory, sequences, self._model.device), 0)[0]
+        Args:
+            chunks: prompts, and the number of tokens of each; they are sharded over the ranks.
+            decoding: sequences whose last token is new.
+
+        Returns:
+            The logits of the last tokens of `decoding`, `(B, V)`.
+        """
+        device, steps = self._model.device, list[PooledStep]()
+        if chunks:
+            steps.append(PrefilledTokens(self.memory, chunks, device))
+        if decoding:
+            steps.append(DecodedTokens(self.memory, decoding, device))
+        step = steps[0] if len(steps) == 1 else MixedTokens(*steps)
+        # Without `decoding` no logits: the last token of a prompt is decoded.
+        none = torch.empty(0, dtype=torch.int64, device=device)
+        return self._run(step, len(decoding) or none)[0]
 
     def copy(self, copies: Sequence[BlockCopy]) -> None:
         """Copy blocks that sequences do not share from now on."""

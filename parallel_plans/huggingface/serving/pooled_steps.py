@@ -134,7 +134,7 @@ class DecodedTokens(PooledStep):
 
 
 class PrefilledTokens(PooledStep):
-    """Tokens of prompts, each on the rank that keeps it: one ring for each prompt.
+    """Tokens of prompts, each on the rank that keeps it: one ring for each layer.
 
     Args:
         memory: the keys and values of all sequences.
@@ -149,7 +149,7 @@ class PrefilledTokens(PooledStep):
         device: torch.device,
     ) -> None:
         self._memory, self._chunks = memory, chunks
-        self._prefills: list[PagedPrefill] = []
+        self._prefill: PagedPrefill | None = None
         dealing, rank = memory.pool.dealing, memory.axis.mesh.get_local_rank()
         positions = [
             dealing.columns(x.num_written, x.num_written + n, rank)[0] + x.num_written
@@ -158,7 +158,7 @@ class PrefilledTokens(PooledStep):
         tokens = [
             x.tokens[p] for (x, _), places in zip(chunks, positions, strict=True) for p in places
         ]
-        self._lengths = [len(x) for x in positions]
+        self._length = len(tokens)
         # Models cannot run on no token: a rank without any has one that nobody sees.
         padding = [0] * (not tokens)
         flat = [p for places in positions for p in places.tolist()]
@@ -166,38 +166,55 @@ class PrefilledTokens(PooledStep):
         self.positions = torch.tensor(flat + padding, device=device)
 
     def append(self, cache: PagedCache, number: int, key: Tensor, value: Tensor) -> Pair:
-        if not self._prefills:
-            self._prefills = [PagedPrefill(cache, x, n) for x, n in self._chunks]
-        parts = []
-        for prefill, *pair in zip(self._prefills, *map(self._split, (key, value)), strict=True):
-            prefill.write(number, *pair)
-            parts.append(prefill.gather(number))
-        keys, values = (torch.cat(x, 2) for x in zip(*parts, strict=True))
+        prefill = self._prefill = self._prefill or PagedPrefill(cache, self._chunks)
+        new = key.narrow(2, 0, self._length), value.narrow(2, 0, self._length)
+        prefill.write(number, *new)
+        keys, values = prefill.gather(number, *new)
         if keys.shape[2]:
             return keys, values
         # Models that expand latents cannot view an empty tensor; attention ignores this column.
         return torch.zeros_like(key[:, :, :1]), torch.zeros_like(value[:, :, :1])
 
-    def _split(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Return the tokens of each prompt, `(1, N, L, H)`, without padding."""
-        return x.narrow(2, 0, sum(self._lengths)).split(self._lengths, 2)
+    def attend(
+        self, number: int, query: Tensor, key: Tensor, value: Tensor, mask: Mask, **scores: Any
+    ) -> Tensor:
+        prefill = self._prefill
+        assert prefill is not None, "attention before the cache"
+        query, padding = query.split((self._length, query.shape[2] - self._length), 2)
+        keys, values = (x.narrow(2, 0, prefill.num_columns) for x in (key, value))
+        seen = {"slices": prefill.slices(mask), "runs": prefill.runs, "key_runs": prefill.key_runs}
+        out = self._memory.axis.attention(query, keys, values, **seen, **scores)
+        if not padding.shape[2]:
+            return out
+        return torch.cat([out, value.new_zeros(*padding.shape[:3], value.shape[3])], 2)
+
+
+class MixedTokens(PooledStep):
+    """Tokens of prompts and last tokens of other sequences, in one run of the model.
+
+    Args:
+        steps: the parts, in the order of their tokens.
+    """
+
+    def __init__(self, *steps: PooledStep) -> None:
+        self._steps, self._num_keys = steps, [0]
+        self._lengths = [len(x.tokens) for x in steps]
+        self.tokens = torch.cat([x.tokens for x in steps])
+        self.positions = torch.cat([x.positions for x in steps])
+
+    def append(self, cache: PagedCache, number: int, key: Tensor, value: Tensor) -> Pair:
+        new = zip(self._steps, *(x.split(self._lengths, 2) for x in (key, value)), strict=True)
+        pairs = [step.append(cache, number, *pair) for step, *pair in new]
+        self._num_keys = [keys.shape[2] for keys, _ in pairs]
+        keys, values = (torch.cat(x, 2) for x in zip(*pairs, strict=True))
+        return keys, values
 
     def attend(
         self, number: int, query: Tensor, key: Tensor, value: Tensor, mask: Mask, **scores: Any
     ) -> Tensor:
-        counts = [x.num_columns for x in self._prefills]
-        keys, values = (x.narrow(2, 0, sum(counts)).split(counts, 2) for x in (key, value))
-        outs = [
-            self._memory.axis.attention(
-                *(q, k, v), mask=mask, runs=prefill.runs, key_runs=prefill.key_runs, **scores
-            )
-            for prefill, q, k, v in zip(
-                self._prefills, self._split(query), keys, values, strict=True
-            )
-        ]
-        padding = query.shape[2] - sum(self._lengths)
-        outs += [value.new_zeros(1, query.shape[1], padding, value.shape[3])] * bool(padding)
-        return torch.cat(outs, 2)
+        pairs = (x.split(self._num_keys, 2) for x in (key, value))
+        parts = zip(self._steps, query.split(self._lengths, 2), *pairs, strict=True)
+        return torch.cat([x.attend(number, *given, mask, **scores) for x, *given in parts], 2)
 
 
 @dataclass(frozen=True)

@@ -51,8 +51,7 @@ class Scheduler:
 
     Args:
         pool: the pool of their blocks.
-        max_tokens: the largest number of tokens of a step; a request whose prompt ends in a step
-            adds its next token to it.
+        max_tokens: the largest number of tokens of a step.
         max_requests: the largest number of requests that hold blocks.
     """
 
@@ -78,6 +77,10 @@ class Scheduler:
         if self._is_held and self.num_active:
             return
         self._is_held = False
+        self._admit_waiting()
+        self._begin_to_decode()  # all of a prompt may be in the pool already
+
+    def _admit_waiting(self) -> None:
         for request in self.waiting[:]:
             if self.num_active >= self._max_requests:
                 return
@@ -113,10 +116,13 @@ class Scheduler:
         return found
 
     def prefilled(self, chunks: Iterable[tuple[ServedRequest, int]]) -> None:
-        """Commit what was computed. Requests with all of their prompt decode from now on."""
+        """Commit what was computed. Requests with all of their prompt decode in the next step."""
         for request, num_tokens in chunks:
             self.pool.commit(request.held, request.held.num_written + num_tokens)
             self.counts.prefilled += num_tokens
+        self._begin_to_decode()
+
+    def _begin_to_decode(self) -> None:
         for request in self.prefilling[:]:
             if request.held.num_written == len(request.held):
                 self.prefilling.remove(request)

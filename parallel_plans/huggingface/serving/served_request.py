@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Hashable
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
+from math import inf
 from typing import Any
 
 import torch
@@ -23,6 +27,10 @@ ALLOWED = (
 )
 
 
+# Processors of transformers that read the scores of a row, and not the tokens before it.
+BY_ROW = ("TemperatureLogitsWarper", "TopKLogitsWarper", "TopPLogitsWarper", "MinPLogitsWarper")
+
+
 @dataclass(frozen=True)
 class TokenChoice:
     """How the tokens of a request are chosen, as `generate` of transformers prepared it.
@@ -38,6 +46,30 @@ class TokenChoice:
     criteria: Any
     config: Any
     returns_logprobs: bool = False
+
+    @cached_property
+    def batch_key(self) -> Hashable:
+        """Return what choices have in common whose scores are computed together.
+
+        `None` if a processor reads the tokens before, or may do so.
+        """
+        from transformers.generation import logits_process
+
+        alone = tuple(getattr(logits_process, name) for name in BY_ROW)
+        if any(type(x) not in alone for x in self.processors):
+            return None
+        return tuple((type(x), repr(sorted(vars(x).items()))) for x in self.processors)
+
+    @cached_property
+    def ends(self) -> tuple[float, frozenset[int]] | None:
+        """Return the largest length and the tokens that end a sequence, if nothing else does."""
+        from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
+
+        lengths = [x.max_length for x in self.criteria if type(x) is MaxLengthCriteria]
+        tokens = [x.eos_token_id.tolist() for x in self.criteria if type(x) is EosTokenCriteria]
+        if len(lengths) + len(tokens) < len(self.criteria):
+            return None
+        return min(lengths, default=inf), frozenset(chain.from_iterable(tokens))
 
 
 def prepare_choice(
@@ -118,6 +150,7 @@ class ServedRequest:
         siblings: other samples of the prompt, which wait until it is prefilled.
         is_cancelled: whether nobody waits for it any more.
         logprobs: the log-probabilities of the new tokens, if they are asked for.
+        generator: its random state, `None` for greedy decoding.
     """
 
     def __init__(
@@ -134,12 +167,11 @@ class ServedRequest:
         self.sequence: PooledSequence | None = None
         self.siblings: list[ServedRequest] = []
         self.is_cancelled = False
-        self._ids = torch.empty(1, choice.config.max_length, dtype=torch.int64, device=device)
-        self._ids[0, : len(prompt)] = torch.tensor(prompt)
         self._tokens = array("q", prompt)
-        self._generator: torch.Generator | None = None
+        self._ids = torch.empty(1, 0, dtype=torch.int64, device=device)
+        self.generator: torch.Generator | None = None
         if choice.config.do_sample:
-            self._generator = torch.Generator(device).manual_seed(seed)
+            self.generator = torch.Generator(device).manual_seed(seed)
 
     @property
     def held(self) -> PooledSequence:
@@ -166,25 +198,26 @@ class ServedRequest:
         found, self.siblings = self.siblings, []
         return [x for x in found if not x.is_cancelled]
 
-    def extend(self, logits: Tensor) -> bool:
-        """Choose the next token from the logits `(1, V)` of the last one; return whether it ends.
+    @property
+    def ids(self) -> Tensor:
+        """Return all tokens `(1, S)` where they are chosen, for processors that read them."""
+        missing = self._tokens[self._ids.shape[1] :]
+        if missing:
+            self._ids = torch.cat([self._ids, self._ids.new_tensor(missing).unsqueeze(0)], 1)
+        return self._ids
 
-        This is what `generate` does with one row, so a request gets the tokens that it gets alone.
+    def extend(self, token: int, scores: Tensor) -> bool:
+        """Add the next token, and return whether the sequence ends.
+
+        Args:
+            token: the token.
+            scores: the scores `(1, V)` that it was chosen by, for stopping criteria.
         """
-        num_tokens = len(self._tokens)
-        scores = self.choice.processors(
-            self._ids[:, :num_tokens], logits.to(torch.float32, copy=True)
-        )
-        if self._generator is None:
-            token = scores.argmax(-1)
-        else:
-            weights = scores.softmax(-1)
-            token = torch.multinomial(weights, 1, generator=self._generator)[0]
-        if self.choice.returns_logprobs:
-            self.logprobs.append(scores.log_softmax(-1)[0, token].item())
-        self._ids[0, num_tokens] = token[0]
-        self._tokens.append(int(token))
-        return bool(self.choice.criteria(self._ids[:, : num_tokens + 1], scores).all())
+        self._tokens.append(token)
+        if self.choice.ends is None:
+            return bool(self.choice.criteria(self.ids, scores).all())
+        longest, tokens = self.choice.ends
+        return len(self._tokens) >= longest or token in tokens
 
     def output(self, error: str | None = None) -> Any:
         """Return the result, or why there is none, as transformers' `GenerationOutput`."""

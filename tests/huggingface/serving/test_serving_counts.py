@@ -93,7 +93,40 @@ def messages_of_steps(family: str) -> list[int]:
 @pytest.mark.parametrize("family", ["Llama", "Gemma 3"])
 def test_one_message_for_each_layer(pool: Pool, family: str) -> None:
     """For the whole batch; models have two layers."""
-    assert pool.run(2, messages_of_steps, family) == [[2] * 5] * 2
+    assert pool.run(2, messages_of_steps, family) == [[2] * 6] * 2
+
+
+def check_one_run() -> None:
+    """A step runs the model once, and each layer has one ring, whatever comes and goes."""
+    model = sharded("Llama")
+    axis = type(model.context_parallel_sharding.axis)
+    arrivals = [Arrival(step, prompt_of(i, 3 + 5 * i), 4) for i, step in enumerate((0, 0, 1, 2, 2))]
+    batch = Workload(tuple(arrivals), BLOCK, 99, 12, 8).batch(model)
+    attention, kinds = axis.attention, set()
+    with (
+        mock.patch.object(model, "forward", wraps=model.forward) as forward,
+        mock.patch.object(axis, "attention", autospec=True, side_effect=attention) as rings,
+    ):
+        for step in range(12):
+            prompts = [x.prompt for x in arrivals if x.step == step]
+            if prompts:
+                batch.add_requests(prompts, max_new_tokens=4, **GREEDY)
+            before = counted(batch)
+            batch.step()
+            computes = [x > y for x, y in zip(counted(batch), before, strict=True)]
+            kinds.add(tuple(computes))
+            assert (forward.call_count, rings.call_count) == (any(computes), 2 * computes[0])
+            forward.reset_mock()
+            rings.reset_mock()
+    assert kinds == {(True, False), (True, True), (False, True), (False, False)}
+
+
+def counted(batch: Any) -> tuple[int, int]:
+    return batch.counts.prefilled, batch.counts.decoded
+
+
+def test_a_step_runs_the_model_once(pool: Pool) -> None:
+    pool.run(2, check_one_run)
 
 
 def check_bytes() -> None:
@@ -136,6 +169,38 @@ def test_sampled_tokens_do_not_depend_on_the_batch(pool: Pool) -> None:
     how = {"do_sample": True, "temperature": 1.5, "max_new_tokens": 6, **GREEDY}
     found = model.generate(torch.tensor([prompt_of(3, 11)]), **how)
     assert found[0, 11:].tolist() == together[0][3][0]
+
+
+KINDS: list[dict[str, Any]] = [
+    {},
+    {"repetition_penalty": 1.3},
+    {"do_sample": True, "temperature": 1.5, "top_p": 0.8},
+    {"do_sample": True, "temperature": 1.5, "top_p": 0.8},
+    {"do_sample": True, "top_k": 5, "no_repeat_ngram_size": 2},
+    {"stopping_criteria": [lambda ids, scores: (ids[:, -1] % 3 == 0) & (ids.shape[1] > 13)]},
+]
+"""Processors that read tokens and some that do not, alike and not; a stopping criterion."""
+
+
+def check_kinds() -> None:
+    """In one batch, each has the tokens that the stock model gives to it alone."""
+    model, alone = sharded("Llama"), stock("Llama")
+    prompts = [prompt_of(i, 11) for i in range(len(KINDS))]
+    arrivals = tuple(Arrival(0, x, 8) for x in prompts)
+    batch = Workload(arrivals, BLOCK, 99, 400, 16).batch(model, return_logprobs=True)
+    for number, how in enumerate(KINDS):
+        batch.add_request(prompts[number], str(number), max_new_tokens=8, seed=9, **GREEDY | how)
+    for output in batch:
+        number = int(output.request_id)
+        torch.manual_seed(9)
+        ids = torch.tensor([prompts[number]])
+        expected = alone.generate(ids, max_new_tokens=8, **GREEDY | KINDS[number])[0, 11:].tolist()
+        assert output.generated_tokens == expected, KINDS[number]
+        assert len(output.logprobs) == len(expected)
+
+
+def test_requests_of_many_kinds_in_one_batch(pool: Pool) -> None:
+    pool.run(2, check_kinds)
 
 
 def check_eight_bits() -> None:

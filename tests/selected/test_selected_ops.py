@@ -307,7 +307,7 @@ def _received(route: str) -> tuple[list[int], list[int]]:
     positions = key_positions(axis.layout, 4, 64)
     wanted, given = _counts(selected[..., :1], positions, route)
     of_key = 2 * 6 * 4
-    traffic = selected_traffic(positions, rank, wanted, given, of_key, of_key, route)
+    traffic, _ = selected_traffic(positions, rank, wanted, given, of_key, of_key, route)
     planned_index = Ring(axis.layout, 4, 64, CAUSAL).plans()[rank].num_received * 2 * 4 * 4
     forward = [traffic.requests] * (route == "selected") + [traffic.keys]
     return [index, *received], [planned_index, *forward, *forward, traffic.gradients]

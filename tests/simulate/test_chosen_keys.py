@@ -96,7 +96,7 @@ def test_what_is_compared() -> None:
         compare_strategies(*ASKED, 4, chosen=(16, 4, 6), machine="h100")
     wrong: list[Any] = [(16, 4), "2,3,4", 7]
     for given in wrong:
-        with pytest.raises(TypeError, match="such as .2048, 128, 576."):
+        with pytest.raises(TypeError, match="such as"):
             compare_strategies(*ASKED, 4, chosen=given)
     with pytest.raises(ValueError, match="keys of a query"):
         compare_strategies(*ASKED, 4, chosen=(MAX_SELECTED + 1, 4, 6))

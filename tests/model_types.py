@@ -95,7 +95,15 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "reformer": {"is_decoder": True},
     "cohere_compass_text": {"layer_types": ["sliding_attention", "full_attention"]},
     "esm": {"vocab_size": 64, "pad_token_id": 0, "token_dropout": False},
-    "qwen4_exp_text": {"linear_num_key_heads": 4, "linear_num_value_heads": 4},
+    "qwen4_exp_text": {
+        "linear_num_key_heads": 4,
+        "linear_num_value_heads": 4,
+        "indexer_n_heads": 4,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 8,
+        "indexer_budget": 8,
+        "indexer_compress_ratio": 4,
+    },
     "zamba": {"num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2},
     "xmod": {"default_language": "en_XX"},
     "gemma4_text, shared keys and values": {

@@ -79,7 +79,7 @@ def key_positions(layout: Layout, world_size: int, seq_len: int) -> KeyPositions
         for run in shard
     ]
     offsets = accumulate((table.num_local(rank) for rank in range(world_size)), initial=0)
-    numbers = np.concatenate([np.empty(0, np.int32), *parts]).astype(np.int32)
+    numbers = np.concatenate([np.empty(0, np.int32), *parts])
     numbers.setflags(write=False)
     return KeyPositions(numbers, tuple(offsets), seq_len)
 

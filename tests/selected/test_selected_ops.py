@@ -28,15 +28,17 @@ from dtensor_ring import (
     unshard_sequence,
 )
 from dtensor_ring.ops.options import flatten
-from dtensor_ring.selected import listed_attention, run
+from dtensor_ring.selected import listed_attention, moved_keys, run
 from dtensor_ring.selected.op import select_op, selected_backward_op, selected_op
 from dtensor_ring.selected.plan import key_positions, selected_traffic
-from dtensor_ring.transport.transport import P2P, ProcessGroupTransport
+from dtensor_ring.transport import transport
+from dtensor_ring.transport.transport import P2P, BufferPool, ProcessGroupTransport
 from tests.ops.test_fakes import description
 from tests.pool import Pool
-from tests.rings import Case, Ring
+from tests.rings import Case, Ring, fake_group
 from tests.selected.indexers import dense
 from tests.test_memory import Counted
+from tests.traced_bytes import Peak, Slope, peak_of, slope_of
 
 SEQ_LEN, K = 16, 4
 CAUSAL = Mask.causal()
@@ -249,7 +251,7 @@ WRONG = {
     "k must be": {"k": 0},
     "needs blocks": {"local_blocks": 1},
     "route must be one of": {"route": "selected"},
-    "needed, the 1-D mesh": {"mesh": None},
+    "needs mesh=, the 1-D mesh": {"mesh": None},
 }
 WRONG_LISTS = {
     "must be int32": {"selected": torch.zeros(2, SEQ_LEN, 2)},
@@ -348,3 +350,42 @@ def _peaks() -> list[int]:
                 out.sum().backward()
             peaks.append(counted.peak)
     return peaks
+
+
+SHARE = Slope(tensors=8, objects=16)
+"""Bytes for each token of all ranks: its place among a rank's keys, and positions of all keys, once
+for all layers. Index key and latent of a real model take 1,408 in bfloat16."""
+
+
+@pytest.mark.parametrize("what", ["select", "attend"])
+def test_memory_beside_the_keys_of_others(pool: Pool, what: str) -> None:
+    """It grows little with the ranks: index keys come by turns, and only what is chosen comes."""
+    (slope,) = pool.run(1, _slope, what)
+    assert slope.tensors <= (0 if what == "select" else SHARE.tensors)
+    assert slope.objects <= SHARE.objects
+
+
+def _slope(what: str) -> Slope:
+    def peak(num_tokens: int, world_size: int) -> Peak:
+        messages = patch.multiple(transport, BUFFERS=BufferPool())
+        with messages, fake_group(world_size, rank=world_size // 2):
+            mesh = init_device_mesh("cpu", (world_size,))
+            SequenceAxis(mesh, "zigzag")
+            x = inputs(num_tokens)
+            chosen = torch.zeros(2, num_tokens, 1, dtype=torch.int32)
+            return peak_of(lambda: run_one(x, chosen, mesh))
+
+    def run_one(x: dict[str, Tensor], chosen: Tensor, mesh: Any) -> None:
+        if what == "select":
+            select_keys(x["index_query"], x["index_key"], x["weights"], K, mesh=mesh)
+            return
+        leaves = [x[name].detach().requires_grad_() for name in ("query", "latents")]
+        selected_attention(*leaves, 5, chosen, mesh=mesh).sum().backward()
+
+    def nobody(bits: Tensor, length: int) -> Tensor:
+        return bits.new_zeros(length, dtype=torch.bool)
+
+    small = patch.object(listed_attention, "CHUNK", 1 << 10), patch.object(run, "SCORES", 1 << 14)
+    # Of requests that nobody sends, none may be read.
+    with small[0], small[1], patch.object(moved_keys, "_from_bits", nobody):
+        return slope_of(peak, (96, 192), (8, 16))

@@ -52,7 +52,8 @@ def select_keys(
     Args:
         index_query: `(B, S, Hi, Di)`, as DTensors that are `Shard(1)` over one axis, or this rank's
             shard `(B, L, Hi, Di)` with `mesh`.
-        index_key: `(B, S, Di)`, likewise, one head.
+        index_key: `(B, S, Di)`, likewise, one head; in the dtype of the queries, or a narrower one,
+            in which it travels.
         weights: `(B, S, Hi)`, likewise. With `None` each index head selects its own keys, by plain
             dot products.
         k: the number of keys, or of blocks, of a query.

@@ -43,7 +43,8 @@ def decode_select_keys(
 
     Args:
         index_query: `(B, M, Hi, Di)`, the same on every rank.
-        index_key: this rank's columns `(B, C, Di)`; C may be 0, and may differ between ranks.
+        index_key: this rank's columns `(B, C, Di)`; C may be 0, and may differ between ranks. Its
+            dtype may be narrower than that of the queries.
         weights: `(B, M, Hi)`; with `None` each index head selects its own keys.
         k: the number of keys of a query.
         scale: a factor of the products, before the relu.

@@ -22,6 +22,7 @@ from dtensor_ring import (
     Mask,
     RingError,
     SequenceAxis,
+    decode_select_keys,
     select_keys,
     selected_attention,
     sequence_runs,
@@ -229,7 +230,12 @@ def _check_turn() -> None:
     torch.testing.assert_close(out.double(), expected[:, :, mine], atol=1e-5, rtol=0)
 
 
-DIFFERENCES = {"choice": {"k": 2}, "scale": {"scale": 2.0}, "mask": {"mask": Mask.full()}}
+DIFFERENCES: dict[str, dict[str, Any]] = {
+    "choice": {"k": 2},
+    "scale": {"scale": 2.0},
+    "mask": {"mask": Mask.full()},
+    "index keys": {"index_key": torch.zeros(2, SEQ_LEN, 4, dtype=torch.bfloat16)},
+}
 
 
 @pytest.mark.parametrize("what", DIFFERENCES)
@@ -240,14 +246,16 @@ def test_ranks_that_differ_are_reported(pool: Pool, what: str) -> None:
 
 def _differing(what: str) -> str:
     mesh, x = init_device_mesh("cpu", (2,)), inputs()
-    given = {"k": 3} | (DIFFERENCES[what] if dist.get_rank() else {})
+    given = {name: x[name] for name in ("index_query", "index_key", "weights")} | {"k": 3}
+    given |= DIFFERENCES[what] if dist.get_rank() else {}
     with pytest.raises(RingError) as error:
-        select_keys(x["index_query"], x["index_key"], x["weights"], mesh=mesh, **given)
+        select_keys(**given, mesh=mesh)
     return str(error.value)
 
 
 WRONG = {
     "weights must hold one number": {"weights": torch.ones(2, SEQ_LEN, 2)},
+    "or a narrower one": {"index_key": torch.ones(2, SEQ_LEN, 4, dtype=torch.float64)},
     "k must be": {"k": 0},
     "needs blocks": {"local_blocks": 1},
     "route must be one of": {"route": "selected"},
@@ -277,6 +285,30 @@ def _check_bad_calls() -> None:
     for text, wrong in WRONG_LISTS.items():
         with pytest.raises(ValueError, match=text):
             selected_attention(**{**latents, "selected": right, "mesh": mesh} | wrong)
+
+
+def test_narrow_keys_are_widened_where_they_arrive(pool: Pool) -> None:
+    """The keys of a model in 16 bits, whose indexer has its queries in float32."""
+    pool.run(2, _check_narrow)
+
+
+def _check_narrow() -> None:
+    mesh, rank, x = init_device_mesh("cpu", (2,)), dist.get_rank(), inputs(2 * SEQ_LEN)
+    SequenceAxis(mesh, "contiguous")
+    own = slice(rank * SEQ_LEN, (rank + 1) * SEQ_LEN)
+    query, weights = x["index_query"], x["weights"]
+    narrow = x["index_key"][:, own].bfloat16()
+    runs = torch.tensor([[[0, SEQ_LEN]], [[SEQ_LEN, SEQ_LEN]]], dtype=torch.int32)
+    last = query[:, -2:], weights[:, -2:]
+    found = [
+        (
+            select_keys(query[:, own], keys, weights[:, own], K, mesh=mesh),
+            decode_select_keys(last[0], keys, last[1], K, key_runs=runs, mesh=mesh),
+        )
+        for keys in (narrow, narrow.float())
+    ]
+    for of_narrow, of_wide in zip(*found, strict=True):
+        assert torch.equal(of_narrow, of_wide)
 
 
 @pytest.mark.parametrize("route", ["selected", "all"])

@@ -63,5 +63,9 @@ def test_messages_are_those_of_a_step(
     assert {x["calls"] for x in found["attentions"]} == kinds
     assert {x["chosen"] for x in found["attentions"]} == {TOPK}
     assert found["attention_working"] > 0
+    assert main(load, [*command, "--json", "--checkpoint", "attention"]) == 0
+    checkpointed = json.loads(capsys.readouterr().out)
+    assert checkpointed["messages"] == found["messages"], "what attentions return is kept"
+    assert 0 < checkpointed["attention_kept"] < found["attention_kept"]
     assert main(load, command) == 0
-    assert "hops" in capsys.readouterr().out
+    assert f"{TOPK} keys" in capsys.readouterr().out

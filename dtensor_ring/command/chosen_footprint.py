@@ -73,7 +73,7 @@ class Choice(NamedTuple):
             rest: the arguments of the op after the lists.
         """
         numbers = rows.shape[0] * rows.shape[1] * rows.shape[3]
-        dtypes = rows.dtype, unflatten(rest[3:]).place.policy.sum_dtype(rows.dtype)
+        dtypes = rows.dtype, unflatten(tuple(rest[3:])).place.policy.sum_dtype(rows.dtype)
         bytes_of = numbers * dtypes[0].itemsize, numbers * dtypes[1].itemsize
         return moved_costs(self.seen, self.positions, num_chosen, bytes_of, rest[2])
 
@@ -134,7 +134,7 @@ def _all_keys(
 ) -> tuple[SelectedKeys, Moved, Call]:
     """Return what moves keys, and the keys of all ranks, whose places no content decides."""
     begin, end, _, *options = rest
-    call = unflatten(options)
+    call = unflatten(tuple(options))
     request = call.request(query.shape[0])
     shape, positions = (query.shape[3], (begin, end)), positions_of_keys(request)
     keys = SelectedKeys(rows, shape, positions, request.rank, NullTransport(), ring)

@@ -121,7 +121,7 @@ def compare(
     head_dim: int,
     max_held: int | None,
     machine: Machine | None,
-    chosen: tuple[int, int, int] | None,
+    chosen: tuple[int, ...] | str | None,
     as_json: bool,
 ) -> int:
     """Print what each strategy costs, see `compare_strategies`, and return the exit status."""
@@ -138,7 +138,7 @@ def compare(
             machine=machine,
             chosen=chosen,
         )
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         print(error, file=sys.stderr)
         return 1
     print(json.dumps([asdict(row) for row in found.rows]) if as_json else found)
@@ -231,7 +231,7 @@ def _add_compare(commands: argparse._SubParsersAction[Any]) -> None:
         "--chosen",
         type=chosen_of,
         help="of attention that chooses its keys: keys of a query, numbers of an index key, and of "
-        "a token that is chosen: 2048,128,576",
+        "a token that is chosen, or a config.json that has them: 2048,128,576",
     )
     text = "also simulate seconds: the name of a data sheet, such as h100, or a file of calibrate"
     command.add_argument("--machine", type=machine_of, help=text)

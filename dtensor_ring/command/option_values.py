@@ -120,22 +120,13 @@ def hybrid_of(text: str) -> Hybrid:
     )
 
 
-def chosen_of(text: str) -> tuple[int, int, int]:
-    """Parse keys of a query, numbers of an index key, and of a token that is chosen.
+def chosen_of(text: str) -> tuple[int, ...] | str:
+    """Parse keys of a query, numbers of an index key and of a chosen token; or return a path.
 
-    Raises:
-        ArgumentTypeError: if these are not three positive numbers.
-
-    >>> chosen_of("2048,128,576")
-    (2048, 128, 576)
+    >>> chosen_of("2048,128,576"), chosen_of("config.json")
+    ((2048, 128, 576), 'config.json')
     """
-    match numbers(text):
-        case [num_keys, index_dim, token_dim] if min(num_keys, index_dim, token_dim) > 0:
-            return num_keys, index_dim, token_dim
-    raise argparse.ArgumentTypeError(
-        f"{text!r} are not keys of a query, numbers of an index key and of a chosen token: "
-        "2048,128,576"
-    )
+    return tuple(numbers(text)) if text.replace(",", "").isdigit() else text
 
 
 def heads_of(text: str) -> tuple[int, int]:

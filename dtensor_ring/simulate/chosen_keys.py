@@ -8,8 +8,7 @@ queries than keys on a rank hardly less.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from dtensor_ring.planning.plan import Plan
 from dtensor_ring.planning.ranges import as_count
@@ -23,9 +22,13 @@ from dtensor_ring.selected.plan import (
 )
 from dtensor_ring.simulate.message_costs import Cost, ring_costs
 from dtensor_ring.simulate.sizes import TensorSizes
+from dtensor_ring.simulate.training.model_shape import text_entries
 
 # The route that brings each rank the keys that its queries see, and no more.
 SEEN = "direct"
+
+# What a config calls the keys of a query, the numbers of an index key, and the parts of a latent.
+IN_CONFIG = "index_topk", "index_head_dim", "kv_lora_rank", "qk_rope_head_dim"
 
 
 class ChosenKeys(NamedTuple):
@@ -43,23 +46,44 @@ class ChosenKeys(NamedTuple):
     token_dim: int
 
 
-def chosen_keys(given: object) -> ChosenKeys:
-    """Check three numbers.
+def chosen_keys(given: Any) -> ChosenKeys:
+    """Check three numbers, or read them from a config of transformers.
 
     Raises:
         TypeError: if they are something else.
-        ValueError: if one is out of range.
+        ValueError: if one is out of range, or a config has none.
 
     >>> chosen_keys((2048, 128, 576)).token_dim
     576
+    >>> config = dict(index_topk=2048, index_head_dim=128, kv_lora_rank=512, qk_rope_head_dim=64)
+    >>> chosen_keys(config) == chosen_keys((2048, 128, 576))
+    True
     """
-    if not isinstance(given, Sequence) or isinstance(given, str) or len(given) != 3:
+    if not isinstance(given, tuple | list):
+        given = _of_config(given)
+    if len(given) != 3:
         raise TypeError(
             "chosen must be the keys of a query, the numbers of an index key and those of a token "
-            f"that is chosen, such as (2048, 128, 576), got {given!r}"
+            f"that is chosen, such as (2048, 128, 576), or a config, got {given!r}"
         )
     num_keys = as_count("keys of a query", given[0], 1, MAX_SELECTED)
     return ChosenKeys(num_keys, *(as_count("numbers of a key", x, 1) for x in given[1:]))
+
+
+def _of_config(config: Any) -> tuple[int, int, int]:
+    """Return the numbers of a model with latents.
+
+    Raises:
+        ValueError: if the config lacks one of them.
+    """
+    entries = text_entries(config)
+    if missing := [x for x in IN_CONFIG if not entries.get(x)]:
+        raise ValueError(
+            f"the config of {entries.get('model_type') or 'model'} lacks {', '.join(missing)}, so "
+            "its layers choose no latents; give the three numbers: (2048, 128, 576)"
+        )
+    num_keys, index_dim, *latent = (entries[x] for x in IN_CONFIG)
+    return num_keys, index_dim, sum(latent)
 
 
 def index_cost(plan: Plan, sizes: TensorSizes, index_dim: int) -> Cost:

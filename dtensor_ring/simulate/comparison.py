@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from os import PathLike
+from typing import Any
 
 import torch
 
@@ -114,7 +115,7 @@ def compare_strategies(
     strategies: Sequence[str] | None = None,
     max_held: int | None = None,
     machine: Machine | str | PathLike[str] | None = None,
-    chosen: tuple[int, int, int] | None = None,
+    chosen: Any = None,
 ) -> StrategyComparison:
     """Count what one attention costs by each strategy, from the plans of all ranks.
 
@@ -137,7 +138,8 @@ def compare_strategies(
         machine: also simulate seconds on this machine, see `simulate_attention`.
         chosen: for attention that chooses its keys (`select_keys`): the keys of a query, the
             numbers of an index key, and those of a token that travel where it is chosen, as in
-            `(2048, 128, 576)` for DeepSeek-V3.2. Strategies are then routes of the index keys, and
+            `(2048, 128, 576)` for DeepSeek-V3.2; or a config that has them, as `simulate_step`
+            takes it. Strategies are then routes of the index keys, and
             bytes those of a batch in which each key that a rank sees is chosen by one of its
             queries, which is the most. Heads and head dim are not used.
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -13,10 +15,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from dtensor_ring import Mask, SequenceAxis, compare_strategies, select_keys, selected_attention
+from dtensor_ring.command.main import main
 from dtensor_ring.planning.route import ROUTES
 from dtensor_ring.selected.plan import MAX_SELECTED
 from dtensor_ring.simulate.message_costs import Cost, by_field
 from dtensor_ring.transport.transport import P2P, ProcessGroupTransport
+from parallel_plans.models import load
 from tests.pool import Pool
 from tests.selected.test_selected_ops import inputs, sequence_dim
 
@@ -85,6 +89,27 @@ def test_what_is_held() -> None:
     assert row.backward == Cost(2 * keys, 2 * keys, 2, 3 * keys)
 
 
+@pytest.mark.parametrize("given", ["16,4,6", "config.json"])
+def test_command(given: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Numbers, or those of a config, whose text model is one of its parts."""
+    names = "index_topk", "index_head_dim", "kv_lora_rank", "qk_rope_head_dim"
+    config = {"text_config": dict(zip(names, (16, 4, 4, 2), strict=True))}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    chosen = given if "," in given else str(tmp_path / given)
+    asked = ["--seq-len", "64", "--world-size", "4", "--json", "--chosen", chosen]
+    assert main(load, ["compare", *asked]) == 0
+    found = json.loads(capsys.readouterr().out)
+    expected = compare_strategies(*ASKED, 4, chosen=(16, 4, 6)).rows
+    assert [x["backward"] for x in found] == [asdict(x.backward) for x in expected]
+
+
+def test_wrong_numbers_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    for chosen, text in (("16,4", "such as"), ("nowhere.json", "cannot be read")):
+        asked = ["--seq-len", "64", "--world-size", "4", "--chosen", chosen]
+        assert main(load, ["compare", *asked]) == 1
+        assert text in capsys.readouterr().err
+
+
 def test_what_is_compared() -> None:
     """Routes of the index keys; heads are no strategy, and seconds are not simulated."""
     rows = compare_strategies(*ASKED, 4, chosen=(16, 4, 6)).rows
@@ -94,9 +119,11 @@ def test_what_is_compared() -> None:
     assert all(x is not None and "index keys have one head" in x for x in refused)
     with pytest.raises(ValueError, match="not simulated; leave machine out"):
         compare_strategies(*ASKED, 4, chosen=(16, 4, 6), machine="h100")
-    wrong: list[Any] = [(16, 4), "2,3,4", 7]
+    wrong: list[Any] = [(16, 4), 7]
     for given in wrong:
-        with pytest.raises(TypeError, match="such as"):
+        with pytest.raises(TypeError, match=r"such as|must be a mapping"):
             compare_strategies(*ASKED, 4, chosen=given)
+    with pytest.raises(ValueError, match="of llama lacks index_topk, index_head_dim, kv_lora_rank"):
+        compare_strategies(*ASKED, 4, chosen={"model_type": "llama"})
     with pytest.raises(ValueError, match="keys of a query"):
         compare_strategies(*ASKED, 4, chosen=(MAX_SELECTED + 1, 4, 6))

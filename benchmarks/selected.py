@@ -97,9 +97,8 @@ def measure(case: Case, mesh: DeviceMesh) -> Measurement:
         wanted = [end - begin for begin, end in kept[route].spans]
         given = [len(x) for x in kept[route].given]
         of_key = WIDTH * rows.itemsize
-        received[route] = sum(
-            selected_traffic(positions, rank, wanted, given, of_key, of_key, route)[:2]
-        )
+        coming, _ = selected_traffic(positions, rank, wanted, given, of_key, of_key, route)
+        received[route] = coming.requests + coming.keys
     seconds = time_paired(contenders, case.repeats, lambda: dist.barrier(group))
     return Measurement(case, received, seconds)
 

@@ -10,7 +10,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from parallel_plans.huggingface.probing.proxy_model import small_config
+from parallel_plans.huggingface.probing.proxy_model import WIDTH, small_config
 from tests.model_images import IMAGE_TOKENS, Images
 
 KINDS = {
@@ -95,7 +95,15 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "reformer": {"is_decoder": True},
     "cohere_compass_text": {"layer_types": ["sliding_attention", "full_attention"]},
     "esm": {"vocab_size": 64, "pad_token_id": 0, "token_dropout": False},
-    "qwen4_exp_text": {"linear_num_key_heads": 4, "linear_num_value_heads": 4},
+    "qwen4_exp_text": {
+        "linear_num_key_heads": 4,
+        "linear_num_value_heads": 4,
+        "indexer_n_heads": 4,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 8,
+        "indexer_budget": 8,
+        "indexer_compress_ratio": 4,
+    },
     "zamba": {"num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2},
     "xmod": {"default_language": "en_XX"},
     "gemma4_text, shared keys and values": {
@@ -106,6 +114,17 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "granitemoehybrid, attention only": {"layer_types": ["full_attention"] * 2},
 }
 """By type: what its config has no default for, or what users set. Others are variants of a type."""
+PARTS: dict[str, dict[str, dict[str, Any]]] = {
+    "dots3_note": {
+        "text_config": OPTIONS["dots3_note_text"],
+        "vision_config": {"adapter_in_dim": WIDTH, "adapter_out_dim": WIDTH},
+        "audio_config": {"adapter_input_size": WIDTH, "adapter_out_dim": WIDTH},
+    },
+    "glm5_next": {"text_config": {"index_kpool": 4}},
+    "hy_v4_vl": {"text_config": {"qk_rope_head_dim": 8}},
+    "qwen4_exp": {"text_config": OPTIONS["qwen4_exp_text"]},
+}
+"""The same of the models that a model consists of."""
 
 
 def types_of(kind: str) -> list[str]:
@@ -117,7 +136,9 @@ def types_of(kind: str) -> list[str]:
 
 def small_model(kind: str, name: str) -> Any:
     """The same weights at every call; attention and experts as transformers writes them out."""
-    config = small_config(default_config(name), **OPTIONS.get(name, {}))
+    large, parts = default_config(name), PARTS.get(name, {})
+    small = {part: small_config(getattr(large, part), **x) for part, x in parts.items()}
+    config = small_config(large, **OPTIONS.get(name, {}), **small)
     for option in IMAGE_TOKENS:  # large ids made small may be that of padding
         if getattr(config, option, None) == 0:
             setattr(config, option, LAST_TOKEN)

@@ -57,6 +57,19 @@ def test_benchmark_of_serving(folder: Path) -> None:
     assert found["pool_bytes"].keys() == found["steps"].keys() == {"ours, 1 rank", "ours, 2 ranks"}
 
 
+def test_benchmark_of_selected_keys(folder: Path) -> None:
+    """Half of the keys, and one in 64: what arrives is what was asked for, and requests."""
+    found = measured("selected", folder)["measurements"]
+    assert [m["case"]["part"] for m in found] == [2, 64]
+    for m in found:
+        others, width = m["case"]["seq_len"] // 2, 4 * 576
+        assert m["received"]["all"] == others * width
+        asked = m["received"]["selected"] - others // 8
+        assert asked % width == 0
+        assert asked == pytest.approx(others * width / m["case"]["part"], rel=0.5)
+        assert [len(stages) for stages in m["seconds"].values()] == [2, 2]
+
+
 @pytest.mark.repeats  # half a minute
 def test_benchmark_of_a_million_tokens(folder: Path) -> None:
     results = measured("million_tokens", folder)

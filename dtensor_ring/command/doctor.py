@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from dtensor_ring.command.footprint import NullTransport
+from dtensor_ring.command.null_transport import NullTransport
 from dtensor_ring.command.table import print_table
 from dtensor_ring.compute.kernels import Scores, available_kernels, kernel_for, missing_kernel
 from dtensor_ring.dtensor.attention import ring_attention

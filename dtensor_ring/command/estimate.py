@@ -92,6 +92,8 @@ class Estimate:
             (heads, key_heads), (dim, value_dim) = each["heads"], each["head_dims"]
             dims = f"{dim}" if dim == value_dim else f"{dim} and {value_dim}"
             shape = f"{heads} heads over {key_heads}, head dim {dims}"
+            if each["chosen"] is not None:
+                shape += f", {each['chosen']:,} keys of a query"
             rows.append(("attention", f"{each['calls']} x {shape}, {each['hops']} hops"))
         sent, received = (f"{self.messages[x] / 2**20:,.1f}" for x in ("sent", "received"))
         reported = f"{self.messages['messages']:,}, {sent} MiB sent, {received} MiB received"

@@ -9,7 +9,7 @@ transport that sends nothing. What this loop allocates is added for the duration
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 from weakref import ref
@@ -20,6 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_leaves
 
 from dtensor_ring.all_to_all.op import all_to_all_op, unflatten_all_to_all
+from dtensor_ring.command.chosen_footprint import Choice, backward_loop, forward_loop
+from dtensor_ring.command.null_transport import NullTransport
 from dtensor_ring.compute.kernels import Kernel, Launch, Problem, Saved, Scores
 from dtensor_ring.compute.kernels.kernel import Gradients, Result
 from dtensor_ring.compute.memory import TOKEN_MAJOR, empty
@@ -30,15 +32,9 @@ from dtensor_ring.ops.rows_op import sum_ranks_op
 from dtensor_ring.planning.mask import Mask
 from dtensor_ring.planning.plan import Plan
 from dtensor_ring.ring import ring_backward, ring_forward
-from dtensor_ring.simulate.comparison import Cost, TensorSizes, all_to_all_cost, ring_costs
-from dtensor_ring.transport.transport import P2P, Transport, Work
-
-
-class NullTransport(Transport):
-    """A transport that sends nothing: results are wrong, and only kernels take time and memory."""
-
-    def start(self, receives: list[P2P], sends: list[P2P]) -> Sequence[Work]:
-        return ()
+from dtensor_ring.selected.op import select_op, selected_backward_op, selected_op
+from dtensor_ring.simulate.message_costs import Cost, all_to_all_cost, ring_costs
+from dtensor_ring.simulate.sizes import TensorSizes
 
 
 class ShapeKernel(Kernel):
@@ -128,13 +124,15 @@ class Attention(NamedTuple):
         heads: number of query heads, and of key and value heads, on this rank in the attention.
         head_dims: head dim of queries and keys, and of values.
         mask: which keys a query sees.
-        steps: number of steps of the ring.
+        steps: number of steps of the ring; where queries choose, of that of the index keys.
+        chosen: keys that a query chooses; `None` if it attends to all that it sees.
     """
 
     heads: tuple[int, int]
     head_dims: tuple[int, int]
     mask: Mask
     steps: int
+    chosen: int | None = None
 
 
 class Footprint(Storages):
@@ -154,6 +152,7 @@ class Footprint(Storages):
         self.working = 0
         self._kept: dict[int, ref[UntypedStorage]] = {}
         self._loops: dict[tuple[Any, ...], int] = {}  # peak by arguments, as layers are alike
+        self._choices: dict[int, Choice] = {}  # by the `_cdata` of what was chosen
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -166,8 +165,14 @@ class Footprint(Storages):
             self._send(_all_to_all_cost(*args))
         elif func is sum_ranks_op:
             self._send(_sum_cost(*args))
+        elif func is select_op:
+            self._select(result, *args)
+        elif func is selected_op:
+            self._attend_selected(*args)
+        elif func is selected_backward_op:
+            self._attend_selected_backward(*args)
         self.count(result, {x._cdata for x in storages_of([args, kwargs])})
-        if func is ring_op:
+        if func in (ring_op, selected_op):
             self._kept |= self.held([args[:3], result])
         return result
 
@@ -196,6 +201,33 @@ class Footprint(Storages):
         self._add(
             (grad_out, grad_lse, query, key, *rest),
             lambda: _backward(call, plan, saved, query, key, value),
+        )
+
+    def _select(self, result: Tensor, query: Tensor, key: Tensor, *rest: Any) -> None:
+        choice = Choice.of(query, key, *rest)
+        self._choices[result.untyped_storage()._cdata] = choice
+        self._send(choice.cost(key))
+        self._add((query, key, *rest), lambda: choice.loop(query, key, *rest))
+
+    def _attend_selected(self, query: Tensor, rows: Tensor, selected: Tensor, *rest: Any) -> None:
+        choice = self._choices[selected.untyped_storage()._cdata]
+        heads, dims = (query.shape[1], rows.shape[1]), (query.shape[3], rest[1] - rest[0])
+        mask, width = choice.call.scores.mask, selected.shape[3]
+        self.attentions[Attention(heads, dims, mask, choice.plan.num_steps, width)] += 1
+        self._send(choice.moved(rows, width, rest)[0])
+        self._add((query, rows, selected, *rest), lambda: forward_loop(query, rows, selected, rest))
+
+    def _attend_selected_backward(
+        self, grad_out: Tensor, grad_lse: Any, query: Tensor, rows: Tensor, *rest: Any
+    ) -> None:
+        selected, begin, end, route, out, lse, *options = rest
+        choice = self._choices[selected.untyped_storage()._cdata]
+        how = begin, end, route, *options
+        self._send(choice.moved(rows, selected.shape[3], how)[1])
+        saved = Saved(grad_out, out, lse, grad_lse)
+        self._add(
+            (grad_out, grad_lse, query, rows, *rest),
+            lambda: backward_loop(saved, query, rows, selected, how),
         )
 
     def _send(self, cost: Cost) -> None:

@@ -13,6 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from dtensor_ring.ops.ring_op import ring_op
+from dtensor_ring.selected.op import select_op, selected_op
 
 
 def layers_of(module: nn.Module) -> list[nn.Module]:
@@ -82,4 +83,4 @@ def checkpoint_layers(module: nn.Module, kind: str, host: FarInputs | None = Non
 
 
 def _keeping_attention() -> tuple[Any, Any]:
-    return create_selective_checkpoint_contexts([ring_op])
+    return create_selective_checkpoint_contexts([ring_op, select_op, selected_op])

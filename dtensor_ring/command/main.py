@@ -16,6 +16,7 @@ from dtensor_ring.command.calibrate import calibrate
 from dtensor_ring.command.doctor import doctor, version_of
 from dtensor_ring.command.estimate_options import add_estimate, add_strategy
 from dtensor_ring.command.option_values import (
+    chosen_of,
     dtype_of,
     heads_of,
     hybrid_of,
@@ -120,6 +121,7 @@ def compare(
     head_dim: int,
     max_held: int | None,
     machine: Machine | None,
+    chosen: tuple[int, ...] | str | None,
     as_json: bool,
 ) -> int:
     """Print what each strategy costs, see `compare_strategies`, and return the exit status."""
@@ -134,8 +136,9 @@ def compare(
             layout=layout or "zigzag",
             max_held=max_held,
             machine=machine,
+            chosen=chosen,
         )
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         print(error, file=sys.stderr)
         return 1
     print(json.dumps([asdict(row) for row in found.rows]) if as_json else found)
@@ -224,6 +227,12 @@ def _add_compare(commands: argparse._SubParsersAction[Any]) -> None:
     _add_attention(command)
     _add_heads(command)
     command.add_argument("--max-held", type=number, help="bytes that a rank may hold of others")
+    command.add_argument(
+        "--chosen",
+        type=chosen_of,
+        help="of attention that chooses its keys: keys of a query, numbers of an index key, and of "
+        "a token that is chosen, or a config.json that has them: 2048,128,576",
+    )
     text = "also simulate seconds: the name of a data sheet, such as h100, or a file of calibrate"
     command.add_argument("--machine", type=machine_of, help=text)
 

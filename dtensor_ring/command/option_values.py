@@ -120,6 +120,15 @@ def hybrid_of(text: str) -> Hybrid:
     )
 
 
+def chosen_of(text: str) -> tuple[int, ...] | str:
+    """Parse keys of a query, numbers of an index key and of a chosen token; or return a path.
+
+    >>> chosen_of("2048,128,576"), chosen_of("config.json")
+    ((2048, 128, 576), 'config.json')
+    """
+    return tuple(numbers(text)) if text.replace(",", "").isdigit() else text
+
+
 def heads_of(text: str) -> tuple[int, int]:
     """Parse the number of query heads, and of key and value heads.
 

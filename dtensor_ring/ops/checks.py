@@ -139,8 +139,22 @@ def check_strided(name: str, x: Tensor) -> None:
         raise ValueError(f"{name} must be a dense, strided tensor, got a {kind} one; use {dense}")
 
 
-def check_inputs(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> None:
+def check_inputs(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sinks: Tensor | None,
+    *,
+    may_be_narrow: bool = False,
+) -> None:
     """Refuse inputs that ring attention does not support.
+
+    Args:
+        query: `(B, N, L, H)`.
+        key: `(B, Nkv, L, H)`.
+        value: `(B, Nkv, L, Hv)`.
+        sinks: `(N,)`, or `None`.
+        may_be_narrow: whether keys and values may have a narrower dtype than queries.
 
     Raises:
         ValueError: says what was given and what is supported.
@@ -149,7 +163,8 @@ def check_inputs(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None
     if not query.ndim == key.ndim == value.ndim == 4:
         raise ValueError(f"query, key and value must be (B, N, L, H), got {_shapes(tensors)}")
     dtype = query.dtype
-    if not dtype == key.dtype == value.dtype:
+    is_narrow = may_be_narrow and torch.promote_types(dtype, key.dtype) == dtype
+    if not (dtype == key.dtype or is_narrow) or key.dtype != value.dtype:
         raise ValueError(_differ("dtype", tensors))
     if not query.device == key.device == value.device:
         raise ValueError(_differ("device", tensors))

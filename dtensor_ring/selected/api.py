@@ -52,9 +52,10 @@ def select_keys(
     Args:
         index_query: `(B, S, Hi, Di)`, as DTensors that are `Shard(1)` over one axis, or this rank's
             shard `(B, L, Hi, Di)` with `mesh`.
-        index_key: `(B, S, Di)`, likewise, one head.
-        weights: `(B, S, Hi)`, likewise. `None` lets each index head choose keys of its own, by its
-            plain products.
+        index_key: `(B, S, Di)`, likewise, one head; in the dtype of the queries, or a narrower one,
+            in which it travels.
+        weights: `(B, S, Hi)`, likewise. With `None` each index head selects its own keys, by plain
+            dot products.
         k: the number of keys, or of blocks, of a query.
         scale: a factor of the products, before the relu.
         mask: which keys a query sees; causal by default, full with `slices`.

@@ -37,13 +37,15 @@ def decode_select_keys(
 ) -> Tensor:
     """Find the k best keys of 1 to 64 new tokens among index keys that are sharded over ranks.
 
-    Scores and ties are as in `select_keys`. Each rank finds the best of its own keys, and sends
-    them in one message to each other rank; all ranks get the same result. No key travels.
+    Scores and ties are as in `select_keys`. Each rank takes the top k of its local keys, and sends
+    their scores and positions in one message to each other rank. All ranks merge the same lists, so
+    all of them get the same result. Keys are not sent.
 
     Args:
         index_query: `(B, M, Hi, Di)`, the same on every rank.
-        index_key: this rank's columns `(B, C, Di)`; C may be 0, and may differ between ranks.
-        weights: `(B, M, Hi)`; `None` lets each index head choose keys of its own.
+        index_key: this rank's columns `(B, C, Di)`; C may be 0, and may differ between ranks. Its
+            dtype may be narrower than that of the queries.
+        weights: `(B, M, Hi)`; with `None` each index head selects its own keys.
         k: the number of keys of a query.
         scale: a factor of the products, before the relu.
         mask: which keys a query sees, by position; causal by default, full with `slices`.

@@ -1,8 +1,8 @@
-"""A few queries that all ranks have choose among keys that stay where they are.
+"""Top-k selection for a few replicated queries, over index keys that stay on their ranks.
 
-Each rank finds the best keys of its own columns. One message to each other rank carries them, with
-their scores, and all ranks merge the same lists in the same order: so they choose the same keys.
-Then each rank attends to those that it has, and the partial results merge as in any decoding.
+Each rank takes the top k of its local keys. One message to each other rank carries their scores and
+positions. All ranks merge the same lists in the same order, so they select the same keys. Then each
+rank attends to the selected keys that it holds, and partial results merge by their lse.
 """
 
 from __future__ import annotations

@@ -122,10 +122,7 @@ def gathered_backward(
 
 def _chunks(residents: Residents, selected: Tensor, wide: torch.dtype) -> Iterator[Chunk]:
     """Yield chunks of queries with their keys."""
-    batch, groups, num_queries, width = selected.shape
-    num_heads, numbers = residents.rows.shape[2] // groups, residents.rows.shape[3]
-    each = max(1, batch * groups * width * num_heads * numbers)
-    size = max(1, (CHUNK_ON_GPUS if selected.is_cuda else CHUNK) // each)
+    num_queries, size = selected.shape[2], queries_at_once(selected, residents.rows)
     for start in range(0, num_queries, size):
         tokens = slice(start, min(num_queries, start + size))
         where = selected[:, :, tokens].long()
@@ -137,6 +134,13 @@ def _chunks(residents: Residents, selected: Tensor, wide: torch.dtype) -> Iterat
         if residents.apart is not None:
             rows = torch.cat((rows, _at(residents.apart, where)), -1)
         yield Chunk(tokens, where, is_none, rows.to(wide))
+
+
+def queries_at_once(selected: Tensor, rows: Tensor) -> int:
+    """Return how many queries a chunk has, for lists `(B, G, L, K)` of rows `(T, B, Nkv, D)`."""
+    batch, _, _, width = selected.shape
+    numbers = batch * width * rows.shape[2] * rows.shape[3]
+    return max(1, (CHUNK if selected.is_cpu else CHUNK_ON_GPUS) // max(1, numbers))
 
 
 def _at(rows: Tensor, where: Tensor) -> Tensor:

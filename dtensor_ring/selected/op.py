@@ -104,6 +104,7 @@ def select(
     request = call.request(query.shape[0])
     choice = KeyChoice(k, call.scores.scale, block_size, local_blocks)
     own: dict[str, object] = {"weights": weights is not None, "choice": tuple(choice)}
+    own["index keys"] = key.dtype
     with _checked("select keys", call, request, (query, key), own) as transport:
         # Within the context: an error of this rank is reported to the others.
         plan = request.plan(query, key)
@@ -153,13 +154,17 @@ def check_index(query: Tensor, key: Tensor, weights: Tensor | None) -> None:
     Raises:
         ValueError: says what was given.
     """
-    for what in ("dtype", "device"):
-        if getattr(query, what) != getattr(key, what):
-            raise ValueError(
-                f"index_query and index_key must have one {what}, got {getattr(query, what)} and "
-                f"{getattr(key, what)}; use .to()"
-            )
-    check_inputs(query, key, key, None)
+    if query.device != key.device:
+        raise ValueError(
+            f"index_query and index_key must be on one device, got {query.device} and "
+            f"{key.device}; use .to()"
+        )
+    if torch.promote_types(query.dtype, key.dtype) != query.dtype:
+        raise ValueError(
+            "index_key must have the dtype of index_query, or a narrower one in which it travels, "
+            f"got {key.dtype} and {query.dtype}; use .to()"
+        )
+    check_inputs(query, key, key, None, may_be_narrow=True)
     if key.shape[1] != 1:
         raise ValueError(f"index keys have one head, got {tuple(key.shape)}")
     if weights is not None and weights.shape != query.shape[:3]:

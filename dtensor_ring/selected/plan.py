@@ -79,7 +79,7 @@ def key_positions(layout: Layout, world_size: int, seq_len: int) -> KeyPositions
         for run in shard
     ]
     offsets = accumulate((table.num_local(rank) for rank in range(world_size)), initial=0)
-    numbers = np.concatenate([np.empty(0, np.int32), *parts]).astype(np.int32)
+    numbers = np.concatenate([np.empty(0, np.int32), *parts])
     numbers.setflags(write=False)
     return KeyPositions(numbers, tuple(offsets), seq_len)
 
@@ -142,12 +142,12 @@ def request_bytes(num_keys: int) -> int:
 
 
 class SelectedTraffic(NamedTuple):
-    """Bytes that a rank receives in one attention that selects its keys.
+    """Bytes that a rank receives, or sends, in one attention that selects its keys.
 
     Attributes:
-        requests: of the other ranks, which keys of this rank they selected.
-        keys: the keys and values that this rank's queries selected.
-        gradients: gradients of this rank's keys from other ranks, in the backward pass.
+        requests: bits that say which keys of a rank another rank selected.
+        keys: keys and values that were selected.
+        gradients: their gradients, in the backward pass.
     """
 
     requests: int
@@ -163,10 +163,10 @@ def selected_traffic(
     key_bytes: int,
     gradient_bytes: int,
     route: str = SELECTED,
-) -> SelectedTraffic:
-    """Return the bytes that a rank receives in a forward and a backward pass.
+) -> tuple[SelectedTraffic, SelectedTraffic]:
+    """Return the bytes that a rank receives, and those that it sends.
 
-    The backward pass repeats requests and keys.
+    The forward pass has requests and keys. The backward pass repeats both, and has gradients.
 
     Args:
         positions: the keys of all ranks.
@@ -178,9 +178,13 @@ def selected_traffic(
         route: "selected" or "all".
     """
     others = [peer for peer in range(positions.world_size) if peer != rank]
-    asks = len(others) * request_bytes(positions.num_local(rank)) if route == SELECTED else 0
-    return SelectedTraffic(
-        asks,
-        key_bytes * sum(wanted[peer] for peer in others),
-        gradient_bytes * sum(given[peer] for peer in others),
+    asked, asks = 0, 0
+    if route == SELECTED:
+        # A request has a bit for each key of the rank that answers it.
+        asked = len(others) * request_bytes(positions.num_local(rank))
+        asks = sum(request_bytes(positions.num_local(peer)) for peer in others)
+    come, go = (sum(counts[peer] for peer in others) for counts in (wanted, given))
+    return (
+        SelectedTraffic(asked, key_bytes * come, gradient_bytes * go),
+        SelectedTraffic(asks, key_bytes * go, gradient_bytes * come),
     )

@@ -98,9 +98,8 @@ def score_tile(
     rows = region(tile.batch, tile.rows)
     query, weights = part_of(own.query, rows), own.weights
     weights = None if weights is None else part_of(weights, rows)
-    (batch, heads, num_rows, _), num_cols = query.shape, keys.shape[2]
-    most = SCORES_ON_GPUS if key.is_cuda else SCORES
-    size = max(1, most // max(1, batch * heads * num_cols))
+    num_rows, num_cols = query.shape[2], keys.shape[2]
+    size = rows_at_once(query, num_cols)
     for block, seen in row_blocks(num_rows, num_cols, tile.mask, size):
         some = None if weights is None else weights[:, :, block]
         scores = index_scores(query[:, :, block], keys[:, :, seen], some, choice.scale)
@@ -112,6 +111,13 @@ def score_tile(
         if choice.block_size > 1:
             scores, numbers = _by_block(scores, at[seen], own.positions[there], choice)
         found.add(rows[0], there, scores, numbers)
+
+
+def rows_at_once(query: Tensor, num_cols: int) -> int:
+    """Return how many queries, of `(B, Hi, R, Di)`, are scored at once against so many keys."""
+    batch, heads, _, _ = query.shape
+    most = SCORES if query.is_cpu else SCORES_ON_GPUS
+    return max(1, most // max(1, batch * heads * num_cols))
 
 
 def _by_block(

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import astuple, dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from os import PathLike
+from typing import Any
 
 import torch
 
 from dtensor_ring.all_to_all.plan import AllToAllPlan, all_to_all_plan
-from dtensor_ring.all_to_all.rounded_keys import room_of_rounded
-from dtensor_ring.all_to_all.run import aligned
 from dtensor_ring.compute.execute import launches
 from dtensor_ring.planning.layout import Layout
 from dtensor_ring.planning.mask import Boundaries, Mask
@@ -19,148 +17,16 @@ from dtensor_ring.planning.plan import Plan
 from dtensor_ring.planning.ranges import MAX_RANKS, as_count
 from dtensor_ring.planning.slices import Slices
 from dtensor_ring.planning.strategy import Strategy, as_strategy, every_strategy, why_not
+from dtensor_ring.selected.plan import key_positions
+from dtensor_ring.simulate.chosen_keys import SEEN, ChosenKeys, chosen_keys, index_cost, moved_costs
 from dtensor_ring.simulate.machine import Machine
 from dtensor_ring.simulate.machine_files import as_machine
+from dtensor_ring.simulate.message_costs import Cost, by_field, rank_costs
 from dtensor_ring.simulate.problem import problem_of
-from dtensor_ring.simulate.schedule import (
-    Schedule,
-    Traffic,
-    describe_schedule,
-    largest_packet,
-    shard_traffic,
-    sum_traffic,
-)
+from dtensor_ring.simulate.schedule import Schedule, describe_schedule
 from dtensor_ring.simulate.simulated_attention import timeline_of
 from dtensor_ring.simulate.sizes import TensorSizes
-from dtensor_ring.transport.quantised_rotation import packet_size
-from dtensor_ring.transport.rotation import goes_apart
-from dtensor_ring.transport.transport import DEFAULT_POLICY, QUANTISED, TransferPolicy
-
-
-@dataclass(frozen=True)
-class Cost:
-    """What a rank sends and holds in one direction of an attention; sizes are in bytes.
-
-    Attributes:
-        sent: bytes that the rank sends.
-        received: bytes that the rank receives.
-        messages: number of messages that the rank sends.
-        held: the most bytes at once in message buffers and tensors of an all-to-all. Large
-            contiguous keys and values are sent without a buffer, but count as if they had one.
-    """
-
-    sent: int = 0
-    received: int = 0
-    messages: int = 0
-    held: int = 0
-
-    def __add__(self, other: Cost) -> Cost:
-        return by_field(sum, [self, other])
-
-
-def by_field(of: Callable[[Iterable[int]], int], costs: Iterable[Cost]) -> Cost:
-    """Return the sum or the maximum of each field, as `of` computes it."""
-    return Cost(*map(of, zip(*map(astuple, costs), strict=True)))
-
-
-def rank_costs(
-    plan: Plan, all_to_all: AllToAllPlan | None, sizes: TensorSizes
-) -> tuple[Cost, Cost]:
-    """Return the forward and backward cost of one rank, with the all-to-alls around its plan."""
-    num_heads, num_key_heads = sizes.heads_after(all_to_all)
-    rounded = sizes.kv_dtype if sizes.kv_dtype in QUANTISED and all_to_all is not None else None
-    forward, sums = ring_costs(plan, sizes, num_key_heads, rounded is not None)
-    backward = forward + sums
-    if all_to_all is None:
-        return forward, backward
-    # Forward sends queries, keys and values and returns outputs; backward does the reverse.
-    (heads, key_heads), (head_dim, value_dim) = sizes.heads, sizes.head_dims
-    inputs = (heads, head_dim), (key_heads, head_dim), (key_heads, value_dim)
-    output = ((heads, value_dim),)
-    there = all_to_all_cost(all_to_all, sizes, inputs, kv_dtype=rounded)
-    given = all_to_all_cost(all_to_all, sizes, output)
-    back, returned = (all_to_all_cost(all_to_all, sizes, x, is_back=True) for x in (output, inputs))
-    token = (num_heads + num_key_heads) * sum(sizes.head_dims) * sizes.batch * sizes.itemsize
-    kept = token * all_to_all.num_tokens[1]
-    travelling = 0
-    if rounded is not None and plan.owners is not None and plan.owners.num_groups > 1:
-        of_keys = packet_size(rounded, sizes.batch, num_key_heads, sizes.head_dims)
-        travelling = room_of_rounded(of_keys, all_to_all.num_tokens[1], all_to_all.heads)
-    # Backward also holds the gradients of query, key, value and output.
-    return (
-        _around(there, forward, back, kept + travelling),
-        _around(given, backward, returned, 2 * kept + travelling),
-    )
-
-
-def _around(first: Cost, inner: Cost, last: Cost, kept: int) -> Cost:
-    """Add three costs that follow one another while `kept` bytes stay allocated."""
-    return replace(first + inner + last, held=kept + max(first.held, inner.held, last.held))
-
-
-def ring_costs(
-    plan: Plan, sizes: TensorSizes, num_key_heads: int, are_rounded: bool = False
-) -> tuple[Cost, Cost]:
-    """Return the cost of the messages of keys and values, and of those of their gradients.
-
-    Args:
-        plan: the plan of the rank.
-        sizes: the sizes of the attention.
-        num_key_heads: key heads of the rank.
-        are_rounded: whether an all-to-all brought them in eight bits, see Note [Rounded once].
-    """
-    owners = plan.owners if are_rounded else None
-    shards, sums = (
-        packet_size(dtype, sizes.batch, num_key_heads, sizes.head_dims, owners)
-        for dtype in (sizes.kv_dtype, sizes.sum_dtype)
-    )
-    # Bytes and scales are one message, however large.
-    may_part = not shards.block
-    return (
-        _moved(shard_traffic(plan, shards), largest_packet(plan, shards), may_part),
-        _moved(sum_traffic(plan, sums), largest_packet(plan, sums), may_part=True),
-    )
-
-
-def _moved(traffic: Traffic, room: int, may_part: bool) -> Cost:
-    """Return the cost of messages: sizes and the `room` of a buffer are in bytes."""
-    num_second = sum(map(goes_apart, traffic.owned)) if may_part else 0
-    num_sent, held = traffic.num_sent + num_second, traffic.num_buffers * room
-    return Cost(traffic.sent, traffic.received, num_sent, held)
-
-
-def all_to_all_cost(
-    all_to_all: AllToAllPlan,
-    sizes: TensorSizes,
-    tensors: Sequence[tuple[int, int]],
-    is_back: bool = False,
-    kv_dtype: torch.dtype | None = None,
-) -> Cost:
-    """Return the cost of one all-to-all.
-
-    Args:
-        all_to_all: the plan of the rank.
-        sizes: the sizes of the attention.
-        tensors: pairs of a head count and a head dim.
-        is_back: whether heads are given for tokens.
-        kv_dtype: the dtype of 8 bits of the last two tensors, keys and values; `None` for that of
-            all tensors.
-    """
-    num_key_heads = sizes.heads[1]
-    leaving, coming = Counter[int](), Counter[int]()
-    there, here = (coming, leaving) if is_back else (leaving, coming)
-    together: list[tuple[torch.dtype, int, tuple[int, ...]]]
-    together = [(sizes.dtype, count, (head_dim,)) for count, head_dim in tensors]
-    if kv_dtype is not None:
-        together[-2:] = [(kv_dtype, num_key_heads, tuple(dim for _, dim in tensors[-2:]))]
-    for dtype, num_heads, head_dims in together:
-        for num_bytes, amounts in ((there, all_to_all.sent), (here, all_to_all.received)):
-            for peer, (tokens, heads) in amounts(num_heads, num_key_heads).items():
-                of_tokens = packet_size(dtype, sizes.batch, heads, head_dims)
-                num_bytes[peer] += of_tokens.of_shard(tokens)
-    held = sum(aligned(size) for side in (leaving, coming) for size in side.values())
-    num_messages = sum(size > 0 for size in leaving.values())  # empty messages are not sent
-    return Cost(leaving.total(), coming.total(), num_messages, held)
+from dtensor_ring.transport.transport import DEFAULT_POLICY, TransferPolicy
 
 
 @dataclass(frozen=True)
@@ -249,6 +115,7 @@ def compare_strategies(
     strategies: Sequence[str] | None = None,
     max_held: int | None = None,
     machine: Machine | str | PathLike[str] | None = None,
+    chosen: Any = None,
 ) -> StrategyComparison:
     """Count what one attention costs by each strategy, from the plans of all ranks.
 
@@ -269,6 +136,12 @@ def compare_strategies(
         max_held: bytes that a rank may hold of others at a time, forward or backward. A strategy
             that holds more on some rank gets a reason in `why_not`. By default no limit.
         machine: also simulate seconds on this machine, see `simulate_attention`.
+        chosen: for attention that chooses its keys (`select_keys`): the keys of a query, the
+            numbers of an index key, and those of a token that travel where it is chosen, as in
+            `(2048, 128, 576)` for DeepSeek-V3.2; or a config that has them, as `simulate_step`
+            takes it. Strategies are then routes of the index keys, and
+            bytes those of a batch in which each key that a rank sees is chosen by one of its
+            queries, which is the most. Heads and head dim are not used.
 
     Returns:
         A `StrategyComparison`; print it. Bytes and messages are those of the busiest rank.
@@ -276,7 +149,8 @@ def compare_strategies(
     Raises:
         TypeError: if an argument is of another type.
         ValueError: if a strategy or layout is unknown or does not fit the axis or the length, the
-            boundaries do not fit the sequence, or the machine is unknown or lacks the dtype.
+            boundaries do not fit the sequence, or the machine is unknown or lacks the dtype; or
+            if seconds are asked for of an attention that chooses its keys.
 
     Example:
         >>> found = compare_strategies(Mask.causal(), 8192, 4, strategies=("ring", "ulysses"))
@@ -286,6 +160,11 @@ def compare_strategies(
     num_ranks = as_count("world_size", world_size, 1, MAX_RANKS)
     allowed = None if max_held is None else as_count("max_held", max_held)
     timed_on = None if machine is None else as_machine(machine)
+    choice = None if chosen is None else chosen_keys(chosen)
+    if choice and timed_on:
+        raise ValueError(
+            "seconds of an attention that chooses its keys are not simulated; leave machine out"
+        )
     problem = problem_of(
         *(mask, seq_len, num_ranks, heads, head_dim, cu_seqlens),
         slices=slices,
@@ -296,18 +175,55 @@ def compare_strategies(
     )
     sizes, rows = problem.sizes, []
     for strategy in _strategies(strategies, num_ranks):
-        reason = why_not(strategy, *sizes.heads)
+        reason = _why_not(strategy, sizes, choice)
         if reason is not None:
             rows.append(StrategyCost(strategy.spec, reason))
             continue
         # The layout of the problem, as one that belongs to a batch takes time to make.
         asked = problem.layout, mask, seq_len, num_ranks, cu_seqlens, slices, strategy.spec
-        cost = _cost(describe_schedule(*asked), strategy, sizes)
+        schedule = describe_schedule(*asked)
+        cost = _cost(schedule, strategy, sizes)
+        if choice:
+            seen = describe_schedule(*asked[:-1], SEEN)
+            cost = _choosing(cost, schedule, seen, sizes, choice)
         if timed_on is not None:
             times = timeline_of(problem, strategy, timed_on)
             cost = replace(cost, seconds=times.seconds, exposed=times.exposed)
         rows.append(replace(cost, why_not=_too_much(cost, allowed)))
     return StrategyComparison(tuple(rows))
+
+
+def _why_not(strategy: Strategy, sizes: TensorSizes, choice: ChosenKeys | None) -> str | None:
+    """Return why a strategy cannot be used; `None` if it can."""
+    if choice and strategy.heads > 1:
+        return "index keys have one head, which no all-to-all shards: they take a route"
+    return why_not(strategy, *sizes.heads)
+
+
+def _choosing(
+    cost: StrategyCost, index: Schedule, seen: Schedule, sizes: TensorSizes, choice: ChosenKeys
+) -> StrategyCost:
+    """Return the cost of an attention that chooses its keys.
+
+    Args:
+        cost: that of an attention to all keys, whose tiles and balance are those of the scores.
+        index: the plans of the index keys.
+        seen: the plans of the route "direct".
+        sizes: of the attention.
+        choice: how queries choose.
+    """
+    positions = key_positions(index.layout, len(index.plans), index.seq_len)
+    numbers = sizes.batch * choice.token_dim
+    of_token = numbers * sizes.itemsize, numbers * sizes.sum_itemsize
+    there, back = [], []
+    for of_index, of_keys in zip(index.plans, seen.plans, strict=True):
+        first = index_cost(of_index, sizes, choice.index_dim)
+        forward, backward = moved_costs(of_keys, positions, choice.num_keys, of_token)
+        # One after the other: messages of the index are free when keys travel.
+        there.append(replace(first + forward, held=max(first.held, forward.held)))
+        back.append(backward)
+    forward, backward = by_field(max, there), by_field(max, back)
+    return replace(cost, forward=forward, backward=backward, launches=cost.tiles)
 
 
 def _too_much(cost: StrategyCost, allowed: int | None) -> str | None:

@@ -241,7 +241,9 @@ class ShardedModel(ParallelStyle):
         if is_meta and states:
             states = state_passing.specs_of(decoder)  # states of the proxy are smaller
         if is_meta and by_layer(layer_masks):  # the proxy lacks most layers
-            layer_masks = read_patterns(language_model_of(small_proxy(backbone, every_layer=True)))
+            whole = language_model_of(small_proxy(backbone, every_layer=True))
+            with describing_scores(whole):
+                layer_masks = read_patterns(whole)
         layer_masks = with_strategies(layer_masks, self.strategies, device_mesh.size())
         size, common = device_mesh.size(), self.strategies.common
         costs = compared_layouts(decoder, layer_masks, size, common) if self.is_picked else None

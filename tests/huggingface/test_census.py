@@ -18,15 +18,17 @@ SAMPLE = {
     "gemma4_text, shared keys and values": "causal",
     "granitemoehybrid, attention only": "causal",
     "glm4_moe": "causal",
+    "dots3_note": "causal",
     "bert": "masked",
     "qwen2_5_vl": "image-text",
     "gemma4": "image-text",
     "gemma4_unified": "image-text",
     "qwen3_vl": "image-text",  # the small one has no features for early layers
     "unlimited_ocr": "image-text",
+    "hy_v4_vl": "image-text",
 }
 """All of them are tried by `make census`."""
-WITH_IMAGES = ("qwen3_vl", "qwen2_5_vl", "gemma4")
+WITH_IMAGES = ("qwen3_vl", "qwen2_5_vl", "gemma4", "hy_v4_vl")
 
 
 @pytest.mark.parametrize("name", SAMPLE)

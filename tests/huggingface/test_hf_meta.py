@@ -21,7 +21,7 @@ from tests.dense import largest
 from tests.families import HYBRIDS, VOCABULARY, small_model
 from tests.pool import Pool
 
-FAMILIES = ("Llama", "Gemma 3", "Qwen3-MoE", "gpt-oss", "DeepSeek-V3", "Granite 4", "LFM2")
+FAMILIES = ("Llama", "Gemma 3", "Qwen3-MoE", "gpt-oss", "DeepSeek-V3.2", "Granite 4", "LFM2")
 
 
 def stock_model(family: str) -> Any:

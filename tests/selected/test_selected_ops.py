@@ -22,21 +22,24 @@ from dtensor_ring import (
     Mask,
     RingError,
     SequenceAxis,
+    decode_select_keys,
     select_keys,
     selected_attention,
     sequence_runs,
     unshard_sequence,
 )
 from dtensor_ring.ops.options import flatten
-from dtensor_ring.selected import listed_attention, run
+from dtensor_ring.selected import listed_attention, moved_keys, run
 from dtensor_ring.selected.op import select_op, selected_backward_op, selected_op
 from dtensor_ring.selected.plan import key_positions, selected_traffic
-from dtensor_ring.transport.transport import P2P, ProcessGroupTransport
+from dtensor_ring.transport import transport
+from dtensor_ring.transport.transport import P2P, BufferPool, ProcessGroupTransport
 from tests.ops.test_fakes import description
 from tests.pool import Pool
-from tests.rings import Case, Ring
+from tests.rings import Case, Ring, fake_group
 from tests.selected.indexers import dense
 from tests.test_memory import Counted
+from tests.traced_bytes import Peak, Slope, peak_of, slope_of
 
 SEQ_LEN, K = 16, 4
 CAUSAL = Mask.causal()
@@ -227,7 +230,12 @@ def _check_turn() -> None:
     torch.testing.assert_close(out.double(), expected[:, :, mine], atol=1e-5, rtol=0)
 
 
-DIFFERENCES = {"choice": {"k": 2}, "scale": {"scale": 2.0}, "mask": {"mask": Mask.full()}}
+DIFFERENCES: dict[str, dict[str, Any]] = {
+    "choice": {"k": 2},
+    "scale": {"scale": 2.0},
+    "mask": {"mask": Mask.full()},
+    "index keys": {"index_key": torch.zeros(2, SEQ_LEN, 4, dtype=torch.bfloat16)},
+}
 
 
 @pytest.mark.parametrize("what", DIFFERENCES)
@@ -238,18 +246,20 @@ def test_ranks_that_differ_are_reported(pool: Pool, what: str) -> None:
 
 def _differing(what: str) -> str:
     mesh, x = init_device_mesh("cpu", (2,)), inputs()
-    given = {"k": 3} | (DIFFERENCES[what] if dist.get_rank() else {})
+    given = {name: x[name] for name in ("index_query", "index_key", "weights")} | {"k": 3}
+    given |= DIFFERENCES[what] if dist.get_rank() else {}
     with pytest.raises(RingError) as error:
-        select_keys(x["index_query"], x["index_key"], x["weights"], mesh=mesh, **given)
+        select_keys(**given, mesh=mesh)
     return str(error.value)
 
 
 WRONG = {
     "weights must hold one number": {"weights": torch.ones(2, SEQ_LEN, 2)},
+    "or a narrower one": {"index_key": torch.ones(2, SEQ_LEN, 4, dtype=torch.float64)},
     "k must be": {"k": 0},
     "needs blocks": {"local_blocks": 1},
     "route must be one of": {"route": "selected"},
-    "needed, the 1-D mesh": {"mesh": None},
+    "needs mesh=, the 1-D mesh": {"mesh": None},
 }
 WRONG_LISTS = {
     "must be int32": {"selected": torch.zeros(2, SEQ_LEN, 2)},
@@ -275,6 +285,30 @@ def _check_bad_calls() -> None:
     for text, wrong in WRONG_LISTS.items():
         with pytest.raises(ValueError, match=text):
             selected_attention(**{**latents, "selected": right, "mesh": mesh} | wrong)
+
+
+def test_narrow_keys_are_widened_where_they_arrive(pool: Pool) -> None:
+    """The keys of a model in 16 bits, whose indexer has its queries in float32."""
+    pool.run(2, _check_narrow)
+
+
+def _check_narrow() -> None:
+    mesh, rank, x = init_device_mesh("cpu", (2,)), dist.get_rank(), inputs(2 * SEQ_LEN)
+    SequenceAxis(mesh, "contiguous")
+    own = slice(rank * SEQ_LEN, (rank + 1) * SEQ_LEN)
+    query, weights = x["index_query"], x["weights"]
+    narrow = x["index_key"][:, own].bfloat16()
+    runs = torch.tensor([[[0, SEQ_LEN]], [[SEQ_LEN, SEQ_LEN]]], dtype=torch.int32)
+    last = query[:, -2:], weights[:, -2:]
+    found = [
+        (
+            select_keys(query[:, own], keys, weights[:, own], K, mesh=mesh),
+            decode_select_keys(last[0], keys, last[1], K, key_runs=runs, mesh=mesh),
+        )
+        for keys in (narrow, narrow.float())
+    ]
+    for of_narrow, of_wide in zip(*found, strict=True):
+        assert torch.equal(of_narrow, of_wide)
 
 
 @pytest.mark.parametrize("route", ["selected", "all"])
@@ -307,7 +341,7 @@ def _received(route: str) -> tuple[list[int], list[int]]:
     positions = key_positions(axis.layout, 4, 64)
     wanted, given = _counts(selected[..., :1], positions, route)
     of_key = 2 * 6 * 4
-    traffic = selected_traffic(positions, rank, wanted, given, of_key, of_key, route)
+    traffic, _ = selected_traffic(positions, rank, wanted, given, of_key, of_key, route)
     planned_index = Ring(axis.layout, 4, 64, CAUSAL).plans()[rank].num_received * 2 * 4 * 4
     forward = [traffic.requests] * (route == "selected") + [traffic.keys]
     return [index, *received], [planned_index, *forward, *forward, traffic.gradients]
@@ -348,3 +382,42 @@ def _peaks() -> list[int]:
                 out.sum().backward()
             peaks.append(counted.peak)
     return peaks
+
+
+SHARE = Slope(tensors=8, objects=16)
+"""Bytes for each token of all ranks: its place among a rank's keys, and positions of all keys, once
+for all layers. Index key and latent of a real model take 1,408 in bfloat16."""
+
+
+@pytest.mark.parametrize("what", ["select", "attend"])
+def test_memory_beside_the_keys_of_others(pool: Pool, what: str) -> None:
+    """It grows little with the ranks: index keys come by turns, and only what is chosen comes."""
+    (slope,) = pool.run(1, _slope, what)
+    assert slope.tensors <= (0 if what == "select" else SHARE.tensors)
+    assert slope.objects <= SHARE.objects
+
+
+def _slope(what: str) -> Slope:
+    def peak(num_tokens: int, world_size: int) -> Peak:
+        messages = patch.multiple(transport, BUFFERS=BufferPool())
+        with messages, fake_group(world_size, rank=world_size // 2):
+            mesh = init_device_mesh("cpu", (world_size,))
+            SequenceAxis(mesh, "zigzag")
+            x = inputs(num_tokens)
+            chosen = torch.zeros(2, num_tokens, 1, dtype=torch.int32)
+            return peak_of(lambda: run_one(x, chosen, mesh))
+
+    def run_one(x: dict[str, Tensor], chosen: Tensor, mesh: Any) -> None:
+        if what == "select":
+            select_keys(x["index_query"], x["index_key"], x["weights"], K, mesh=mesh)
+            return
+        leaves = [x[name].detach().requires_grad_() for name in ("query", "latents")]
+        selected_attention(*leaves, 5, chosen, mesh=mesh).sum().backward()
+
+    def nobody(bits: Tensor, length: int) -> Tensor:
+        return bits.new_zeros(length, dtype=torch.bool)
+
+    small = patch.object(listed_attention, "CHUNK", 1 << 10), patch.object(run, "SCORES", 1 << 14)
+    # Of requests that nobody sends, none may be read.
+    with small[0], small[1], patch.object(moved_keys, "_from_bits", nobody):
+        return slope_of(peak, (96, 192), (8, 16))

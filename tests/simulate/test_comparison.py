@@ -26,7 +26,8 @@ from dtensor_ring.planning.run_table import as_layout
 from dtensor_ring.planning.strategy import as_strategy
 from dtensor_ring.ring import ring_backward, ring_forward
 from dtensor_ring.simulate import comparison
-from dtensor_ring.simulate.comparison import Cost, StrategyCost, by_field
+from dtensor_ring.simulate.comparison import StrategyCost
+from dtensor_ring.simulate.message_costs import Cost, by_field
 from dtensor_ring.simulate.simulated_attention import simulate_attention
 from dtensor_ring.transport import quantised_rotation, rotation
 from dtensor_ring.transport.transport import P2P, TransferPolicy, Work, eight_bits_of, for_rounded

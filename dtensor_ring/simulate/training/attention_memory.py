@@ -9,7 +9,7 @@ from dtensor_ring.compute.accumulate import ON_GPUS
 from dtensor_ring.planning.plan import plan
 from dtensor_ring.planning.strategy import Strategy
 from dtensor_ring.planning.tile import FULL
-from dtensor_ring.simulate.comparison import rank_costs
+from dtensor_ring.simulate.message_costs import rank_costs
 from dtensor_ring.simulate.problem import SimulatedProblem
 from dtensor_ring.transport.transport import QUANTISED
 

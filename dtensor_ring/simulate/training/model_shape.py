@@ -163,7 +163,7 @@ class ModelShape:
         >>> ModelShape.of(config).layers[1].heads
         (4, 4)
         """
-        return _Reader(_content(config), with_states).model()
+        return _Reader(text_entries(config), with_states).model()
 
     @property
     def weights(self) -> int:
@@ -186,8 +186,13 @@ class ModelShape:
         return self.head.flops + sum(p.flops for x in self.layers for p in x.products)
 
 
-def _content(config: Any) -> Mapping[str, Any]:
-    """Return the entries of a config; those of the text model, where there are others too."""
+def text_entries(config: Any) -> Mapping[str, Any]:
+    """Return the entries of a config; those of the text model, where there are others too.
+
+    Raises:
+        TypeError: if it is no mapping, no path and no config of transformers.
+        ValueError: if there is no such file.
+    """
     if isinstance(config, str | Path):
         config = read_json(Path(config))
     elif not isinstance(config, Mapping) and callable(getattr(config, "to_dict", None)):

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from parallel_plans.huggingface.activations.token_tiles import num_tokens_of
 from parallel_plans.huggingface.core.patterns import frozen
 from parallel_plans.huggingface.probing.probe import probe
+from parallel_plans.huggingface.selecting.indexers import describing_scores
 from parallel_plans.huggingface.states.stateful import attention_layers, stateful_layers
 
 # A prime, which no other size of a model is likely to be.
@@ -55,7 +56,7 @@ def tokenwise_modules(decoder: Any) -> list[str]:
     """
     before = decoder.config._attn_implementation
     try:
-        with frozen(decoder):
+        with frozen(decoder), describing_scores(decoder):
             return _worth_it(decoder, _calls(decoder))
     finally:
         decoder.set_attn_implementation(before)

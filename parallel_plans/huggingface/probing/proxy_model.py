@@ -79,7 +79,11 @@ def small_config(config: Any, num_of_kind: int = 1, **changes: Any) -> Any:
     large = config.to_dict()
     for name in ("transformers_version", "_name_or_path", "model_type", "architectures", *COMPUTED):
         large.pop(name, None)
-    parts = {name: small_config(x) for name, x in vars(config).items() if hasattr(x, "model_type")}
+    parts = {
+        name: small_config(x)
+        for name, x in vars(config).items()
+        if hasattr(x, "model_type") and name not in changes
+    }
     layers = _kept_layers(config, large, num_of_kind)
     small = {name: _small(name, x, large, layers) for name, x in large.items()}
     if SECTIONS in getattr(config, "ignore_keys_at_rope_validation", ()):

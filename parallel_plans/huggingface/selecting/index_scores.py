@@ -25,6 +25,25 @@ class SeenLater:
     """Stands for the mask of an indexer: attention knows what a query sees."""
 
     dtype = torch.float32
+    __hash__ = object.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        """Refuse an indexer that reads which tokens a query sees.
+
+        Raises:
+            UnknownScoresError: always.
+        """
+        raise UnknownScoresError(f"it compares its mask with {other}, to find what a query sees")
+
+    def __getattr__(self, name: str) -> Any:
+        """Refuse an indexer that does anything with its mask but adding it.
+
+        Raises:
+            UnknownScoresError: for any name but those of Python's protocols.
+        """
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise UnknownScoresError(f"it reads {name} of its mask, to find what a query sees")
 
 
 class UnknownScoresError(ValueError):

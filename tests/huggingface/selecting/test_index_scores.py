@@ -83,6 +83,8 @@ UNKNOWN: dict[str, tuple[str, Callable[[], Any]]] = {
     "scaled keys": ("multiplies its keys by 2", lambda: keys() * 2.0),
     "another mask": ("adds a Tensor to its products", lambda: products() + torch.zeros(1)),
     "keys chosen": ("takes its keys for scores", lambda: keys().topk(2)),
+    "a mask compared": ("compares its mask with 0", lambda: SeenLater() == 0),
+    "a mask read": ("reads bool of its mask", lambda: SeenLater().bool()),
     "a mask too early": ("takes its products for scores", lambda: products() + SeenLater()),
 }
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 
+from dtensor_ring.selected import moved_keys
 from dtensor_ring.transport import transport
 from dtensor_ring.transport.transport import BufferPool
 from parallel_plans import sequence_order
@@ -31,7 +32,7 @@ SHARDS, WORLDS = (256, 512), (8, 16)
 LIMIT = Slope(tensors=2, objects=16)
 """Positions, labels or boundaries of all tokens would take 4 or 8 each. Runs of each rank, for a
 cache, take 1 where a rank has 256 tokens; Python's objects vary by some thousand bytes in all."""
-OF_ONE_KIND = ("Llama", "Qwen3-MoE, router loss")
+OF_ONE_KIND = ("Llama", "Qwen3-MoE, router loss", "DeepSeek-V3.2")
 """Families whose layers are all alike, so that one of them is enough."""
 
 
@@ -83,7 +84,14 @@ def measured(family: str, kind: str, is_local: bool, call: Callable[..., None] =
         # Of messages that nobody sends, no label may be read.
         same = {"relayout": lambda x, *_, **__: x.clone(), "gather_rows": _copies}
         stack.enter_context(patch.multiple(sequence_order, **same))
+        # Nor any request for keys.
+        stack.enter_context(patch.object(moved_keys, "_from_bits", _none))
         return slope_of(peak, SHARDS, WORLDS)
+
+
+def _none(bits: Tensor, length: int) -> Tensor:
+    """As if no other rank asked for a key of this one."""
+    return bits.new_zeros(length, dtype=torch.bool)
 
 
 def _copies(part: Tensor, rows: list[int], mesh: object) -> Tensor:
@@ -97,6 +105,7 @@ CASES = [
     ("Qwen3-MoE, router loss", "plain", False),
     ("Gemma 3", "prefill", False),
     ("Qwen3-Next", "padded", False),
+    ("DeepSeek-V3.2", "plain", False),
 ]
 REPEATED = [
     ("Llama", "prefill", False),
@@ -105,6 +114,7 @@ REPEATED = [
     ("Gemma 3", "plain", True),
     ("Qwen3-Next", "prefill", False),
     ("Jamba", "padded", False),
+    ("DeepSeek-V3.2", "prefill", False),
 ]
 
 

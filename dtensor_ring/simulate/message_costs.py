@@ -1,0 +1,145 @@
+"""What a rank sends and holds in an attention, and in the all-to-alls around it, by its plan."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import astuple, dataclass, replace
+
+import torch
+
+from dtensor_ring.all_to_all.plan import AllToAllPlan
+from dtensor_ring.all_to_all.rounded_keys import room_of_rounded
+from dtensor_ring.all_to_all.run import aligned
+from dtensor_ring.planning.plan import Plan
+from dtensor_ring.simulate.schedule import Traffic, largest_packet, shard_traffic, sum_traffic
+from dtensor_ring.simulate.sizes import TensorSizes
+from dtensor_ring.transport.quantised_rotation import packet_size
+from dtensor_ring.transport.rotation import goes_apart
+from dtensor_ring.transport.transport import QUANTISED
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a rank sends and holds in one direction of an attention; sizes are in bytes.
+
+    Attributes:
+        sent: bytes that the rank sends.
+        received: bytes that the rank receives.
+        messages: number of messages that the rank sends.
+        held: the most bytes at once in message buffers and tensors of an all-to-all. Large
+            contiguous keys and values are sent without a buffer, but count as if they had one.
+    """
+
+    sent: int = 0
+    received: int = 0
+    messages: int = 0
+    held: int = 0
+
+    def __add__(self, other: Cost) -> Cost:
+        return by_field(sum, [self, other])
+
+
+def by_field(of: Callable[[Iterable[int]], int], costs: Iterable[Cost]) -> Cost:
+    """Return the sum or the maximum of each field, as `of` computes it."""
+    return Cost(*map(of, zip(*map(astuple, costs), strict=True)))
+
+
+def rank_costs(
+    plan: Plan, all_to_all: AllToAllPlan | None, sizes: TensorSizes
+) -> tuple[Cost, Cost]:
+    """Return the forward and backward cost of one rank, with the all-to-alls around its plan."""
+    num_heads, num_key_heads = sizes.heads_after(all_to_all)
+    rounded = sizes.kv_dtype if sizes.kv_dtype in QUANTISED and all_to_all is not None else None
+    forward, sums = ring_costs(plan, sizes, num_key_heads, rounded is not None)
+    backward = forward + sums
+    if all_to_all is None:
+        return forward, backward
+    # Forward sends queries, keys and values and returns outputs; backward does the reverse.
+    (heads, key_heads), (head_dim, value_dim) = sizes.heads, sizes.head_dims
+    inputs = (heads, head_dim), (key_heads, head_dim), (key_heads, value_dim)
+    output = ((heads, value_dim),)
+    there = all_to_all_cost(all_to_all, sizes, inputs, kv_dtype=rounded)
+    given = all_to_all_cost(all_to_all, sizes, output)
+    back, returned = (all_to_all_cost(all_to_all, sizes, x, is_back=True) for x in (output, inputs))
+    token = (num_heads + num_key_heads) * sum(sizes.head_dims) * sizes.batch * sizes.itemsize
+    kept = token * all_to_all.num_tokens[1]
+    travelling = 0
+    if rounded is not None and plan.owners is not None and plan.owners.num_groups > 1:
+        of_keys = packet_size(rounded, sizes.batch, num_key_heads, sizes.head_dims)
+        travelling = room_of_rounded(of_keys, all_to_all.num_tokens[1], all_to_all.heads)
+    # Backward also holds the gradients of query, key, value and output.
+    return (
+        _around(there, forward, back, kept + travelling),
+        _around(given, backward, returned, 2 * kept + travelling),
+    )
+
+
+def _around(first: Cost, inner: Cost, last: Cost, kept: int) -> Cost:
+    """Add three costs that follow one another while `kept` bytes stay allocated."""
+    return replace(first + inner + last, held=kept + max(first.held, inner.held, last.held))
+
+
+def ring_costs(
+    plan: Plan, sizes: TensorSizes, num_key_heads: int, are_rounded: bool = False
+) -> tuple[Cost, Cost]:
+    """Return the cost of the messages of keys and values, and of those of their gradients.
+
+    Args:
+        plan: the plan of the rank.
+        sizes: the sizes of the attention.
+        num_key_heads: key heads of the rank.
+        are_rounded: whether an all-to-all brought them in eight bits, see Note [Rounded once].
+    """
+    owners = plan.owners if are_rounded else None
+    shards, sums = (
+        packet_size(dtype, sizes.batch, num_key_heads, sizes.head_dims, owners)
+        for dtype in (sizes.kv_dtype, sizes.sum_dtype)
+    )
+    # Bytes and scales are one message, however large.
+    may_part = not shards.block
+    return (
+        _moved(shard_traffic(plan, shards), largest_packet(plan, shards), may_part),
+        _moved(sum_traffic(plan, sums), largest_packet(plan, sums), may_part=True),
+    )
+
+
+def _moved(traffic: Traffic, room: int, may_part: bool) -> Cost:
+    """Return the cost of messages: sizes and the `room` of a buffer are in bytes."""
+    num_second = sum(map(goes_apart, traffic.owned)) if may_part else 0
+    num_sent, held = traffic.num_sent + num_second, traffic.num_buffers * room
+    return Cost(traffic.sent, traffic.received, num_sent, held)
+
+
+def all_to_all_cost(
+    all_to_all: AllToAllPlan,
+    sizes: TensorSizes,
+    tensors: Sequence[tuple[int, int]],
+    is_back: bool = False,
+    kv_dtype: torch.dtype | None = None,
+) -> Cost:
+    """Return the cost of one all-to-all.
+
+    Args:
+        all_to_all: the plan of the rank.
+        sizes: the sizes of the attention.
+        tensors: pairs of a head count and a head dim.
+        is_back: whether heads are given for tokens.
+        kv_dtype: the dtype of 8 bits of the last two tensors, keys and values; `None` for that of
+            all tensors.
+    """
+    num_key_heads = sizes.heads[1]
+    leaving, coming = Counter[int](), Counter[int]()
+    there, here = (coming, leaving) if is_back else (leaving, coming)
+    together: list[tuple[torch.dtype, int, tuple[int, ...]]]
+    together = [(sizes.dtype, count, (head_dim,)) for count, head_dim in tensors]
+    if kv_dtype is not None:
+        together[-2:] = [(kv_dtype, num_key_heads, tuple(dim for _, dim in tensors[-2:]))]
+    for dtype, num_heads, head_dims in together:
+        for num_bytes, amounts in ((there, all_to_all.sent), (here, all_to_all.received)):
+            for peer, (tokens, heads) in amounts(num_heads, num_key_heads).items():
+                of_tokens = packet_size(dtype, sizes.batch, heads, head_dims)
+                num_bytes[peer] += of_tokens.of_shard(tokens)
+    held = sum(aligned(size) for side in (leaving, coming) for size in side.values())
+    num_messages = sum(size > 0 for size in leaving.values())  # empty messages are not sent
+    return Cost(leaving.total(), coming.total(), num_messages, held)

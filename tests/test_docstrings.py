@@ -7,6 +7,7 @@ import importlib
 import inspect
 import io
 import pkgutil
+from functools import cache
 from types import ModuleType
 from typing import Any
 
@@ -44,6 +45,7 @@ def _modules() -> list[ModuleType]:
     return [importlib.import_module(name) for name in ("dtensor_ring", *names)]
 
 
+@cache
 def _examples() -> dict[str, doctest.DocTest]:
     """Docstrings with examples, by name."""
     finder = doctest.DocTestFinder(exclude_empty=True)

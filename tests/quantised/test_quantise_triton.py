@@ -272,7 +272,9 @@ def check_far(kind: str) -> None:
 
 
 if __name__ == "__main__":
-    with exact_interpreter():
+    from tests.compute.test_merge_triton import patched_once
+
+    with exact_interpreter(), patched_once():
         for of_kind in KINDS:
             for each in CASES.values():
                 check(each, of_kind, "cpu")

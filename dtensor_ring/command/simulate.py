@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from dtensor_ring.command.pictures import save_figure
 from dtensor_ring.command.step_pictures import draw_winners, step_page, winner_page
 from dtensor_ring.simulate.machine_files import as_machine
-from dtensor_ring.simulate.training.model_shape import read_json
+from dtensor_ring.simulate.model_config import read_json
 from dtensor_ring.simulate.training.step import simulate_step
 from dtensor_ring.simulate.training.step_sweep import parse_sweep, sweep_steps
 from dtensor_ring.simulate.training.step_trace import step_trace

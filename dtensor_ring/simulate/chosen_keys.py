@@ -21,8 +21,8 @@ from dtensor_ring.selected.plan import (
     selected_traffic,
 )
 from dtensor_ring.simulate.message_costs import Cost, ring_costs
+from dtensor_ring.simulate.model_config import text_entries
 from dtensor_ring.simulate.sizes import TensorSizes
-from dtensor_ring.simulate.training.model_shape import text_entries
 
 # The route that brings each rank the keys that its queries see, and no more.
 SEEN = "direct"

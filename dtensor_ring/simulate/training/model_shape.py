@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from dtensor_ring.planning.mask import Mask
+from dtensor_ring.simulate.model_config import text_entries
 
 # The largest size that is read: kernels count in int32.
 MAX_SIZE = 2**31 - 1
@@ -184,40 +183,6 @@ class ModelShape:
     def flops(self) -> int:
         """FLOPs by token of all products with weights in a forward, without attention itself."""
         return self.head.flops + sum(p.flops for x in self.layers for p in x.products)
-
-
-def text_entries(config: Any) -> Mapping[str, Any]:
-    """Return the entries of a config; those of the text model, where there are others too.
-
-    Raises:
-        TypeError: if it is no mapping, no path and no config of transformers.
-        ValueError: if there is no such file.
-    """
-    if isinstance(config, str | Path):
-        config = read_json(Path(config))
-    elif not isinstance(config, Mapping) and callable(getattr(config, "to_dict", None)):
-        config = config.to_dict()
-    config = config.get("text_config", config) if isinstance(config, Mapping) else config
-    if not isinstance(config, Mapping):
-        raise TypeError(
-            f"config must be a mapping, a config.json or its folder, got {type(config).__name__}"
-        )
-    return config
-
-
-def read_json(path: Path) -> Any:
-    """Return what a `config.json` has, given its path or that of its folder.
-
-    Raises:
-        ValueError: if it cannot be read or is not JSON.
-    """
-    path = path / "config.json" if path.is_dir() else path
-    try:
-        return json.loads(path.read_text())
-    except OSError as error:
-        raise ValueError(f"config {path} cannot be read: {error.strerror}") from None
-    except ValueError as error:
-        raise ValueError(f"config {path} is not JSON: {error}") from None
 
 
 class _Reader:

@@ -420,4 +420,4 @@ def _slope(what: str) -> Slope:
     small = patch.object(listed_attention, "CHUNK", 1 << 10), patch.object(run, "SCORES", 1 << 14)
     # Of requests that nobody sends, none may be read.
     with small[0], small[1], patch.object(moved_keys, "_from_bits", nobody):
-        return slope_of(peak, (96, 192), (8, 16))
+        return slope_of(peak, (384, 768), (8, 16))

@@ -17,16 +17,20 @@ from dtensor_ring.paged.block_launches import launches_of
 from dtensor_ring.planning.tile import FULL
 
 
-class Gathered(PagedKernel):
-    """Copies the keys of an entry together. This kernel defines the semantics of the others."""
-
-    name = "gathered"
+class Anywhere(PagedKernel):
+    """A paged kernel that needs no package and no GPU, for all problems of the reference."""
 
     def missing(self) -> str | None:
         return None
 
     def supports(self, problem: Problem, block: int) -> str | None:
         return Reference().supports(problem)
+
+
+class Gathered(Anywhere):
+    """Copies the keys of an entry together. This kernel defines the semantics of the others."""
+
+    name = "gathered"
 
     def forward(
         self, query: Tensor, key_blocks: Tensor, value_blocks: Tensor, pages: Pages, scores: Scores
@@ -41,7 +45,7 @@ class Gathered(PagedKernel):
         return torch.cat([out.transpose(1, 2) for out in outs]), torch.cat(lses)
 
 
-class InPlace(PagedKernel):
+class InPlace(Anywhere):
     """Runs a block kernel on all blocks of all entries at once, and merges by lse.
 
     Blocks are the rows of a batch, as the splits of keys in flash-decoding (Dao et al., 2023). A
@@ -50,12 +54,6 @@ class InPlace(PagedKernel):
 
     name = "in_place"
     whole_blocks = True
-
-    def missing(self) -> str | None:
-        return None
-
-    def supports(self, problem: Problem, block: int) -> str | None:
-        return Reference().supports(problem)
 
     def forward(
         self, query: Tensor, key_blocks: Tensor, value_blocks: Tensor, pages: Pages, scores: Scores

@@ -16,17 +16,18 @@ from dtensor_ring.planning.tile import FULL, Tile
 
 
 def slots_of(table: np.ndarray, columns: np.ndarray, block: int) -> np.ndarray:
-    """Return the slots of a sequence's columns among all tokens of a rank's blocks, int64.
+    """Return the slots of sequences' columns among all tokens of a rank's blocks, int64.
 
     >>> slots_of(np.array([7, 2]), np.array([1, 5]), block=4)
     array([29,  9])
 
     Args:
-        table: the blocks of the sequence on the rank.
-        columns: the columns, counted over these blocks.
+        table: the blocks of each sequence on the rank, `(..., P)`.
+        columns: the columns of each `(..., C)`, counted over its blocks.
         block: tokens of a block.
     """
-    return table.astype(np.int64)[columns // block] * block + columns % block
+    blocks = np.take_along_axis(table, columns // block, -1).astype(np.int64)
+    return blocks * block + columns % block
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,7 +68,7 @@ class BlockReads:
 
     Attributes:
         whole: the ranges that kernels read in place: nearly all keys.
-        edges: the other keys, `None` if there are none.
+        edges: the remaining keys, `None` if all are in `whole`.
     """
 
     whole: tuple[Reads, ...]

@@ -26,6 +26,7 @@ from dtensor_ring.paged.plan import (
     Reads,
     block_reads,
     last_token_reads,
+    slots_of,
 )
 from dtensor_ring.planning.mask import Documents, Mask
 from dtensor_ring.planning.ranges import Span
@@ -82,8 +83,7 @@ class Edges:
 
     def __init__(self, reads: EdgeReads, tables: np.ndarray, block: int) -> None:
         self.rows = BatchRows(reads.rows, (0, reads.visible.shape[1]), len(tables))
-        blocks = np.take_along_axis(tables[reads.rows], reads.cols // block, 1).astype(np.int64)
-        slots = blocks * block + reads.cols % block
+        slots = slots_of(tables[reads.rows], reads.cols, block)
         self._slots = Numbers(torch.int64, torch.from_numpy(slots))
         self._visible = Numbers(torch.bool, torch.from_numpy(reads.visible))
 

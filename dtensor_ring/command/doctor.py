@@ -149,6 +149,9 @@ def connected(alone: bool = False) -> Iterator[Ranks]:
         dist.destroy_process_group()
 
 
+# How long a failed rank leaves the one that reports.
+REPORT_SECONDS = 10
+
 # Shape of a rank's query, key and value where time is measured, (B, N, L, H).
 SHAPE = 1, 8, 2048, 64
 
@@ -334,7 +337,11 @@ def doctor(kernel: str | None = None, as_json: bool = False) -> int:
             f"no ring was tested, as there are no other ranks; start it by: {LAUNCH}",
             file=sys.stderr,
         )
-    return int(not is_launched or any(finding.is_bad for finding in findings))
+    is_bad = any(finding.is_bad for finding in findings)
+    if is_bad and not is_first:
+        # The launcher ends all ranks with the first that fails, so the one that reports goes first.
+        time.sleep(REPORT_SECONDS)
+    return int(is_bad or not is_launched)
 
 
 def _print(findings: list[Finding], with_json: bool) -> None:

@@ -26,12 +26,14 @@ from gpu_steps.by_processes import by_processes
 from gpu_steps.by_threads import by_threads
 from gpu_steps.card import Card
 from gpu_steps.findings import Findings, Taken
+from gpu_steps.inference import inference
 from gpu_steps.installed import installed
 from gpu_steps.machine import Finding, Machine
 from gpu_steps.messages import messages
 from gpu_steps.over_ranks import agreement, differing, hops, right, speed
 from gpu_steps.public import public
 from gpu_steps.quantising import eight_bits
+from gpu_steps.serving import serving
 from gpu_steps.skips import skips
 from gpu_steps.suite import sanitized, suite
 from gpu_steps.tiles import tiles
@@ -58,6 +60,8 @@ ALONE = {
     "tiles": Planned("tiles next to one launch", 20, tiles),
     "messages": Planned("a rank's messages to itself, beside attention", 20, messages),
     "processes": Planned("4 processes on one GPU: every call, agreement", 90, by_processes),
+    "inference": Planned("pools, selected keys, a model that serves", 30, inference),
+    "serving": Planned("16 requests at once, next to a loop and transformers", 60, serving),
     "threads": Planned("whole rings of 8 ranks on one GPU, against float64", 240, by_threads),
     "card": Planned("rings of 4 and 8 ranks, PyTorch's, emulated links", 220, None),
     "tests": Planned("all tests that need a GPU", 240, suite),
@@ -110,15 +114,19 @@ class Report:
             late.cancel()
         is_alive = self._is_alive(taken)
         taken.seconds = time.monotonic() - start
+        self._keep()
+        return is_alive
+
+    def _keep(self) -> None:
         if self._machine.rank == 0:
             self._findings.keep()
-        return is_alive
 
     def _take(self, taken: Taken, step: Step) -> None:
         try:
             for x in step(self._machine):
                 taken.add(x)
                 self.say(x.what, x.found, "WRONG" if x.is_wrong else "")
+                self._keep()  # this process may be killed
             taken.has_ended = True
         except Exception as error:  # drivers and compilers raise what they like
             taken.add(ended(f"{type(error).__name__}: {error}"[-500:]))

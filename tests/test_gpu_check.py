@@ -96,7 +96,7 @@ def test_as_a_script(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=tmp_path, timeout=300, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
-    assert len(lines) == 2 + 12 + 5
+    assert len(lines) == 2 + 14 + 5
     assert lines[1] == "  installed     5 s  versions, and kernels that run"
 
 
@@ -141,6 +141,8 @@ class Steps:
     def __init__(self, modules: Any) -> None:
         self._modules, self.finding = modules, modules.machine.Finding
         self.taken: list[str] = []
+        self.kept: list[bool] = []
+        """Whether each row was in the file before the step went on."""
         self.rows = {"first": [self.finding("speed", "80", aim="90")], "second": []}
         self.synchronize: Any = lambda: None
 
@@ -165,6 +167,7 @@ class Steps:
                     raise row
                 if row.what not in machine.found:
                     yield row
+                    self.kept.append(row.what in Path("found/gpu.json").read_text())
 
         return step
 
@@ -178,6 +181,7 @@ def test_a_step_that_fails_is_taken_again_after_the_others(modules: Any) -> None
         "fourth": [steps.finding("one", "1"), modules.machine.left_out("two")],
     }
     assert steps.run() == 1
+    assert steps.kept == [True] * 3, "a process that is killed loses nothing"
     text = Path("found/gpu.md").read_text()
     assert "- third: the step ended early: RuntimeError: no more" in text
     assert "- first: speed: 80; aim: 90" in text, "that of the run before"

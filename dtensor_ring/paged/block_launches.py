@@ -45,12 +45,15 @@ class BlockLaunch:
         """Return `out` `(P * r, R, N, Hv)` and `lse` `(P * r, R, N)` of each block and reader."""
         keys, values = (self._read(x).transpose(1, 2) for x in (key_blocks, value_blocks))
         (readers,) = self.readers.on(query.device)
-        # The queries of all readers of a block are the rows of one tile.
-        queries = query[readers].flatten(1, 2).transpose(1, 2)
-        kernel = block_kernel(queries, keys.shape[1], values.shape[3], scores)
-        out, lse = kernel.forward(queries, keys, values, Launch(WHOLE, WHOLE, FULL), scores)
-        rows = readers.numel(), query.shape[1]
-        return out.transpose(1, 2).reshape(*rows, *out.shape[1::2]), lse.mT.reshape(*rows, -1)
+        # The rows of a tile are the queries of all readers of a block, and of all heads that share
+        # a key head: so a key is read once.
+        by_group = query[readers].unflatten(3, (keys.shape[1], -1)).permute(0, 3, 1, 2, 4, 5)
+        queries = by_group.flatten(2, 4)
+        kernel = block_kernel(queries, values.shape[3], scores)
+        found = kernel.forward(queries, keys, values, Launch(WHOLE, WHOLE, FULL), scores)
+        rows = by_group.shape[2:5]
+        out, lse = (x.unflatten(2, rows).permute(0, 2, 3, 1, *range(4, x.ndim + 2)) for x in found)
+        return out.flatten(3, 4).flatten(0, 1), lse.flatten(3, 4).flatten(0, 1)
 
     def _read(self, x: Tensor) -> Tensor:
         """Return the blocks: without a copy if they are neighbours."""
@@ -125,8 +128,7 @@ def _numbers(*arrays: np.ndarray) -> Numbers:
     return Numbers(torch.int64, *map(torch.from_numpy, arrays))
 
 
-def block_kernel(query: Tensor, num_kv_heads: int, value_head_dim: int, scores: Scores) -> Kernel:
-    """Return the best block kernel for tiles of a query `(B, N, R, H)`."""
+def block_kernel(query: Tensor, value_head_dim: int, scores: Scores) -> Kernel:
+    """Return the best block kernel for tiles of a query `(B, Nkv, R, H)`, one head a key head."""
     facts = query.dtype, query.shape[3], value_head_dim, scores.scale, scores.softcap
-    is_grouped = num_kv_heads < query.shape[1]
-    return kernel_for(None, query.device.type, *facts, False, True, is_grouped)
+    return kernel_for(None, query.device.type, *facts, False, True, False)

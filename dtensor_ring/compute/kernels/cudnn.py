@@ -10,7 +10,7 @@ Note [cuDNN's attention]. The sources are PyTorch's `cudnn/MHA.cpp`, `attention_
   version, so other kernels serve them. Dtypes have 16 bits.
 - Without segments, backward takes `None` for `attn_bias` and both `cum_seq`. Without dropout the
   random state is not read, but Blackwell converts it, so it must be passed.
-- Not all versions accept a single query or a single key, so the reference computes such tiles.
+- Not all versions accept a single query or a single key, so flash attention computes such tiles.
 - PyTorch caches the backward graph by the strides of query, key and value only. So `out` and
   `grad_out` must always have the query's memory order, as they do in PyTorch's own calls.
 - The gradients are not deterministic. PyTorch warns of this or, in strict mode, refuses.
@@ -21,6 +21,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from dtensor_ring.compute.kernels.cuda_flash import CudaFlash
 from dtensor_ring.compute.kernels.kernel import (
     Gradients,
     Kernel,
@@ -74,7 +75,7 @@ class Cudnn(Kernel):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, launch: Launch, scores: Scores) -> Result:
         if _is_thin(q, k):
-            return Reference().forward(q, k, v, launch, scores)
+            return _for_thin(q, v).forward(q, k, v, launch, scores)
         is_causal = _is_causal(launch.mask)
         out, lse, *_ = aten._scaled_dot_product_cudnn_attention(
             q, k, v, None, True, 0.0, is_causal, False, scale=scores.scale
@@ -86,7 +87,7 @@ class Cudnn(Kernel):
     ) -> Gradients:
         tensors = q, k, v
         if _is_thin(q, k):
-            return Reference().backward(saved, *tensors, launch, scores)
+            return _for_thin(q, v).backward(saved, *tensors, launch, scores)
         # Use the query's memory order: see Note [cuDNN's attention] on PyTorch's cache.
         grad_out, out = (in_order(x, order_of(q), x.dtype) for x in (saved.grad_out, saved.out))
         unused = torch.empty((), dtype=torch.int64, device=q.device)
@@ -110,6 +111,12 @@ class Cudnn(Kernel):
 
 def _is_thin(query: Tensor, key: Tensor) -> bool:
     return query.shape[2] == 1 or key.shape[2] == 1
+
+
+def _for_thin(query: Tensor, value: Tensor) -> Kernel:
+    """Return the kernel for a single query or a single key: flash attention has one head dim."""
+    flash, has_one_dim = CudaFlash(), query.shape[3] == value.shape[3]
+    return flash if has_one_dim and flash.missing() is None else Reference()
 
 
 def _is_causal(mask: Mask) -> bool:

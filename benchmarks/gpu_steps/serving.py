@@ -1,0 +1,101 @@
+"""How fast a model serves requests at once, next to a loop of `generate` and to transformers."""
+
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from statistics import median
+from typing import Any
+
+import torch
+from serving import TINY, Case, options
+from torch.distributed.tensor.parallel import parallelize_module
+
+from gpu_steps.machine import Finding, Machine
+
+CASES = (Case(16, 256, 0, 32, 1), Case(16, 2048, 1920, 32, 1))
+DRY = (Case(2, 16, 8, 2, 1, tiny=True),)
+SIZES = {
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+}
+"""Those of Llama 3.2 1B."""
+AIM = 3.0
+"""Times the tokens per second of the loop."""
+
+
+def serving(machine: Machine) -> Iterator[Finding]:
+    """Weights are random, so tokens of 16 bits are not compared: the step `inference` does that."""
+    from parallel_plans.huggingface import context_parallel_plan
+
+    with machine.connected() as mesh:
+        stock, planned = _model(machine), _model(machine)
+        planned = parallelize_module(planned, mesh, context_parallel_plan(planned))
+        ways: dict[str, Callable[[Case], int]] = {
+            "a loop of generate": partial(_loop, machine, stock),
+            "transformers' generate_batch": partial(_at_once, stock),
+            "ours": partial(_at_once, planned),
+        }
+        for case in DRY if machine.is_dry else CASES:
+            yield from _case(case, ways)
+
+
+def _case(case: Case, ways: dict[str, Callable[[Case], int]]) -> Iterator[Finding]:
+    loop, new = 0.0, case.requests * case.new
+    shared = f", {case.shared:,} shared" * bool(case.shared)
+    what = f"{case.requests} requests of {case.prompt_len:,} tokens{shared}, {case.new} new, "
+    for name, way in ways.items():
+        try:
+            seconds = _seconds(partial(way, case), case.repeats)
+        except Exception as error:  # the other ways are still worth a row
+            problem = f"{type(error).__name__}: {error}"[-300:]
+            yield Finding(what + name, problem, is_wrong=name == "ours")
+            continue
+        loop = loop or seconds
+        aim = f"{AIM:.0f} times the loop" if name == "ours" and loop < AIM * seconds else ""
+        found = f"{new / seconds:.0f} tokens/s, {loop / seconds:.2f} times the loop"
+        yield Finding(what + name, found, aim)
+
+
+def _seconds(run: Callable[[], int], repeats: int) -> float:
+    times = []
+    for _ in range(1 + repeats):
+        begin = time.perf_counter()
+        run()  # ends with tokens on the host
+        times.append(time.perf_counter() - begin)
+    return median(times[1:])
+
+
+def _model(machine: Machine) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = TINY if machine.is_dry else SIZES
+    how = {"eos_token_id": None, "pad_token_id": 0, "dtype": machine.dtype}
+    with torch.device(machine.device):
+        model = LlamaForCausalLM(LlamaConfig(vocab_size=1024, **sizes, **how))
+    return model.to(machine.dtype).eval()
+
+
+def _prompts(case: Case) -> list[list[int]]:
+    """Other tokens in each call, so that no call finds the keys of the one before."""
+    shared = torch.randint(1024, (case.shared,)).tolist()
+    shape = case.requests, case.prompt_len - case.shared
+    return [shared + x for x in torch.randint(1024, shape).tolist()]
+
+
+def _loop(machine: Machine, model: Any, case: Case) -> int:
+    num = 0
+    for prompt in _prompts(case):
+        ids = torch.tensor([prompt], device=machine.device)
+        how = {"max_new_tokens": case.new, "do_sample": False}
+        num += model.generate(ids, attention_mask=torch.ones_like(ids), **how)[0].tolist()[-1]
+    return num
+
+
+def _at_once(model: Any, case: Case) -> int:
+    how = {"continuous_batching_config": options(case), "max_new_tokens": case.new}
+    outputs = model.generate_batch(_prompts(case), **how)
+    return sum(len(x.generated_tokens) for x in outputs.values())

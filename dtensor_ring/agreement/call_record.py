@@ -159,8 +159,9 @@ def _text(ended: bytes) -> str:
 
 
 # The largest number of bytes that may follow a record in its message: the partial results of a
-# decoded token take 1 to 64 KiB. For larger messages, the cost of a second one is small.
-MAX_PAYLOAD = 1 << 16
+# decoded token take 1 to 64 KiB, those of 16 requests together more. For larger messages, the cost
+# of a second one is small.
+MAX_PAYLOAD = 1 << 18
 
 
 class RecvBuffer:

@@ -21,7 +21,7 @@ from tests.pool import Pool
 
 RUNS = (((0, 3), (9, 2)), ((3, 6), (11, 5)), ())
 SMALL = Decode(RUNS, 16, (15,), 3)
-LARGE = Decode(RUNS, 16, (15,), 3, batch=300, heads=(16, 4), dtype=torch.float32)
+LARGE = Decode(RUNS, 16, (15,), 3, batch=600, heads=(16, 4), dtype=torch.float32)
 
 
 class Counted:

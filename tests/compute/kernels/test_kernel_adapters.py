@@ -11,7 +11,9 @@ import pytest
 import torch
 
 from dtensor_ring.compute.kernels import KERNELS, Kernel, Saved, flash_attn3, named_kernel
+from dtensor_ring.compute.kernels.cuda_flash import CudaFlash
 from dtensor_ring.compute.kernels.registry import able_kernel
+from dtensor_ring.planning.tile import CAUSAL
 from tests.packages import packages
 from tests.rings import Case as RingCase
 from tests.segments import PACKED, SegmentsCase, check_part_of_the_keys, check_segments
@@ -114,6 +116,24 @@ def test_cudnn_sees_one_order_of_the_gradient_of_out() -> None:
     ]
     for grads in found[1:]:
         torch.testing.assert_close(grads, found[0], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("case", [Case(1, 5), Case(5, 1), Case(1, 1, CAUSAL)])
+@pytest.mark.parametrize("dims", [(8, 8), (8, 16)])
+def test_cudnn_leaves_a_single_query_or_key_to_others(
+    case: Case, dims: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To flash attention, or to the reference if head dims differ."""
+    attend, called = CudaFlash.attend, []
+
+    def spied(self: CudaFlash, *arguments: Any) -> Any:
+        called.append(arguments)
+        return attend(self, *arguments)
+
+    monkeypatch.setattr(CudaFlash, "attend", spied)
+    monkeypatch.setattr(CudaFlash, "missing", lambda self: None)
+    check_tile(KERNELS["cudnn"], replace(case, head_dims=dims), "cpu")
+    assert bool(called) == (dims[0] == dims[1])
 
 
 OF_RINGS = [*in_turn(RINGS), *(pytest.param("zigzag", name, id=f"zigzag-{name}") for name in HUB)]

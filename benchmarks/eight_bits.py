@@ -20,6 +20,7 @@ from dataclasses import asdict, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from statistics import mean
 from typing import Any, NamedTuple
 
 import torch
@@ -64,6 +65,8 @@ BLOCK_SIZES = 32, 64, 128
 NUM_RANKS = 8
 # What keys and values travel as, and the noise of the first weights.
 RUNS = (None, 0.0), (None, 1e-3), ("bfloat16", 0.0), ("int8", 0.0), ("fp8", 0.0)
+SEEDS = 0, 1, 2
+COMPARED = "bfloat16"
 
 Pair = tuple[Tensor, Tensor]
 
@@ -213,47 +216,59 @@ def gradient_shares(tensors: list[Tensor]) -> tuple[list[Pair], Pair]:
 
 
 def table_of_losses(runs: list[Trained]) -> Iterator[str]:
-    """Yield the lines of a table: losses of trainings, the first of which is compared with."""
-    first, *_ = runs
-    yield table_row("keys and values travel as", "loss at the end", "difference")
-    yield table_row("---", "---:", "---:")
+    """Yield the lines of a table of `loss_rows`."""
+    yield table_row(*loss_names(runs))
+    yield table_row("---", *["---:"] * (len(loss_names(runs)) - 1))
+    for cells in loss_rows(runs):
+        yield table_row(*cells)
+
+
+def loss_names(runs: list[Trained]) -> list[str]:
+    """Return the names of the columns of `loss_rows`."""
+    seeds = sorted({run.training.seed for run in runs})
+    by_seed = (f"seed {seed}" for seed in seeds)
+    return ["keys and values travel as", *by_seed, "mean", f"beside {COMPARED}"]
+
+
+def loss_rows(runs: list[Trained]) -> Iterator[list[str]]:
+    """Yield for each format the losses at the end by seed, and their mean beside `COMPARED`'s."""
+    by_title: dict[str, list[float]] = {}
     for run in runs:
-        difference = f"{100 * (run.last / first.last - 1):+.2f} %" if run is not first else ""
-        yield table_row(run.training.title, f"{run.last:.4f}", difference)
+        by_title.setdefault(run.training.title, []).append(run.last)
+    for title, losses in by_title.items():
+        difference = mean(losses) / mean(by_title.get(COMPARED, losses)) - 1
+        yield [title, *(f"{x:.4f}" for x in (*losses, mean(losses))), f"{difference:+.2%}"]
 
 
 def report(console: Console, runs: list[Trained]) -> None:
     """Print the losses, in Markdown."""
-    first, asked = runs[0], runs[0].training
+    asked = runs[0].training
     console.print(
         f"\nThe model of the demo in float32, {WORLD_SIZE} ranks of one thread, {asked.num_steps} "
-        f"steps of two sequences of {asked.seq_len} bytes.\nThe loss at the end is the mean of the "
-        f"last {NUM_LAST} steps, in nats a byte; then the largest difference\nof the losses of a "
-        "step from the first run, and the seconds that a run took.\n"
+        f"steps of two sequences of {asked.seq_len} bytes.\nLosses at the end, means of the last "
+        f"{NUM_LAST} steps, in nats a byte, by the seed that draws the sequences.\n"
     )
-    numbers = "loss at the end", "relative", "largest difference", "seconds"
-    table = table_of(["keys and values travel as"], numbers)
-    for run in runs:
-        apart = max(abs(x - y) for x, y in zip(run.losses, first.losses, strict=True))
-        relative = run.last / first.last - 1
-        cells = f"{run.last:.4f}", f"{relative:+.2%}", f"{apart:.4f}", f"{run.seconds:.0f}"
-        table.add_row(run.training.title, *cells)
+    title, *numbers = loss_names(runs)
+    table = table_of([title], numbers)
+    for cells in loss_rows(runs):
+        table.add_row(*cells)
     console.print(table)
 
 
-def trainings(is_short: bool, num_runs: int, weights: Path, card: Path) -> list[Trained]:
+def trainings(is_short: bool, is_only_first: bool, weights: Path, card: Path) -> list[Trained]:
     """Train, but for runs that the card has; the first one keeps its weights."""
     size = (NUM_LAST, 256) if is_short else (300, 1024)
+    every = [Training(dtype, *size, noise, seed) for seed in SEEDS for dtype, noise in RUNS]
     known = json.loads(card.read_text())["runs"] if card.exists() and not is_short else []
     runs = {run.training: run for run in map(_run_of, known)}
-    for number, (kv_dtype, noise) in enumerate(RUNS[:num_runs]):
-        asked = Training(kv_dtype, *size, noise)
-        if asked not in runs or num_runs == 1:
+    wanted = every[:1] if is_only_first else every[: len(RUNS)] if is_short else every
+    for number, asked in enumerate(wanted):
+        if asked not in runs or is_only_first:
             # In new processes each: an axis is configured once.
             kept = replace(asked, weights=None if number else str(weights))
             (found,) = spawn(WORLD_SIZE, train, [kept])
             runs[asked] = _run_of(found)
-    return [runs[Training(kv_dtype, *size, noise)] for kv_dtype, noise in RUNS[:num_runs]]
+    return [runs[asked] for asked in wanted]
 
 
 def _run_of(found: dict[str, Any]) -> Trained:
@@ -274,8 +289,7 @@ def main() -> None:
     parts: dict[tuple[str, str], Iterator[str]] = {SUM_MARKERS: table_of_sums()}
     with tempfile.TemporaryDirectory() as folder:
         weights = Path(folder) / "weights.pt"
-        num_runs = len(RUNS) if arguments.train else 1
-        runs = trainings(arguments.quick, num_runs, weights, card)
+        runs = trainings(arguments.quick, not arguments.train, weights, card)
         if weights.exists():  # else the card had all runs, and the page has the table
             parts[MARKERS] = table(attended_by(weights, runs[0].training.seq_len))
     if arguments.train:

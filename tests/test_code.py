@@ -218,6 +218,7 @@ CONSTRUCTORS = {
     "AxisConfig",
     "Arguments",
     "Effort",
+    "LatentLists",
     "Place",
     "TransferPolicy",
     "TypeVar",

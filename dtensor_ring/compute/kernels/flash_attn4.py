@@ -40,7 +40,7 @@ OLDEST_BETA = 28
 LATENT = (192, 128)
 
 # What attention to lists of latents takes, and its gradient; older betas have neither.
-LISTS_NEEDED = {"gather_kv_indices", "gather_bwd_recompute_p"}
+LISTS_NEEDED = "gather_kv_indices", "gather_bwd_recompute_p"
 LISTS_BACKWARD = "_flash_attn_bwd_sparse_mla"
 
 # Gradients of scores that its backward pass keeps at once, in 16 bits: 512 MiB.
@@ -120,8 +120,8 @@ def missing_latents() -> str | None:
     if reason := no_gpu(10, 11) or _missing_package():
         return reason
     interface = load("flash_attn.cute.interface")
-    has_lists = LISTS_NEEDED <= set(signature(interface._flash_attn_fwd).parameters)
-    if has_lists and hasattr(interface, LISTS_BACKWARD):
+    parameters = signature(interface._flash_attn_fwd).parameters
+    if all(name in parameters for name in LISTS_NEEDED) and hasattr(interface, LISTS_BACKWARD):
         return None
     return "its flash-attn-4 has no lists of keys; 4.0.0b36 has them"
 

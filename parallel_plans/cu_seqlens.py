@@ -29,8 +29,8 @@ def filled_boundaries(
 ) -> Tensor:
     """Return `boundaries` of row and position of the first token of each document, `(D, 2)`.
 
-    By default there is room for one document per token. With `min_room` there is room for so many,
-    or for the next power of two of what a row has.
+    By default there is room for one document per token. With `min_room`, there is room for at least
+    that number of documents; a row with more gets room for the next power of two.
 
     Example:
         >>> filled_boundaries(torch.tensor([[0, 0], [0, 3]]), 1, 4).tolist()

@@ -23,7 +23,8 @@ WITHOUT_TORCH += ("paged.blocks", "paged.block_pool", "selected.plan")
 WITHOUT_TORCH += ("simulate.machine", "simulate.presets", "simulate.machine_files")
 LAYERS = (*WITHOUT_TORCH, "compute", "quantised", "transport", "all_to_all.run")
 LAYERS += ("all_to_all.rounded_keys", "decode.run")
-LAYERS += ("selected.top_keys", "selected.listed_attention", "selected.run", "selected.moved_keys")
+LAYERS += ("selected.top_keys", "selected.listed_attention", "selected.listed_kernels")
+LAYERS += ("selected.run", "selected.moved_keys")
 LAYERS += ("selected.decode_keys",)
 LAYERS += ("simulate", "agreement")
 LAYERS += ("ring", "ops", "all_to_all.op", "all_to_all.ulysses", "decode.op", "selected.op")
@@ -217,6 +218,7 @@ CONSTRUCTORS = {
     "AxisConfig",
     "Arguments",
     "Effort",
+    "LatentLists",
     "Place",
     "TransferPolicy",
     "TypeVar",

@@ -31,6 +31,7 @@ from dtensor_ring.planning.mask import Mask
 from dtensor_ring.planning.plan import Plan, plan
 from dtensor_ring.planning.run_table import as_layout
 from dtensor_ring.ring import ring_forward
+from dtensor_ring.selected.listed_kernels import LISTED
 from dtensor_ring.transport.transport import (
     P2P,
     ProcessGroupTransport,
@@ -364,6 +365,7 @@ def _kernels(asked: str | None) -> list[Finding]:
         for name, reason in found.items()
     ]
     findings += [Finding(f"paged kernel {x.name}", x.missing() or "runs") for x in PAGED]
+    findings.append(Finding(f"kernel of lists {LISTED.name}", LISTED.missing() or "runs"))
     if torch.cuda.is_available() and not _is_fast(found):
         advice = "pip install flash-attn, or test a prebuilt one: --kernel " + PREBUILT
         findings.append(Finding("kernels for this GPU", "only the slow reference", advice))

@@ -44,7 +44,7 @@ class BatchRows:
 
     def __init__(self, rows: np.ndarray, queries: Span, batch: int) -> None:
         self._queries, self._batch = queries, batch
-        # Each row is there once, so as many as there are rows are all of them.
+        # `rows` has no duplicates: with the length of the batch, it selects every row.
         self._index = None if len(rows) == batch else Numbers(torch.int64, torch.from_numpy(rows))
 
     def select(self, query: Tensor) -> Tensor:

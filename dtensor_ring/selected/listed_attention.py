@@ -2,7 +2,7 @@
 
 A chunk gathers the keys of its queries, so its memory is (queries of a chunk) x (keys of a list),
 whatever the length of the sequence. Memory is the same for the gradients. This is the reference,
-for any device and dtype, and what CPUs run.
+for any device and dtype, and what runs where no kernel of `listed_kernels.py` does.
 """
 
 from __future__ import annotations

@@ -21,11 +21,8 @@ from dtensor_ring.compute.memory import TOKEN_MAJOR, empty
 from dtensor_ring.compute.trace import Label
 from dtensor_ring.planning.lru import cached_bytes
 from dtensor_ring.planning.ranges import Span
-from dtensor_ring.selected.listed_attention import (
-    Residents,
-    gathered_backward,
-    gathered_forward,
-)
+from dtensor_ring.selected.listed_attention import Residents
+from dtensor_ring.selected.listed_kernels import listed_backward, listed_forward
 from dtensor_ring.selected.plan import ALL, KeyPositions, request_bytes
 from dtensor_ring.transport.transport import P2P, Transport, hold_until_complete
 
@@ -93,7 +90,7 @@ class SelectedKeys:
         parts = [rows[begin:end] for begin, end in spans]
         if len(wanted) > 1:
             parts[self._rank].copy_(own)
-            # Columns ascend, so as many as there are are all of them: no copy.
+            # Columns have no duplicates: as many as this rank has are all of them, sent uncopied.
             self._exchange(parts, [own if len(x) == len(own) else own[x] for x in given])
         return Moved(Residents(rows, self._places(wanted, spans), *self._shape), spans, given)
 
@@ -220,7 +217,7 @@ def selected_forward(
 ) -> tuple[Tensor, Tensor]:
     """Return `(out, lse)` of the local queries over the keys that they selected."""
     moved = keys.moved(selected, route)
-    return gathered_forward(query, moved.residents, selected, scale, sinks)
+    return listed_forward(query, moved.residents, selected, scale, sinks)
 
 
 def selected_backward(
@@ -234,5 +231,5 @@ def selected_backward(
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of the local queries and of the local keys and values."""
     moved = keys.moved(selected, route)
-    grad_query, grad_rows = gathered_backward(saved, query, moved.residents, selected, scale)
+    grad_query, grad_rows = listed_backward(saved, query, moved.residents, selected, scale)
     return grad_query, keys.summed(moved, grad_rows, dtype)

@@ -114,7 +114,7 @@ def score_tile(
 
 
 def rows_at_once(query: Tensor, num_cols: int) -> int:
-    """Return how many queries, of `(B, Hi, R, Di)`, are scored at once against so many keys."""
+    """Return how many of the queries `(B, Hi, R, Di)` to score at once with `num_cols` keys."""
     batch, heads, _, _ = query.shape
     most = SCORES if query.is_cpu else SCORES_ON_GPUS
     return max(1, most // max(1, batch * heads * num_cols))

@@ -99,7 +99,7 @@ def index_cost(plan: Plan, sizes: TensorSizes, index_dim: int) -> Cost:
 
 
 def most_counts(seen: Plan | None, positions: KeyPositions, rank: int) -> list[list[int]]:
-    """Return how many keys this rank may need of each rank, and how many of its own each needs.
+    """Return the most keys that this rank receives from each rank, and that it sends to each.
 
     Args:
         seen: this rank's plan by the route `SEEN`; `None` if all keys travel.

@@ -159,6 +159,7 @@ def test_doctor_without_a_launcher(kernel: str | None, capsys: pytest.CaptureFix
     assert is_bad == [f"kernel {kernel}"] * (kernel is not None)
     if kernel != "nobody's":
         assert found["paged kernel in_place"]["found"] == "runs"
+        assert found["kernel of lists flash_attn4"]["found"] == "no CUDA device"
     (line,) = printed.err.splitlines()
     assert "torchrun" in line
     assert main(load, ["doctor", *options]) == 1

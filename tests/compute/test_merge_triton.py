@@ -227,7 +227,7 @@ def patched_once() -> Iterator[None]:
     patched: set[str] = set()
 
     def first(function: Any) -> Any:
-        """Each module has names of its own for the language."""
+        """Patch each module once: modules bind the names of the language separately."""
         if function.__module__ in patched:
             return None
         patched.add(function.__module__)

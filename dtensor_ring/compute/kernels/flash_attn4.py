@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from inspect import signature
 from threading import Lock
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,6 +38,13 @@ OLDEST_BETA = 28
 
 # Head dims of query and value in multi-head latent attention, which has separate kernels.
 LATENT = (192, 128)
+
+# What attention to lists of latents takes, and its gradient; older betas have neither.
+LISTS_NEEDED = "gather_kv_indices", "gather_bwd_recompute_p"
+LISTS_BACKWARD = "_flash_attn_bwd_sparse_mla"
+
+# Gradients of scores that its backward pass keeps at once, in 16 bits: 512 MiB.
+LIST_SCORES = 1 << 28
 
 
 class FlashAttn4(VarlenKernel):
@@ -81,6 +90,74 @@ class FlashAttn4(VarlenKernel):
         with _COMPILER:
             dq, dk, dv, *_ = _flash_attn_bwd(q, k, v, saved.out, saved.grad_out, saved.lse, **more)
         return dq, dk, dv
+
+
+class Latents(NamedTuple):
+    """Queries and latents in the parts that the package takes, by token.
+
+    Attributes:
+        q: the rotary part of queries `(B, L, N, 64)`.
+        k: that of latents `(B, T, 1, 64)`.
+        v: the other numbers of latents, which are the values, `(B, T, 1, 512)`.
+        qv: those of queries `(B, L, N, 512)`.
+        lists: int32 `(B, L, K)`, rows of the latents, -1 for none; K is a multiple of 128.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    qv: Tensor
+    lists: Tensor
+
+    def batch_rows(self) -> Iterator[Latents]:
+        """Yield each row of the batch."""
+        for parts in zip(*(x.split(1) for x in self), strict=True):
+            yield Latents(*parts)
+
+
+def missing_latents() -> str | None:
+    """Return why attention to lists of latents cannot run here, or `None`."""
+    if reason := no_gpu(10, 11) or _missing_package():
+        return reason
+    interface = load("flash_attn.cute.interface")
+    parameters = signature(interface._flash_attn_fwd).parameters
+    if all(name in parameters for name in LISTS_NEEDED) and hasattr(interface, LISTS_BACKWARD):
+        return None
+    return "its flash-attn-4 has no lists of keys; 4.0.0b36 has them"
+
+
+def attend_to_latents(latents: Latents, scale: float, sinks: Tensor | None) -> Result:
+    """Return out `(B, L, N, 512)` and lse `(B, L, N)`, which is float32 and has the sinks."""
+    from flash_attn.cute.interface import _flash_attn_fwd
+
+    q, k, v, qv, lists = (x.detach() for x in latents)
+    # It takes the exact maximum of a row only where a tensor asks for a gradient. With another one,
+    # rounded weights put out off by one factor, which the gradients of a row would not cancel.
+    qv = qv.requires_grad_()
+    more = {"softmax_scale": scale, "learnable_sink": sinks, "return_lse": True}
+    # Weights are computed again in backward, so none are kept, N x K for each query.
+    more |= {"gather_kv_indices": lists, "gather_bwd_recompute_p": True}
+    with _COMPILER:
+        out, lse, *_ = _flash_attn_fwd(q, k, v, qv, **more)
+    return out, lse
+
+
+def attend_to_latents_backward(
+    saved: Saved, latents: Latents, scale: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the gradients of `q`, `k`, `v` and `qv` of a batch of 1; those of latents in float32.
+
+    Weights are `exp(score - lse)`, so an lse with sinks is all that it needs of them.
+    """
+    from flash_attn.cute.interface import _flash_attn_bwd_sparse_mla
+
+    q, k, v, qv, lists = (x.detach() for x in latents)
+    chunk = max(1, LIST_SCORES // (q.shape[2] * lists.shape[2]))
+    inputs = q, k, v, qv, saved.out, saved.grad_out, saved.lse, None, None, lists
+    more = {"softmax_scale": scale, "recompute_p": True, "token_chunk": chunk}
+    with _COMPILER:
+        dq, dk, dv, dqv, _ = _flash_attn_bwd_sparse_mla(*inputs, **more)
+    return dq, dk, dv, dqv
 
 
 def _missing_package() -> str | None:

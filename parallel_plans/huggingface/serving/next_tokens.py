@@ -50,7 +50,7 @@ def _chosen(requests: Sequence[ServedRequest], scores: Tensor) -> Tensor:
     drawing = {row: x.generator for row, x in enumerate(requests) if x.generator is not None}
     if drawing:
         weights = scores.softmax(-1)
-        # Each has a random state of its own, so a launch of its own.
+        # Each request draws from its own generator, and one launch takes one generator.
         rows = ((weights[row : row + 1], x) for row, x in drawing.items())
         drawn = torch.cat([torch.multinomial(row, 1, generator=x) for row, x in rows])
         chosen[torch.tensor([*drawing], device=scores.device)] = drawn.squeeze(1)

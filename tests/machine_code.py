@@ -136,20 +136,25 @@ class Compiling:
 
     Attributes:
         last: what Triton compiled for the last launch.
-        block: rows and columns of a program of the last launch.
+        options: of the last launch, by name.
     """
 
     def __init__(self, kernel: Any) -> None:
         self.kernel = kernel
         self.last: Any = None
-        self.block = (0, 0)
+        self.options: dict[str, Any] = {}
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         return partial(self._compile, grid=grid)
 
     def _compile(self, *args: Any, **kwargs: Any) -> None:
         self.last = self.kernel.warmup(*args, **kwargs)
-        self.block = kwargs["BLOCK_ROWS"].value, kwargs["BLOCK_DIMS"].value
+        self.options = {name: getattr(x, "value", x) for name, x in kwargs.items()}
+
+    @property
+    def block(self) -> tuple[int, int]:
+        """Rows and columns of a program of the last launch."""
+        return self.options["BLOCK_ROWS"], self.options["BLOCK_DIMS"]
 
     @property
     def number(self) -> int:

@@ -1,0 +1,314 @@
+"""Attention of a few queries to keys in blocks on GPUs: flash-decoding that reads block tables.
+
+A program attends to a range of an entry's keys with all queries that share a key head, so a key is
+read once from memory, where it lies (Dao et al., 2023, "Flash-Decoding for long-context
+inference"). If the keys of an entry are split, a second launch merges the partial results by lse.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from math import e, log2
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dtensor_ring.compute.kernels.kernel import Result, Scores
+from dtensor_ring.compute.kernels.paged_kernel import Pages
+
+# The fewest keys that are worth a program of their own, and its result, which is merged.
+LEAST_KEYS = 256
+
+# Programs that a multiprocessor holds at once: one computes while the other waits for memory.
+PROGRAMS_AT_ONCE = 2
+
+# Splits may take so much longer than the best number of them, if they are fewer.
+NEARLY_BEST = 1.1
+
+# Bytes of the keys of one step of a program, and of its values: three steps are in shared memory.
+STEP_BYTES = 16 * 1024
+MOST_KEYS, FEWEST_KEYS = 128, 16
+
+# The most rows of a program, and numbers of its result. `tl.dot` takes no fewer than 16 rows.
+MOST_ROWS, FEWEST_ROWS, MOST_NUMBERS = 64, 16, 8192
+
+# Splits that are merged at once.
+MERGED_AT_ONCE = 16
+
+# Numbers of a partial result beside its values: the lse, padded to 16 bytes, so rows are aligned.
+LSE_NUMBERS = tl.constexpr(4)
+
+
+def most_numbers(dtype: torch.dtype) -> int:
+    """Return the largest head dim whose keys fit the shared memory of a program."""
+    return STEP_BYTES // (FEWEST_KEYS * dtype.itemsize)
+
+
+@lru_cache(maxsize=256)
+def num_splits(num_keys: int, longest: int, heads: int, multiprocessors: int) -> int:
+    """Return into how many ranges the keys of the longest entry are split.
+
+    Programs run in waves of as many as the GPU holds, and each takes the time of its keys. More
+    splits fill the last wave better, but their results are merged: the fewest are taken that are
+    nearly the best.
+
+    >>> num_splits(16 * 8192, 8192, 8, 132), num_splits(8192, 8192, 8, 132)
+    (2, 32)
+
+    Args:
+        num_keys: keys of all entries.
+        longest: keys of the longest entry.
+        heads: programs that read the same keys: key heads, times tiles of queries.
+        multiprocessors: of the GPU.
+    """
+    at_once = PROGRAMS_AT_ONCE * multiprocessors
+    splits = np.arange(1, max(1, min(longest // LEAST_KEYS, at_once)) + 1)
+    keys = -(-longest // splits)
+    waves = -(-heads * -(-num_keys // keys) // at_once)
+    times = waves * keys
+    return int(splits[np.argmax(times <= NEARLY_BEST * times.min())])
+
+
+def attend(
+    query: Tensor,
+    key_blocks: Tensor,
+    value_blocks: Tensor,
+    pages: Pages,
+    scores: Scores,
+    splits: int | None = None,
+) -> Result:
+    """Implement `PagedKernel.forward`.
+
+    Args:
+        splits: ranges of the keys of the longest entry; by default those that fill the GPU.
+    """
+    num_entries, num_queries, num_heads, head_dim = query.shape
+    _, block, kv_heads, value_dim = value_blocks.shape
+    group = num_heads // kv_heads
+    dims, value_dims = (max(16, triton.next_power_of_2(x)) for x in (head_dim, value_dim))
+    rows, keys = _tile(num_queries * group, dims, value_dims, key_blocks.dtype)
+    programs = kv_heads * -(-num_queries * group // rows)
+    if splits is None:
+        gpu = torch.cuda.get_device_properties(query.device)
+        facts = pages.num_keys, pages.longest, programs, gpu.multi_processor_count
+        splits = num_splits(*facts)
+    split_keys = -(-pages.longest // (splits * keys)) * keys
+    splits = -(-pages.longest // split_keys)
+    tables, lengths = pages.on(query.device)
+    out = query.new_empty(num_entries, num_queries, num_heads, value_dim)
+    lse = query.new_empty(num_entries, num_heads, num_queries, dtype=torch.float32)
+    shape = num_entries * num_queries * num_heads, splits, value_dim + LSE_NUMBERS.value
+    partial = out if splits == 1 else query.new_empty(shape, dtype=torch.float32)
+    with torch.cuda.device_of(query):
+        _attend[(programs * splits * num_entries,)](
+            *(query, key_blocks, value_blocks, tables, lengths, partial, lse),
+            *(scores.scale, *query.stride()[:3], tables.shape[1]),
+            *(num_queries, kv_heads, splits, split_keys),
+            SOFTCAP=tl.constexpr(scores.softcap),
+            GROUP=tl.constexpr(group),
+            BLOCK=tl.constexpr(block),
+            HEAD_DIM=tl.constexpr(head_dim),
+            VALUE_DIM=tl.constexpr(value_dim),
+            ROWS=tl.constexpr(rows),
+            KEYS=tl.constexpr(keys),
+            DIMS=tl.constexpr(dims),
+            VALUE_DIMS=tl.constexpr(value_dims),
+            IS_SPLIT=tl.constexpr(splits > 1),
+            num_stages=3,
+            enable_fp_fusion=True,  # pyrefly: ignore[unexpected-keyword]
+        )
+        if splits > 1:
+            _merge[(shape[0],)](
+                *(partial, lengths, out, lse, num_queries, num_heads, splits, split_keys),
+                VALUE_DIM=tl.constexpr(value_dim),
+                VALUE_DIMS=tl.constexpr(value_dims),
+                SPLITS=tl.constexpr(MERGED_AT_ONCE),
+                enable_fp_fusion=True,  # pyrefly: ignore[unexpected-keyword]
+            )
+    return out, lse
+
+
+def _tile(num_rows: int, dims: int, value_dims: int, dtype: torch.dtype) -> tuple[int, int]:
+    """Return the rows of a program and the keys of its steps, powers of two."""
+    widest = max(dims, value_dims)
+    rows = min(triton.next_power_of_2(num_rows), MOST_ROWS, MOST_NUMBERS // widest)
+    keys = min(MOST_KEYS, STEP_BYTES // (widest * dtype.itemsize))
+    return max(FEWEST_ROWS, rows), max(FEWEST_KEYS, keys)
+
+
+LOG2_E = tl.constexpr(log2(e))
+
+
+@triton.jit(
+    do_not_specialize=[
+        *("query_stride", "row_stride", "head_stride", "num_pages"),
+        *("num_queries", "kv_heads", "num_splits", "split_keys"),
+    ]
+)
+def _attend(
+    query,
+    key_blocks,
+    value_blocks,
+    tables,
+    lengths,
+    out,
+    lse,
+    scale,
+    query_stride,
+    row_stride,
+    head_stride,
+    num_pages,
+    num_queries,
+    kv_heads,
+    num_splits,
+    split_keys,
+    SOFTCAP: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    DIMS: tl.constexpr,
+    VALUE_DIMS: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
+):
+    """Attend to a range of the keys of one entry and key head with a tile of its queries.
+
+    Rows are queries and the heads that share a key head. `out` and `lse` are the results, or `out`
+    has the partial results of all splits.
+    """
+    program, num_tiles = tl.program_id(0), tl.cdiv(num_queries * GROUP, ROWS)
+    # Neighbours are heads of the same keys, whose memory is next to each other.
+    head, rest = program % kv_heads, program // kv_heads
+    tile, rest = rest % num_tiles, rest // num_tiles
+    split, entry = rest % num_splits, (rest // num_splits).to(tl.int64)
+    length = tl.load(lengths + entry)
+    first = split * split_keys
+    if first >= length:
+        return
+    end = tl.minimum(first + split_keys, length)
+
+    row = tile * ROWS + tl.arange(0, ROWS)
+    number, heads, is_row = row // GROUP, head * GROUP + row % GROUP, row < num_queries * GROUP
+    # 64 bits: offsets exceed 2**31.
+    at = entry * query_stride + number.to(tl.int64) * row_stride + heads.to(tl.int64) * head_stride
+    dims, value_dims = tl.arange(0, DIMS)[None, :], tl.arange(0, VALUE_DIMS)[None, :]
+    queries = tl.load(
+        query + at[:, None] + dims, mask=is_row[:, None] & (dims < HEAD_DIM), other=0.0
+    )
+
+    largest = tl.full((ROWS,), -float("inf"), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    sums = tl.zeros((ROWS, VALUE_DIMS), tl.float32)
+    table = tables + entry * num_pages
+    blocks = _blocks(table, first, end, BLOCK, KEYS)
+    for start in range(first, end, KEYS):
+        positions = start + tl.arange(0, KEYS)
+        is_key, slots = positions < end, blocks.to(tl.int64) * BLOCK + positions % BLOCK
+        at_keys = (slots * kv_heads + head)[:, None]
+        # One step ahead, so that no load waits for another.
+        blocks = _blocks(table, start + KEYS, end, BLOCK, KEYS)
+        keys = tl.load(
+            key_blocks + at_keys * HEAD_DIM + dims,
+            mask=is_key[:, None] & (dims < HEAD_DIM),
+            other=0.0,
+        )
+        scored = _scored(tl.dot(queries, keys.T, input_precision="ieee"), scale, SOFTCAP)
+        # The end of a block may hold anything.
+        scored = tl.where(is_key[None, :], scored, -float("inf"))
+        new = tl.maximum(largest, tl.max(scored, 1))
+        base = tl.where(new == -float("inf"), 0.0, new)  # -inf - -inf would be NaN
+        weights, kept = tl.exp2(scored - base[:, None]), tl.exp2(largest - base)
+        values = tl.load(
+            value_blocks + at_keys * VALUE_DIM + value_dims,
+            mask=is_key[:, None] & (value_dims < VALUE_DIM),
+            other=0.0,
+        )
+        sums = tl.dot(
+            weights.to(values.dtype), values, sums * kept[:, None], input_precision="ieee"
+        )
+        total, largest = total * kept + tl.sum(weights, 1), new
+
+    sums /= tl.where(total == 0, 1.0, total)[:, None]
+    found = largest + tl.log2(total)
+    num_heads = kv_heads * GROUP
+    at = (entry * num_queries + number) * num_heads + heads
+    is_stored = is_row[:, None] & (value_dims < VALUE_DIM)
+    if IS_SPLIT:
+        at = (at * num_splits + split) * (VALUE_DIM + LSE_NUMBERS)
+        tl.store(out + at[:, None] + value_dims, sums, mask=is_stored)
+        tl.store(out + at + VALUE_DIM, found, mask=is_row)
+    else:
+        at_out = out + at[:, None] * VALUE_DIM + value_dims
+        tl.store(at_out, sums.to(out.dtype.element_ty), mask=is_stored)
+        at = (entry * num_heads + heads) * num_queries + number
+        tl.store(lse + at, found / LOG2_E, mask=is_row)
+
+
+@triton.jit
+def _blocks(table, start, end, BLOCK: tl.constexpr, KEYS: tl.constexpr):
+    """Return the block of each key of a step, or the one that has them all."""
+    if BLOCK % KEYS == 0:
+        blocks = tl.load(table + start // BLOCK, mask=start < end, other=0)
+    else:
+        positions = start + tl.arange(0, KEYS)
+        blocks = tl.load(table + positions // BLOCK, mask=positions < end, other=0)
+    return blocks
+
+
+@triton.jit
+def _scored(products, scale, SOFTCAP: tl.constexpr):
+    """Return scores times log2(e), so that powers of 2 are those of e."""
+    if SOFTCAP == 0.0:
+        scored = products * (scale * LOG2_E)
+    else:
+        # tanh(x) = 1 - 2 / (exp(2 * x) + 1), where an infinite power is right, too.
+        doubled = tl.exp2(products * (scale * (2.0 * LOG2_E / SOFTCAP)))
+        scored = (1.0 - 2.0 / (doubled + 1.0)) * (SOFTCAP * LOG2_E)
+    return scored
+
+
+@triton.jit(do_not_specialize=["num_queries", "num_heads", "num_splits", "split_keys"])
+def _merge(
+    partial,
+    lengths,
+    out,
+    lse,
+    num_queries,
+    num_heads,
+    num_splits,
+    split_keys,
+    VALUE_DIM: tl.constexpr,
+    VALUE_DIMS: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
+    """Merge the splits of one query and head."""
+    row = tl.program_id(0).to(tl.int64)
+    head, rest = row % num_heads, row // num_heads
+    number, entry = rest % num_queries, rest // num_queries
+    num_mine = tl.cdiv(tl.load(lengths + entry), split_keys)
+    dims = tl.arange(0, VALUE_DIMS)
+    # A scalar would be compiled as another type than what the loop makes of it.
+    largest = tl.full((1,), -float("inf"), tl.float32)
+    total = tl.zeros((1,), tl.float32)
+    sums = tl.zeros((VALUE_DIMS,), tl.float32)
+    for start in range(0, num_mine, SPLITS):
+        splits = start + tl.arange(0, SPLITS)
+        is_split = splits < num_mine
+        at = partial + (row * num_splits + splits) * (VALUE_DIM + LSE_NUMBERS)
+        found = tl.load(at + VALUE_DIM, mask=is_split, other=-float("inf"))
+        mask = is_split[:, None] & (dims < VALUE_DIM)[None, :]
+        values = tl.load(at[:, None] + dims[None, :], mask=mask, other=0.0)
+        new = tl.maximum(largest, tl.max(found, 0))
+        base = tl.where(new == -float("inf"), 0.0, new)
+        weights, kept = tl.exp2(found - base), tl.exp2(largest - base)
+        sums = sums * kept + tl.sum(values * weights[:, None], 0)
+        total, largest = total * kept + tl.sum(weights, 0), new
+    sums /= tl.where(total == 0, 1.0, total)
+    tl.store(out + row * VALUE_DIM + dims, sums.to(out.dtype.element_ty), mask=dims < VALUE_DIM)
+    at = (entry * num_heads + head) * num_queries + number
+    tl.store(lse + at + tl.arange(0, 1), (largest + tl.log2(total)) / LOG2_E)

@@ -59,7 +59,9 @@ class PagedTriton(PagedKernel):
             return f"it runs on CUDA, the tensors are on {problem.device_type}"
         if problem.dtype not in (torch.bfloat16, torch.float16, torch.float32):
             return f"it takes bfloat16, float16 and float32, not {problem.dtype}"
-        dims, largest = (problem.head_dim, problem.value_head_dim), 1024 // problem.dtype.itemsize
+        dims = problem.head_dim, problem.value_head_dim
+        # Of 16 keys, the fewest of a step, which must fit registers and shared memory.
+        largest = 128 if problem.dtype == torch.float32 else 512
         if max(dims) > largest:
             return (
                 f"it takes head dims up to {largest} of {problem.dtype}, got {dims[0]} and "

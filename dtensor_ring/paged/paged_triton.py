@@ -8,7 +8,8 @@ inference"). If the keys of an entry are split, a second launch merges the parti
 from __future__ import annotations
 
 from functools import lru_cache
-from math import e, log2
+from math import e, gcd, log2
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -28,23 +29,27 @@ PROGRAMS_AT_ONCE = 2
 # Splits may take so much longer than the best number of them, if they are fewer.
 NEARLY_BEST = 1.1
 
-# Bytes of the keys of one step of a program, and of its values: three steps are in shared memory.
-STEP_BYTES = 16 * 1024
-MOST_KEYS, FEWEST_KEYS = 128, 16
+# Numbers of the keys of one step of a program, and of its values, by the bytes of a number. Two
+# steps are in shared memory, 64 KiB: an A100 has room for two programs, an MI300 for one. Products
+# of float32 are not those of tensor cores, and need registers.
+STEP_NUMBERS = {2: 8192, 4: 2048}
+MOST_KEYS = 128
 
-# The most rows of a program, and numbers of its result. `tl.dot` takes no fewer than 16 rows.
-MOST_ROWS, FEWEST_ROWS, MOST_NUMBERS = 64, 16, 8192
+# The most rows of a program. With more rows, or results of more than half the numbers of a step,
+# registers are spilled.
+MOST_ROWS = 32
+
+# The fewest rows or keys that `tl.dot` takes.
+FEWEST = 16
 
 # Splits that are merged at once.
 MERGED_AT_ONCE = 16
 
+# The most numbers of a query that a thread loads at once: 16 bytes of 16-bit dtypes.
+MAX_UNIT = 8
+
 # Numbers of a partial result beside its values: the lse, padded to 16 bytes, so rows are aligned.
 LSE_NUMBERS = tl.constexpr(4)
-
-
-def most_numbers(dtype: torch.dtype) -> int:
-    """Return the largest head dim whose keys fit the shared memory of a program."""
-    return STEP_BYTES // (FEWEST_KEYS * dtype.itemsize)
 
 
 @lru_cache(maxsize=256)
@@ -72,6 +77,25 @@ def num_splits(num_keys: int, longest: int, heads: int, multiprocessors: int) ->
     return int(splits[np.argmax(times <= NEARLY_BEST * times.min())])
 
 
+class Tile(NamedTuple):
+    """What a program computes: rows, and keys of a step, with head dims that are powers of two."""
+
+    rows: int
+    keys: int
+    dims: int
+    value_dims: int
+
+
+@lru_cache(maxsize=256)
+def tile_of(num_rows: int, head_dim: int, value_dim: int, itemsize: int) -> Tile:
+    """Return the tile for so many rows of each key head, and keys with numbers of so many bytes."""
+    dims, value_dims = (max(FEWEST, triton.next_power_of_2(x)) for x in (head_dim, value_dim))
+    numbers, widest = STEP_NUMBERS[itemsize], max(dims, value_dims)
+    rows = min(triton.next_power_of_2(num_rows), MOST_ROWS, numbers // 2 // widest)
+    keys = min(MOST_KEYS, numbers // widest)
+    return Tile(max(FEWEST, rows), max(FEWEST, keys), dims, value_dims)
+
+
 def attend(
     query: Tensor,
     key_blocks: Tensor,
@@ -80,63 +104,54 @@ def attend(
     scores: Scores,
     splits: int | None = None,
 ) -> Result:
-    """Implement `PagedKernel.forward`.
-
-    Args:
-        splits: ranges of the keys of the longest entry; by default those that fill the GPU.
-    """
+    """Implement `PagedKernel.forward`; `splits` are chosen unless they are given, as for tests."""
     num_entries, num_queries, num_heads, head_dim = query.shape
-    _, block, kv_heads, value_dim = value_blocks.shape
-    group = num_heads // kv_heads
-    dims, value_dims = (max(16, triton.next_power_of_2(x)) for x in (head_dim, value_dim))
-    rows, keys = _tile(num_queries * group, dims, value_dims, key_blocks.dtype)
-    programs = kv_heads * -(-num_queries * group // rows)
+    kv_heads, value_dim = value_blocks.shape[2:]
+    num_rows = num_queries * num_heads // kv_heads
+    tile = tile_of(num_rows, head_dim, value_dim, query.itemsize)
+    programs = kv_heads * -(-num_rows // tile.rows)
     if splits is None:
         gpu = torch.cuda.get_device_properties(query.device)
         facts = pages.num_keys, pages.longest, programs, gpu.multi_processor_count
         splits = num_splits(*facts)
-    split_keys = -(-pages.longest // (splits * keys)) * keys
+    split_keys = -(-pages.longest // (splits * tile.keys)) * tile.keys
     splits = -(-pages.longest // split_keys)
     tables, lengths = pages.on(query.device)
     out = query.new_empty(num_entries, num_queries, num_heads, value_dim)
     lse = query.new_empty(num_entries, num_heads, num_queries, dtype=torch.float32)
-    shape = num_entries * num_queries * num_heads, splits, value_dim + LSE_NUMBERS.value
+    num_results = num_entries * num_queries * num_heads
+    shape = num_results, splits, value_dim + LSE_NUMBERS.value
     partial = out if splits == 1 else query.new_empty(shape, dtype=torch.float32)
+    unit = gcd(MAX_UNIT, head_dim, *query.stride()[:3])
     with torch.cuda.device_of(query):
         _attend[(programs * splits * num_entries,)](
             *(query, key_blocks, value_blocks, tables, lengths, partial, lse),
-            *(scores.scale, *query.stride()[:3], tables.shape[1]),
+            *(float(scores.scale), *(x // unit for x in query.stride()[:3]), tables.shape[1]),
             *(num_queries, kv_heads, splits, split_keys),
-            SOFTCAP=tl.constexpr(scores.softcap),
-            GROUP=tl.constexpr(group),
-            BLOCK=tl.constexpr(block),
+            SOFTCAP=tl.constexpr(float(scores.softcap)),
+            GROUP=tl.constexpr(num_heads // kv_heads),
+            BLOCK=tl.constexpr(pages.block),
             HEAD_DIM=tl.constexpr(head_dim),
             VALUE_DIM=tl.constexpr(value_dim),
-            ROWS=tl.constexpr(rows),
-            KEYS=tl.constexpr(keys),
-            DIMS=tl.constexpr(dims),
-            VALUE_DIMS=tl.constexpr(value_dims),
+            ROWS=tl.constexpr(tile.rows),
+            KEYS=tl.constexpr(tile.keys),
+            DIMS=tl.constexpr(tile.dims),
+            VALUE_DIMS=tl.constexpr(tile.value_dims),
+            UNIT=tl.constexpr(unit),
             IS_SPLIT=tl.constexpr(splits > 1),
-            num_stages=3,
+            num_stages=3,  # while two steps are loaded, one is computed
+            # Triton's own default, which it warns about where it is not given.
             enable_fp_fusion=True,  # pyrefly: ignore[unexpected-keyword]
         )
         if splits > 1:
-            _merge[(shape[0],)](
+            _merge[(num_results,)](
                 *(partial, lengths, out, lse, num_queries, num_heads, splits, split_keys),
                 VALUE_DIM=tl.constexpr(value_dim),
-                VALUE_DIMS=tl.constexpr(value_dims),
+                VALUE_DIMS=tl.constexpr(tile.value_dims),
                 SPLITS=tl.constexpr(MERGED_AT_ONCE),
                 enable_fp_fusion=True,  # pyrefly: ignore[unexpected-keyword]
             )
     return out, lse
-
-
-def _tile(num_rows: int, dims: int, value_dims: int, dtype: torch.dtype) -> tuple[int, int]:
-    """Return the rows of a program and the keys of its steps, powers of two."""
-    widest = max(dims, value_dims)
-    rows = min(triton.next_power_of_2(num_rows), MOST_ROWS, MOST_NUMBERS // widest)
-    keys = min(MOST_KEYS, STEP_BYTES // (widest * dtype.itemsize))
-    return max(FEWEST_ROWS, rows), max(FEWEST_KEYS, keys)
 
 
 LOG2_E = tl.constexpr(log2(e))
@@ -174,6 +189,7 @@ def _attend(
     KEYS: tl.constexpr,
     DIMS: tl.constexpr,
     VALUE_DIMS: tl.constexpr,
+    UNIT: tl.constexpr,
     IS_SPLIT: tl.constexpr,
 ):
     """Attend to a range of the keys of one entry and key head with a tile of its queries.
@@ -197,8 +213,9 @@ def _attend(
     # 64 bits: offsets exceed 2**31.
     at = entry * query_stride + number.to(tl.int64) * row_stride + heads.to(tl.int64) * head_stride
     dims, value_dims = tl.arange(0, DIMS)[None, :], tl.arange(0, VALUE_DIMS)[None, :]
+    # Strides in units: so the compiler knows how rows are aligned.
     queries = tl.load(
-        query + at[:, None] + dims, mask=is_row[:, None] & (dims < HEAD_DIM), other=0.0
+        query + at[:, None] * UNIT + dims, mask=is_row[:, None] & (dims < HEAD_DIM), other=0.0
     )
 
     largest = tl.full((ROWS,), -float("inf"), tl.float32)

@@ -127,6 +127,7 @@ CASES = {
     "128 channels, 64 of values": Case((40, 150), 2, head_dims=(128, 64)),
     "64 channels, 128 of values": Case((40, 150), head_dims=(64, 128), dtype=BF16),
     "256 channels": Case((40, 21), head_dims=(256, 256), num_queries=9, dtype=F16),
+    "512 channels": Case((17,), head_dims=(512, 16), heads=(1, 1), dtype=F16),
     "softcap": Case((40, 150), 2, softcap=1.5, scale=2.0),
     "a softcap that is reached": Case((40, 150), softcap=1.0, scale=200.0),
     "a negative scale": Case((40, 150), 2, scale=-0.7),
@@ -140,7 +141,7 @@ LARGE = {
     "one long": Case((70_001,), None, 16, 1, (8, 1), (64, 64), BF16),
     "many short": Case(tuple(range(1, 300)), None, 64, 1, (4, 4), (128, 128), BF16),
     "512 channels": Case((3000, 77), None, 64, 3, (16, 1), (512, 512), BF16),
-    "256 channels, float32": Case((3000, 77), None, 64, 3, (4, 1), (256, 256), F32),
+    "float32": Case((3000, 77), None, 64, 3, (4, 1), (128, 128), F32),
 }
 
 
@@ -217,11 +218,11 @@ PROBLEM = Problem("cuda", BF16, 128, 128)
     [
         (PROBLEM, None),
         (replace(PROBLEM, scale=-1.0, softcap=3.0, head_dim=72, value_head_dim=5), None),
-        (replace(PROBLEM, dtype=F32, head_dim=256), None),
+        (replace(PROBLEM, dtype=F32), None),
         (replace(PROBLEM, device_type="cpu"), "it runs on CUDA, the tensors are on cpu"),
         (replace(PROBLEM, dtype=F64), "bfloat16, float16 and float32, not torch.float64"),
         (replace(PROBLEM, head_dim=513), "head dims up to 512 of torch.bfloat16, got 513 and 128"),
-        (replace(PROBLEM, dtype=F32, value_head_dim=257), "up to 256 of torch.float32"),
+        (replace(PROBLEM, dtype=F32, value_head_dim=129), "up to 128 of torch.float32"),
     ],
 )
 def test_what_it_supports(problem: Problem, reason: str | None) -> None:

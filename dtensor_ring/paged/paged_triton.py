@@ -8,8 +8,8 @@ inference"). If the keys of an entry are split, a second launch merges the parti
 from __future__ import annotations
 
 from functools import lru_cache
-from math import e, gcd, log2
-from typing import NamedTuple
+from math import gcd
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -29,10 +29,10 @@ PROGRAMS_AT_ONCE = 2
 # Splits may take so much longer than the best number of them, if they are fewer.
 NEARLY_BEST = 1.1
 
-# Numbers of the keys of one step of a program, and of its values, by the bytes of a number. Two
-# steps are in shared memory, 64 KiB: an A100 has room for two programs, an MI300 for one. Products
-# of float32 are not those of tensor cores, and need registers.
-STEP_NUMBERS = {2: 8192, 4: 2048}
+# Numbers of the keys of one step of a program, and of its values. Two steps are in shared memory,
+# 64 KiB: an A100 has room for two programs, an MI300 for one. Products of float32 are not those of
+# tensor cores, and need registers.
+STEP_NUMBERS, STEP_NUMBERS_OF_FLOAT32 = 8192, 2048
 MOST_KEYS = 128
 
 # The most rows of a program. With more rows, or results of more than half the numbers of a step,
@@ -49,7 +49,7 @@ MERGED_AT_ONCE = 16
 MAX_UNIT = 8
 
 # Numbers of a partial result beside its values: the lse, padded to 16 bytes, so rows are aligned.
-LSE_NUMBERS = tl.constexpr(4)
+LSE_NUMBERS = 4
 
 
 @lru_cache(maxsize=256)
@@ -61,7 +61,7 @@ def num_splits(num_keys: int, longest: int, heads: int, multiprocessors: int) ->
     nearly the best.
 
     >>> num_splits(16 * 8192, 8192, 8, 132), num_splits(8192, 8192, 8, 132)
-    (2, 32)
+    (2, 30)
 
     Args:
         num_keys: keys of all entries.
@@ -90,10 +90,17 @@ class Tile(NamedTuple):
 def tile_of(num_rows: int, head_dim: int, value_dim: int, itemsize: int) -> Tile:
     """Return the tile for so many rows of each key head, and keys with numbers of so many bytes."""
     dims, value_dims = (max(FEWEST, triton.next_power_of_2(x)) for x in (head_dim, value_dim))
-    numbers, widest = STEP_NUMBERS[itemsize], max(dims, value_dims)
+    numbers = STEP_NUMBERS if itemsize == 2 else STEP_NUMBERS_OF_FLOAT32
+    widest = max(dims, value_dims)
     rows = min(triton.next_power_of_2(num_rows), MOST_ROWS, numbers // 2 // widest)
     keys = min(MOST_KEYS, numbers // widest)
     return Tile(max(FEWEST, rows), max(FEWEST, keys), dims, value_dims)
+
+
+def _whole_steps(longest: int, splits: int, keys: int) -> tuple[int, int]:
+    """Return the keys of a split, whole steps, and how many splits that makes."""
+    split_keys = -(-longest // (splits * keys)) * keys
+    return split_keys, -(-longest // split_keys)
 
 
 def attend(
@@ -114,20 +121,23 @@ def attend(
         gpu = torch.cuda.get_device_properties(query.device)
         facts = pages.num_keys, pages.longest, programs, gpu.multi_processor_count
         splits = num_splits(*facts)
-    split_keys = -(-pages.longest // (splits * tile.keys)) * tile.keys
-    splits = -(-pages.longest // split_keys)
+    split_keys, splits = _whole_steps(pages.longest, splits, tile.keys)
     tables, lengths = pages.on(query.device)
     out = query.new_empty(num_entries, num_queries, num_heads, value_dim)
     lse = query.new_empty(num_entries, num_heads, num_queries, dtype=torch.float32)
     num_results = num_entries * num_queries * num_heads
-    shape = num_results, splits, value_dim + LSE_NUMBERS.value
-    partial = out if splits == 1 else query.new_empty(shape, dtype=torch.float32)
+    shape = num_results, splits, value_dim + LSE_NUMBERS
+    partial = query.new_empty(shape, dtype=torch.float32) if splits > 1 else None
     unit = gcd(MAX_UNIT, head_dim, *query.stride()[:3])
+    arguments: tuple[Any, ...] = (
+        *(query, key_blocks, value_blocks, tables, lengths),
+        *((out, lse) if splits == 1 else (partial, partial)),
+        *(float(scores.scale), *(x // unit for x in query.stride()[:3]), tables.shape[1]),
+        *(num_queries, kv_heads, splits, split_keys),
+    )
     with torch.cuda.device_of(query):
         _attend[(programs * splits * num_entries,)](
-            *(query, key_blocks, value_blocks, tables, lengths, partial, lse),
-            *(float(scores.scale), *(x // unit for x in query.stride()[:3]), tables.shape[1]),
-            *(num_queries, kv_heads, splits, split_keys),
+            *arguments,
             SOFTCAP=tl.constexpr(float(scores.softcap)),
             GROUP=tl.constexpr(num_heads // kv_heads),
             BLOCK=tl.constexpr(pages.block),
@@ -138,8 +148,9 @@ def attend(
             DIMS=tl.constexpr(tile.dims),
             VALUE_DIMS=tl.constexpr(tile.value_dims),
             UNIT=tl.constexpr(unit),
-            IS_SPLIT=tl.constexpr(splits > 1),
-            num_stages=3,  # while two steps are loaded, one is computed
+            PARTIAL_DIM=tl.constexpr(shape[2] if splits > 1 else 0),
+            # While two steps are loaded, one is computed.
+            num_stages=3,  # pyrefly: ignore[unexpected-keyword]
             # Triton's own default, which it warns about where it is not given.
             enable_fp_fusion=True,  # pyrefly: ignore[unexpected-keyword]
         )
@@ -147,14 +158,12 @@ def attend(
             _merge[(num_results,)](
                 *(partial, lengths, out, lse, num_queries, num_heads, splits, split_keys),
                 VALUE_DIM=tl.constexpr(value_dim),
+                PARTIAL_DIM=tl.constexpr(shape[2]),
                 VALUE_DIMS=tl.constexpr(tile.value_dims),
                 SPLITS=tl.constexpr(MERGED_AT_ONCE),
                 enable_fp_fusion=True,  # pyrefly: ignore[unexpected-keyword]
             )
     return out, lse
-
-
-LOG2_E = tl.constexpr(log2(e))
 
 
 @triton.jit(
@@ -190,80 +199,113 @@ def _attend(
     DIMS: tl.constexpr,
     VALUE_DIMS: tl.constexpr,
     UNIT: tl.constexpr,
-    IS_SPLIT: tl.constexpr,
+    PARTIAL_DIM: tl.constexpr,
 ):
     """Attend to a range of the keys of one entry and key head with a tile of its queries.
 
-    Rows are queries and the heads that share a key head. `out` and `lse` are the results, or `out`
-    has the partial results of all splits.
+    Rows are queries and the heads that share a key head. If the keys are split, `out` and `lse` are
+    the same memory, which has the partial results of all splits.
     """
-    program, num_tiles = tl.program_id(0), tl.cdiv(num_queries * GROUP, ROWS)
-    # Neighbours are heads of the same keys, whose memory is next to each other.
-    head, rest = program % kv_heads, program // kv_heads
-    tile, rest = rest % num_tiles, rest // num_tiles
-    split, entry = rest % num_splits, (rest // num_splits).to(tl.int64)
-    length = tl.load(lengths + entry)
-    first = split * split_keys
+    head, tile, split, entry = _place(kv_heads, tl.cdiv(num_queries * GROUP, ROWS), num_splits)
+    first, length = split * split_keys, tl.load(lengths + entry)
     if first >= length:
         return
-    end = tl.minimum(first + split_keys, length)
-
-    row = tile * ROWS + tl.arange(0, ROWS)
+    row, dims = tile * ROWS + tl.arange(0, ROWS), tl.arange(0, DIMS)[None, :]
     number, heads, is_row = row // GROUP, head * GROUP + row % GROUP, row < num_queries * GROUP
-    # 64 bits: offsets exceed 2**31.
     at = entry * query_stride + number.to(tl.int64) * row_stride + heads.to(tl.int64) * head_stride
-    dims, value_dims = tl.arange(0, DIMS)[None, :], tl.arange(0, VALUE_DIMS)[None, :]
-    # Strides in units: so the compiler knows how rows are aligned.
-    queries = tl.load(
-        query + at[:, None] * UNIT + dims, mask=is_row[:, None] & (dims < HEAD_DIM), other=0.0
+    is_there = is_row[:, None] & (dims < HEAD_DIM)
+    # Strides are in units, so the compiler knows how rows are aligned.
+    queries = tl.load(query + at[:, None] * UNIT + dims, mask=is_there, other=0.0)
+    sums, found = _attended(
+        *(queries, key_blocks, value_blocks, tables + entry * num_pages, kv_heads, head),
+        *(first, tl.minimum(first + split_keys, length), scale, SOFTCAP),
+        *(BLOCK, HEAD_DIM, VALUE_DIM, ROWS, KEYS, DIMS, VALUE_DIMS),
     )
+    num_heads = kv_heads * GROUP
+    at = (entry * num_queries + number) * num_heads + heads
+    if PARTIAL_DIM == 0:
+        at *= VALUE_DIM
+        at_lse = (entry * num_heads + heads) * num_queries + number
+    else:
+        at = (at * num_splits + split) * PARTIAL_DIM
+        at_lse = at + VALUE_DIM
+    dims = tl.arange(0, VALUE_DIMS)[None, :]
+    is_there = is_row[:, None] & (dims < VALUE_DIM)
+    tl.store(out + at[:, None] + dims, sums.to(out.dtype.element_ty), mask=is_there)
+    tl.store(lse + at_lse, found, mask=is_row)
 
+
+@triton.jit
+def _place(kv_heads, num_tiles, num_splits):
+    """Return key head, tile of rows, split and entry of a program.
+
+    Neighbours are heads of the same keys, whose memory is next to each other.
+    """
+    program = tl.program_id(0)
+    rest = program // kv_heads
+    tile, split, entry = rest % num_tiles, rest // num_tiles % num_splits, rest // num_tiles
+    # 64 bits: offsets exceed 2**31.
+    return program % kv_heads, tile, split, (entry // num_splits).to(tl.int64)
+
+
+@triton.jit
+def _attended(
+    queries,
+    key_blocks,
+    value_blocks,
+    table,
+    kv_heads,
+    head,
+    first,
+    end,
+    scale,
+    SOFTCAP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    DIMS: tl.constexpr,
+    VALUE_DIMS: tl.constexpr,
+):
+    """Return output and lse of queries over the keys from `first` to `end`."""
+    dims, value_dims = tl.arange(0, DIMS)[None, :], tl.arange(0, VALUE_DIMS)[None, :]
     largest = tl.full((ROWS,), -float("inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     sums = tl.zeros((ROWS, VALUE_DIMS), tl.float32)
-    table = tables + entry * num_pages
     blocks = _blocks(table, first, end, BLOCK, KEYS)
     for start in range(first, end, KEYS):
         positions = start + tl.arange(0, KEYS)
-        is_key, slots = positions < end, blocks.to(tl.int64) * BLOCK + positions % BLOCK
-        at_keys = (slots * kv_heads + head)[:, None]
+        slots = blocks.to(tl.int64) * BLOCK + positions % BLOCK
+        at, is_key = (slots * kv_heads + head)[:, None], positions < end
         # One step ahead, so that no load waits for another.
         blocks = _blocks(table, start + KEYS, end, BLOCK, KEYS)
-        keys = tl.load(
-            key_blocks + at_keys * HEAD_DIM + dims,
-            mask=is_key[:, None] & (dims < HEAD_DIM),
-            other=0.0,
-        )
+        is_there = is_key[:, None] & (dims < HEAD_DIM)
+        keys = tl.load(key_blocks + at * HEAD_DIM + dims, mask=is_there, other=0.0)
         scored = _scored(tl.dot(queries, keys.T, input_precision="ieee"), scale, SOFTCAP)
         # The end of a block may hold anything.
         scored = tl.where(is_key[None, :], scored, -float("inf"))
-        new = tl.maximum(largest, tl.max(scored, 1))
-        base = tl.where(new == -float("inf"), 0.0, new)  # -inf - -inf would be NaN
+        new, base = _base(largest, tl.max(scored, 1))
         weights, kept = tl.exp2(scored - base[:, None]), tl.exp2(largest - base)
-        values = tl.load(
-            value_blocks + at_keys * VALUE_DIM + value_dims,
-            mask=is_key[:, None] & (value_dims < VALUE_DIM),
-            other=0.0,
-        )
-        sums = tl.dot(
-            weights.to(values.dtype), values, sums * kept[:, None], input_precision="ieee"
-        )
+        is_there = is_key[:, None] & (value_dims < VALUE_DIM)
+        values = tl.load(value_blocks + at * VALUE_DIM + value_dims, mask=is_there, other=0.0)
+        sums *= kept[:, None]
+        sums = tl.dot(weights.to(values.dtype), values, sums, input_precision="ieee")
         total, largest = total * kept + tl.sum(weights, 1), new
+    return _divided(sums, total[:, None]), (largest + tl.log2(total)) * 0.6931471805599453
 
-    sums /= tl.where(total == 0, 1.0, total)[:, None]
-    found = largest + tl.log2(total)
-    num_heads = kv_heads * GROUP
-    at = (entry * num_queries + number) * num_heads + heads
-    is_stored = is_row[:, None] & (value_dims < VALUE_DIM)
-    if IS_SPLIT:
-        at = (at * num_splits + split) * (VALUE_DIM + LSE_NUMBERS)
-        tl.store(out + at[:, None] + value_dims, sums, mask=is_stored)
-        tl.store(out + at + VALUE_DIM, found, mask=is_row)
-    else:
-        at_out = out + at[:, None] * VALUE_DIM + value_dims
-        tl.store(at_out, sums.to(out.dtype.element_ty), mask=is_stored)
-        at = (entry * num_heads + heads) * num_queries + number
-        tl.store(lse + at, found / LOG2_E, mask=is_row)
+
+@triton.jit
+def _base(largest, other):
+    """Return the larger of two scores, and what to subtract: -inf - -inf would be NaN."""
+    new = tl.maximum(largest, other)
+    return new, tl.where(new == -float("inf"), 0.0, new)
+
+
+@triton.jit
+def _divided(sums, total):
+    """Return means, which are 0 where all weights are."""
+    return sums / tl.where(total == 0, 1.0, total)
 
 
 @triton.jit
@@ -280,12 +322,14 @@ def _blocks(table, start, end, BLOCK: tl.constexpr, KEYS: tl.constexpr):
 @triton.jit
 def _scored(products, scale, SOFTCAP: tl.constexpr):
     """Return scores times log2(e), so that powers of 2 are those of e."""
+    # pyrefly: ignore[bad-assignment]
+    log2_e: tl.constexpr = 1.4426950408889634
     if SOFTCAP == 0.0:
-        scored = products * (scale * LOG2_E)
+        scored = products * (scale * log2_e)
     else:
         # tanh(x) = 1 - 2 / (exp(2 * x) + 1), where an infinite power is right, too.
-        doubled = tl.exp2(products * (scale * (2.0 * LOG2_E / SOFTCAP)))
-        scored = (1.0 - 2.0 / (doubled + 1.0)) * (SOFTCAP * LOG2_E)
+        doubled = tl.exp2(products * (scale * (2.0 * log2_e / SOFTCAP)))
+        scored = (1.0 - 2.0 / (doubled + 1.0)) * (SOFTCAP * log2_e)
     return scored
 
 
@@ -300,6 +344,7 @@ def _merge(
     num_splits,
     split_keys,
     VALUE_DIM: tl.constexpr,
+    PARTIAL_DIM: tl.constexpr,
     VALUE_DIMS: tl.constexpr,
     SPLITS: tl.constexpr,
 ):
@@ -309,23 +354,20 @@ def _merge(
     number, entry = rest % num_queries, rest // num_queries
     num_mine = tl.cdiv(tl.load(lengths + entry), split_keys)
     dims = tl.arange(0, VALUE_DIMS)
-    # A scalar would be compiled as another type than what the loop makes of it.
     largest = tl.full((1,), -float("inf"), tl.float32)
     total = tl.zeros((1,), tl.float32)
     sums = tl.zeros((VALUE_DIMS,), tl.float32)
     for start in range(0, num_mine, SPLITS):
         splits = start + tl.arange(0, SPLITS)
-        is_split = splits < num_mine
-        at = partial + (row * num_splits + splits) * (VALUE_DIM + LSE_NUMBERS)
-        found = tl.load(at + VALUE_DIM, mask=is_split, other=-float("inf"))
-        mask = is_split[:, None] & (dims < VALUE_DIM)[None, :]
-        values = tl.load(at[:, None] + dims[None, :], mask=mask, other=0.0)
-        new = tl.maximum(largest, tl.max(found, 0))
-        base = tl.where(new == -float("inf"), 0.0, new)
-        weights, kept = tl.exp2(found - base), tl.exp2(largest - base)
+        at, is_split = (row * num_splits + splits) * PARTIAL_DIM, splits < num_mine
+        found = tl.load(partial + at + VALUE_DIM, mask=is_split, other=-float("inf"))
+        is_there = is_split[:, None] & (dims < VALUE_DIM)[None, :]
+        values = tl.load(partial + at[:, None] + dims[None, :], mask=is_there, other=0.0)
+        new, base = _base(largest, tl.max(found, 0))
+        weights, kept = tl.exp(found - base), tl.exp(largest - base)
         sums = sums * kept + tl.sum(values * weights[:, None], 0)
         total, largest = total * kept + tl.sum(weights, 0), new
-    sums /= tl.where(total == 0, 1.0, total)
-    tl.store(out + row * VALUE_DIM + dims, sums.to(out.dtype.element_ty), mask=dims < VALUE_DIM)
+    sums = _divided(sums, total).to(out.dtype.element_ty)
+    tl.store(out + row * VALUE_DIM + dims, sums, mask=dims < VALUE_DIM)
     at = (entry * num_heads + head) * num_queries + number
-    tl.store(lse + at + tl.arange(0, 1), (largest + tl.log2(total)) / LOG2_E)
+    tl.store(lse + at + tl.arange(0, 1), largest + tl.log(total))

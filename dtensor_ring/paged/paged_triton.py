@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 from math import gcd
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -77,30 +77,40 @@ def num_splits(num_keys: int, longest: int, heads: int, multiprocessors: int) ->
     return int(splits[np.argmax(times <= NEARLY_BEST * times.min())])
 
 
-class Tile(NamedTuple):
-    """What a program computes: rows, and keys of a step, with head dims that are powers of two."""
-
-    rows: int
-    keys: int
-    dims: int
-    value_dims: int
-
-
 @lru_cache(maxsize=256)
-def tile_of(num_rows: int, head_dim: int, value_dim: int, itemsize: int) -> Tile:
-    """Return the tile for so many rows of each key head, and keys with numbers of so many bytes."""
+def constants_of(
+    num_queries: int,
+    group: int,
+    head_dim: int,
+    value_dim: int,
+    block: int,
+    itemsize: int,
+    unit: int,
+    softcap: float,
+) -> dict[str, Any]:
+    """Return what the first launch is compiled for: sizes, and the tile of a program.
+
+    Args:
+        num_queries: queries of an entry.
+        group: query heads that share a key head.
+        head_dim: head dim of query and key.
+        value_dim: head dim of value and output.
+        block: keys of a block.
+        itemsize: bytes of a number.
+        unit: numbers that all strides of the query are multiples of.
+        softcap: bound of the scores.
+    """
     dims, value_dims = (max(FEWEST, triton.next_power_of_2(x)) for x in (head_dim, value_dim))
     numbers = STEP_NUMBERS if itemsize == 2 else STEP_NUMBERS_OF_FLOAT32
     widest = max(dims, value_dims)
-    rows = min(triton.next_power_of_2(num_rows), MOST_ROWS, numbers // 2 // widest)
+    rows = min(triton.next_power_of_2(num_queries * group), MOST_ROWS, numbers // 2 // widest)
     keys = min(MOST_KEYS, numbers // widest)
-    return Tile(max(FEWEST, rows), max(FEWEST, keys), dims, value_dims)
-
-
-def _whole_steps(longest: int, splits: int, keys: int) -> tuple[int, int]:
-    """Return the keys of a split, whole steps, and how many splits that makes."""
-    split_keys = -(-longest // (splits * keys)) * keys
-    return split_keys, -(-longest // split_keys)
+    return {
+        **{"HEAD_DIM": head_dim, "VALUE_DIM": value_dim, "BLOCK": block, "GROUP": group},
+        **{"ROWS": max(FEWEST, rows), "KEYS": max(FEWEST, keys)},
+        **{"DIMS": dims, "VALUE_DIMS": value_dims, "UNIT": unit, "SOFTCAP": float(softcap)},
+        "num_stages": 3,  # while two steps are loaded, one is computed
+    }
 
 
 def attend(
@@ -114,56 +124,44 @@ def attend(
     """Implement `PagedKernel.forward`; `splits` are chosen unless they are given, as for tests."""
     num_entries, num_queries, num_heads, head_dim = query.shape
     kv_heads, value_dim = value_blocks.shape[2:]
-    num_rows = num_queries * num_heads // kv_heads
-    tile = tile_of(num_rows, head_dim, value_dim, query.itemsize)
-    programs = kv_heads * -(-num_rows // tile.rows)
+    group, strides = num_heads // kv_heads, query.stride()[:3]
+    unit = gcd(MAX_UNIT, head_dim, *strides)
+    sizes = num_queries, group, head_dim, value_dim, pages.block, query.itemsize
+    constants = constants_of(*sizes, unit, scores.softcap)
+    programs = kv_heads * -(-num_queries * group // constants["ROWS"])
     if splits is None:
         gpu = torch.cuda.get_device_properties(query.device)
         facts = pages.num_keys, pages.longest, programs, gpu.multi_processor_count
         splits = num_splits(*facts)
-    split_keys, splits = _whole_steps(pages.longest, splits, tile.keys)
-    tables, lengths = pages.on(query.device)
+    split_keys, splits = _whole_steps(pages.longest, splits, constants["KEYS"])
     out = query.new_empty(num_entries, num_queries, num_heads, value_dim)
     lse = query.new_empty(num_entries, num_heads, num_queries, dtype=torch.float32)
     num_results = num_entries * num_queries * num_heads
-    shape = num_results, splits, value_dim + LSE_NUMBERS
-    partial = query.new_empty(shape, dtype=torch.float32) if splits > 1 else None
-    unit = gcd(MAX_UNIT, head_dim, *query.stride()[:3])
-    arguments: tuple[Any, ...] = (
-        *(query, key_blocks, value_blocks, tables, lengths),
-        *((out, lse) if splits == 1 else (partial, partial)),
-        *(float(scores.scale), *(x // unit for x in query.stride()[:3]), tables.shape[1]),
-        *(num_queries, kv_heads, splits, split_keys),
+    partial_dim = 0 if splits == 1 else value_dim + LSE_NUMBERS
+    into = out, lse
+    if partial_dim:
+        into = (query.new_empty(num_results, splits, partial_dim, dtype=torch.float32),) * 2
+    tables, lengths = pages.on(query.device)
+    given: tuple[Any, ...] = (
+        *(query, key_blocks, value_blocks, tables, lengths, *into, float(scores.scale)),
+        *(*(x // unit for x in strides), tables.shape[1], num_queries, kv_heads),
+        *(splits, split_keys),
     )
+    # Triton's own default, which it warns about where it is not given.
+    how: dict[str, Any] = {"PARTIAL_DIM": partial_dim, "enable_fp_fusion": True}
     with torch.cuda.device_of(query):
-        _attend[(programs * splits * num_entries,)](
-            *arguments,
-            SOFTCAP=tl.constexpr(float(scores.softcap)),
-            GROUP=tl.constexpr(num_heads // kv_heads),
-            BLOCK=tl.constexpr(pages.block),
-            HEAD_DIM=tl.constexpr(head_dim),
-            VALUE_DIM=tl.constexpr(value_dim),
-            ROWS=tl.constexpr(tile.rows),
-            KEYS=tl.constexpr(tile.keys),
-            DIMS=tl.constexpr(tile.dims),
-            VALUE_DIMS=tl.constexpr(tile.value_dims),
-            UNIT=tl.constexpr(unit),
-            PARTIAL_DIM=tl.constexpr(shape[2] if splits > 1 else 0),
-            # While two steps are loaded, one is computed.
-            num_stages=3,  # pyrefly: ignore[unexpected-keyword]
-            # Triton's own default, which it warns about where it is not given.
-            enable_fp_fusion=True,  # pyrefly: ignore[unexpected-keyword]
-        )
-        if splits > 1:
-            _merge[(num_results,)](
-                *(partial, lengths, out, lse, num_queries, num_heads, splits, split_keys),
-                VALUE_DIM=tl.constexpr(value_dim),
-                PARTIAL_DIM=tl.constexpr(shape[2]),
-                VALUE_DIMS=tl.constexpr(tile.value_dims),
-                SPLITS=tl.constexpr(MERGED_AT_ONCE),
-                enable_fp_fusion=True,  # pyrefly: ignore[unexpected-keyword]
-            )
+        _attend[(programs * splits * num_entries,)](*given, **constants, **how)
+        if partial_dim:
+            given = into[0], lengths, out, lse, num_queries, num_heads, splits, split_keys
+            how |= {x: constants[x] for x in ("VALUE_DIM", "VALUE_DIMS")}
+            _merge[(num_results,)](*given, **how, **{"SPLITS": MERGED_AT_ONCE})
     return out, lse
+
+
+def _whole_steps(longest: int, splits: int, keys: int) -> tuple[int, int]:
+    """Return the keys of a split, whole steps, and how many splits that makes."""
+    split_keys = -(-longest // (splits * keys)) * keys
+    return split_keys, -(-longest // split_keys)
 
 
 @triton.jit(

@@ -140,7 +140,8 @@ def attend(
     partial_dim = 0 if splits == 1 else value_dim + LSE_NUMBERS
     into = out, lse
     if partial_dim:
-        into = (query.new_empty(num_results, splits, partial_dim, dtype=torch.float32),) * 2
+        partial = query.new_empty(num_results, splits, partial_dim, dtype=torch.float32)
+        into = partial, partial
     tables, lengths = pages.on(query.device)
     given: tuple[Any, ...] = (
         *(query, key_blocks, value_blocks, tables, lengths, *into, float(scores.scale)),
@@ -154,7 +155,8 @@ def attend(
         if partial_dim:
             given = into[0], lengths, out, lse, num_queries, num_heads, splits, split_keys
             how |= {x: constants[x] for x in ("VALUE_DIM", "VALUE_DIMS")}
-            _merge[(num_results,)](*given, **how, **{"SPLITS": MERGED_AT_ONCE})
+            how["SPLITS"] = MERGED_AT_ONCE
+            _merge[(num_results,)](*given, **how)
     return out, lse
 
 

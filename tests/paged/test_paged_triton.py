@@ -161,8 +161,9 @@ def check(case: Case, device: str) -> None:
     assert out.is_contiguous()
     tolerance = TOLERANCES[case.dtype]
     torch.testing.assert_close(out.cpu().double(), wanted, rtol=tolerance, atol=tolerance)
-    # Scores are products of rounded numbers, which are added up in float32.
-    torch.testing.assert_close(lse.cpu().double(), wanted_lse, rtol=1e-5, atol=1e-5)
+    # Products of 16-bit numbers are exact, but tensor cores add them up less exactly than float32.
+    tolerance = 1e-5 if case.dtype == F32 else 1e-4
+    torch.testing.assert_close(lse.cpu().double(), wanted_lse, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.gpu

@@ -22,7 +22,10 @@ from dtensor_ring.compute.memory import Accumulation
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "gfx942")
 """An A100, an H100 or H200, a B200, and an MI300."""
 
-_PTX = re.compile(r"\b(?:(ld|st)\.global\S*?(?:\.v(\d))?\.b(\d+)|(bar)\.sync)\b")
+_PTX = re.compile(
+    r"\b(?:(ld|st)\.global\S*?(?:\.v(\d))?\.b(\d+)|(bar)\.sync"
+    r"|cp\.async\S*\.global .*?\], (0x\w+))\b"
+)
 _AMD = re.compile(r"\b(?:(?:global|buffer)_(load|store)_(\w+)|s_(barrier))\b")
 _AMD_BYTES = {"byte": 1, "short": 2, "dword": 4, "dwordx2": 8, "dwordx3": 12, "dwordx4": 16}
 
@@ -95,10 +98,14 @@ def _resources(cubin: bytes) -> tuple[int, int]:
 
 def _ptx(text: str) -> list[tuple[str, int]]:
     names = {"ld": "load", "st": "store"}
-    return [
-        ("barrier", 0) if barrier else (names[what], int(number or 1) * int(bits) // 8)
-        for what, number, bits, barrier in _PTX.findall(text)
-    ]
+    found = []
+    for what, number, bits, barrier, to_shared in _PTX.findall(text):
+        if to_shared:
+            found.append(("load", int(to_shared, 16)))
+        else:
+            num_bytes = 0 if barrier else int(number or 1) * int(bits) // 8
+            found.append(("barrier" if barrier else names[what], num_bytes))
+    return found
 
 
 def _amdgcn(text: str) -> list[tuple[str, int]]:
@@ -136,20 +143,25 @@ class Compiling:
 
     Attributes:
         last: what Triton compiled for the last launch.
-        block: rows and columns of a program of the last launch.
+        options: of the last launch, by name.
     """
 
     def __init__(self, kernel: Any) -> None:
         self.kernel = kernel
         self.last: Any = None
-        self.block = (0, 0)
+        self.options: dict[str, Any] = {}
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         return partial(self._compile, grid=grid)
 
     def _compile(self, *args: Any, **kwargs: Any) -> None:
         self.last = self.kernel.warmup(*args, **kwargs)
-        self.block = kwargs["BLOCK_ROWS"].value, kwargs["BLOCK_DIMS"].value
+        self.options = {name: getattr(x, "value", x) for name, x in kwargs.items()}
+
+    @property
+    def block(self) -> tuple[int, int]:
+        """Rows and columns of a program of the last launch."""
+        return self.options["BLOCK_ROWS"], self.options["BLOCK_DIMS"]
 
     @property
     def number(self) -> int:

@@ -49,6 +49,7 @@ SUBCLASSES = (
 """Of classes of an optional package, which they import first: nobody imports them but users."""
 ON_FIRST_USE = {
     "dtensor_ring.compute.merge_triton",
+    "dtensor_ring.paged.paged_triton",
     "dtensor_ring.quantised.quantise_triton",
     "parallel_plans.huggingface.generation.context_parallel_cache",
 }

@@ -250,7 +250,7 @@ class PagedBatch:
             scale: the factor of the scores, `H ** -0.5` by default.
             softcap: scores become `softcap * tanh(score / softcap)`; 0 turns it off.
             kernel: the kernel that reads blocks: `"flash_attn3"`, `"flash_attn2"`, `"varlen_attn"`,
-                `"in_place"` or `"gathered"`; by default the first that can run.
+                `"paged_triton"`, `"in_place"` or `"gathered"`; by default the first that can run.
 
         Returns:
             `out` `(B, N, M, Hv)` and `lse` `(B, N, M)`, natural log, float32 or wider: 0 and -inf

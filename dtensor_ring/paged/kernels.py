@@ -7,12 +7,13 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from dtensor_ring.compute.kernels.kernel import Launch, Problem, Result, Scores
+from dtensor_ring.compute.kernels.kernel import Launch, Problem, Result, Scores, no_gpu
 from dtensor_ring.compute.kernels.paged_kernel import PagedKernel, Pages
 from dtensor_ring.compute.kernels.reference import Reference
 from dtensor_ring.compute.kernels.registry import KERNELS, first_able
 from dtensor_ring.compute.kernels.varlen import VarlenKernel
 from dtensor_ring.compute.memory import WHOLE
+from dtensor_ring.compute.merge import has_triton
 from dtensor_ring.paged.block_launches import launches_of
 from dtensor_ring.planning.tile import FULL
 
@@ -45,6 +46,38 @@ class Gathered(Anywhere):
         return torch.cat([out.transpose(1, 2) for out in outs]), torch.cat(lses)
 
 
+class PagedTriton(PagedKernel):
+    """Reads block tables in one launch, and merges splits of keys in another if there are some."""
+
+    name = "paged_triton"
+
+    def missing(self) -> str | None:
+        return no_gpu() or (None if has_triton() else "Triton is not installed")
+
+    def supports(self, problem: Problem, block: int) -> str | None:
+        if problem.device_type != "cuda":
+            return f"it runs on CUDA, the tensors are on {problem.device_type}"
+        if problem.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+            return f"it takes bfloat16, float16 and float32, not {problem.dtype}"
+        dims = problem.head_dim, problem.value_head_dim
+        # Of 16 keys, the fewest of a step, which must fit registers and shared memory.
+        largest = 128 if problem.dtype == torch.float32 else 512
+        if max(dims) > largest:
+            return (
+                f"it takes head dims up to {largest} of {problem.dtype}, got {dims[0]} and "
+                f"{dims[1]}"
+            )
+        return None
+
+    def forward(
+        self, query: Tensor, key_blocks: Tensor, value_blocks: Tensor, pages: Pages, scores: Scores
+    ) -> Result:
+        from dtensor_ring.paged.paged_triton import attend
+
+        # Rows of blocks lie side by side; those that a model made may not.
+        return attend(query, key_blocks.contiguous(), value_blocks.contiguous(), pages, scores)
+
+
 class InPlace(Anywhere):
     """Runs a block kernel on all blocks of all entries at once, and merges by lse.
 
@@ -65,6 +98,7 @@ class InPlace(Anywhere):
 # In the order of the registry, whose paged kernels are for GPUs; then those that run anywhere.
 PAGED: tuple[PagedKernel, ...] = (
     *(x.paged for x in KERNELS.values() if isinstance(x, VarlenKernel) and x.paged is not None),
+    PagedTriton(),
     InPlace(),
     Gathered(),
 )

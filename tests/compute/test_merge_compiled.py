@@ -178,6 +178,7 @@ def test_no_other_kernel() -> None:
     }
     assert found == {
         "dtensor_ring/compute/merge_triton.py",
+        "dtensor_ring/paged/paged_triton.py",
         "dtensor_ring/quantised/quantise_triton.py",
     }
 

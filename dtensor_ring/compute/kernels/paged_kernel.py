@@ -30,10 +30,15 @@ class Pages:
     lengths: np.ndarray
     block: int
 
-    @property
+    @cached_property
     def longest(self) -> int:
         """Number of keys of the longest entry."""
         return int(self.lengths.max())
+
+    @cached_property
+    def num_keys(self) -> int:
+        """Number of keys of all entries."""
+        return int(self.lengths.sum())
 
     def on(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return `tables` and `lengths` on a device, where they are copied once."""

@@ -10,7 +10,7 @@ import torch
 
 from dtensor_ring import BlockPool, Mask
 from dtensor_ring.compute.kernels import Problem, cuda_flash, flash_attn2, flash_attn3
-from dtensor_ring.paged import api
+from dtensor_ring.paged import api, kernels
 from dtensor_ring.paged.api import PagedBatch, PagedCache
 from dtensor_ring.paged.kernels import PAGED, paged_kernel
 from tests.packages import packages
@@ -53,6 +53,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (major, 0))
         for module in (flash_attn2, flash_attn3):
             monkeypatch.setattr(module, "_missing_package", lambda: None)
+        monkeypatch.setattr(kernels, "has_triton", lambda: True)
         paged_kernel.cache_clear()
 
     yield install
@@ -65,7 +66,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
         (9, 256, 0.0, "flash_attn3"),
         (9, 64, 0.0, "flash_attn3"),
         (8, 256, 0.0, "flash_attn2"),
-        (8, 64, 0.0, "in_place"),
+        (8, 64, 0.0, "paged_triton"),
         (7, 256, 0.0, "in_place"),
     ],
 )
@@ -75,6 +76,15 @@ def test_the_best_kernel_is_taken(
     gpu(major)
     problem = Problem("cuda", torch.bfloat16, 64, 64, 0.1, softcap)
     assert paged_kernel(None, problem, block).name == expected
+
+
+def test_any_gpu_reads_blocks_without_triton(
+    gpu: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu(8)
+    monkeypatch.setattr(kernels, "has_triton", lambda: False)
+    problem = Problem("cuda", torch.bfloat16, 64, 64, 0.1)
+    assert paged_kernel(None, problem, 64).name == "in_place"
 
 
 def test_varlen_attn_is_taken_without_packages(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import re
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +17,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from tests.pool import Pool
+from tests.pool import Pool, start_server
 from tests.samples import SAMPLES, sampled
 
 SIGNATURES = re.compile(r"^def test_\w+\((.*?)\) ->", re.MULTILINE | re.DOTALL)
@@ -31,6 +32,7 @@ def pool() -> Iterator[Pool]:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    gc.disable()  # until tests run: what is imported and collected stays
     torch.set_num_threads(1)  # the workers use the other cores, and small tensors want no threads
     # All processes of this run share what inductor compiles: what it finds out of the compiler
     # alone takes one 8 seconds. What earlier runs left on disk is not used.
@@ -124,9 +126,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtestloop(session: pytest.Session) -> Iterator[None]:
+    """Fork what starts worker processes before any test runs, if there are tests with some."""
+    starts = {"tests.scripts", "tests.faults.worlds"} & sys.modules.keys()
+    if (starts or any(map(_has_workers, session.items))) and not session.config.option.collectonly:
+        capture: Any = session.config.pluginmanager.getplugin("capturemanager")
+        capture.resume_global_capture()  # of what workers print, too
+        start_server()
+        capture.suspend_global_capture()
+    return (yield)
+
+
 def pytest_collection_finish() -> None:
     """Whoever collects garbage looks at what tests made, not at all that was imported: a second."""
     gc.freeze()
+    gc.enable()
 
 
 def _is_marked(item: pytest.Item, mark: str) -> bool:

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import settings
+from torch._inductor import config as inductor
 
 from tests.pool import Pool, start_server
 from tests.samples import SAMPLES, sampled
@@ -40,8 +41,11 @@ def pytest_configure(config: pytest.Config) -> None:
     config.add_cleanup(folder.cleanup)
     config.add_cleanup(gc.unfreeze)  # what is frozen at the end looks like a leak to nanobind
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder.name
+    # For interpreters that tests start, and for this one and its forks, which have read them.
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # no further processes, which import torch
+    inductor.compile_threads = 1
     os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = "1"  # else each process compiles for 7 s to find out
+    inductor.cpp.vec_isa_ok = True
     if not config.option.all_cases:  # they are others in each run
         settings.register_profile("half", max_examples=50)
         settings.load_profile("half")

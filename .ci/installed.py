@@ -3,8 +3,12 @@
 import os
 import subprocess
 import sys
+from contextlib import redirect_stdout, suppress
 from importlib.metadata import metadata
 from importlib.resources import files
+from io import StringIO
+from runpy import run_module
+from unittest.mock import patch
 
 import dtensor_ring
 import parallel_plans.huggingface
@@ -19,6 +23,14 @@ def run(*arguments: str) -> str:
     return told.stdout
 
 
+def command(*arguments: str) -> str:
+    """What `python -m dtensor_ring` prints, in this process: it has imported torch already."""
+    argv = ["dtensor_ring", *arguments]
+    with patch.object(sys, "argv", argv), redirect_stdout(StringIO()) as told, suppress(SystemExit):
+        run_module("dtensor_ring", run_name="__main__", alter_sys=True)
+    return told.getvalue()
+
+
 def main() -> None:
     """Fail if something is missing."""
     about = metadata("dtensor-ring")
@@ -27,7 +39,7 @@ def main() -> None:
         assert str(package.__file__).startswith(sys.prefix), f"{package.__file__} is not installed"
     for name in ("dtensor_ring", "parallel_plans"):
         assert files(name).joinpath("py.typed").is_file()
-    told = run("-m", "dtensor_ring", "--version")
+    told = command("--version")
     assert told == f"dtensor-ring {dtensor_ring.__version__}\n", told
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     assert "ring, causal" in run(*launcher, "-m", "dtensor_ring", "doctor")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import re
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,8 +16,9 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import settings
+from torch._inductor import config as inductor
 
-from tests.pool import Pool
+from tests.pool import Pool, start_server
 from tests.samples import SAMPLES, sampled
 
 SIGNATURES = re.compile(r"^def test_\w+\((.*?)\) ->", re.MULTILINE | re.DOTALL)
@@ -31,6 +33,7 @@ def pool() -> Iterator[Pool]:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    gc.disable()  # until tests run: what is imported and collected stays
     torch.set_num_threads(1)  # the workers use the other cores, and small tensors want no threads
     # All processes of this run share what inductor compiles: what it finds out of the compiler
     # alone takes one 8 seconds. What earlier runs left on disk is not used.
@@ -38,8 +41,11 @@ def pytest_configure(config: pytest.Config) -> None:
     config.add_cleanup(folder.cleanup)
     config.add_cleanup(gc.unfreeze)  # what is frozen at the end looks like a leak to nanobind
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder.name
+    # For interpreters that tests start, and for this one and its forks, which have read them.
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # no further processes, which import torch
+    inductor.compile_threads = 1
     os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = "1"  # else each process compiles for 7 s to find out
+    inductor.cpp.vec_isa_ok = True
     if not config.option.all_cases:  # they are others in each run
         settings.register_profile("half", max_examples=50)
         settings.load_profile("half")
@@ -124,9 +130,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtestloop(session: pytest.Session) -> Iterator[None]:
+    """Fork what starts worker processes before any test runs, if there are tests with some."""
+    starts = {"tests.scripts", "tests.faults.worlds"} & sys.modules.keys()
+    if (starts or any(map(_has_workers, session.items))) and not session.config.option.collectonly:
+        capture: Any = session.config.pluginmanager.getplugin("capturemanager")
+        capture.resume_global_capture()  # of what workers print, too
+        start_server()
+        capture.suspend_global_capture()
+    return (yield)
+
+
 def pytest_collection_finish() -> None:
     """Whoever collects garbage looks at what tests made, not at all that was imported: a second."""
     gc.freeze()
+    gc.enable()
 
 
 def _is_marked(item: pytest.Item, mark: str) -> bool:

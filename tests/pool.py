@@ -12,11 +12,17 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
+from importlib import import_module
+from itertools import chain
+from multiprocessing import forkserver, resource_tracker, util
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from tempfile import mkdtemp
+from threading import Lock
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -27,14 +33,17 @@ from torch.distributed.tensor._collective_utils import MeshTopoInfo
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-# The fork server imports them once for all workers, if they are installed.
-PRELOADED = [__name__, "torch._inductor.compile_fx", "transformers.modeling_utils"]
+from dtensor_ring.planning.lru import ByteCache
+
+# Imported once for all workers, if they are installed.
+PRELOADED = ["torch._inductor.compile_fx", "transformers.modeling_utils"]
 PRELOADED += ["dtensor_ring", "parallel_plans.huggingface"]
 # And what the workers import for these tests, if they were collected.
 TRAINERS = "tests.huggingface.trainers"
 PRELOADED_FOR = {
     f"{TRAINERS}.test_trainer": "transformers.trainer",
     f"{TRAINERS}.test_trl": "trl.trainer.sft_trainer",
+    "tests.torchtitan.test_torchtitan": "tests.titan_loaded",
 }
 GRACE_SECONDS = 15  # for the other ranks, once one has failed
 # Under load gloo now and then drops a connection while the ranks of a group meet
@@ -157,16 +166,71 @@ def starting() -> Any:
 
     What the server imports asks CUDA for GPUs, and no fork of a process that did can use one.
     """
+    return mp.get_context("spawn" if torch.cuda.is_available() else "forkserver")
+
+
+def start_server() -> None:
+    """Fork the server of all worker processes from this one, which has imported the tests.
+
+    Python itself starts an interpreter for it, which imports all of this again for ten seconds.
+    Later is too late: a fork of a process that has threads may hang, and autograd refuses it.
+    """
     if torch.cuda.is_available():
-        return mp.get_context("spawn")
-    context = mp.get_context("forkserver")
-    context.set_forkserver_preload(preloaded())
-    return context
+        return
+    for name in [*PRELOADED, *(x for tests, x in PRELOADED_FOR.items() if tests in sys.modules)]:
+        with suppress(ImportError):
+            import_module(name)
+    gc.freeze()
+    for file in (sys.stdout, sys.__stdout__, sys.stderr, sys.__stderr__):
+        file.flush()  # else each worker would print what is left
+    resource_tracker.ensure_running()  # it is an interpreter of its own
+    forkserver.set_forkserver_preload([])
+    with patch.object(util, "spawnv_passfds", _fork):
+        forkserver.ensure_running()
 
 
-def preloaded() -> list[str]:
-    """What the fork server imports, for the tests of this run."""
-    return [*PRELOADED, *(x for tests, x in PRELOADED_FOR.items() if tests in sys.modules)]
+def _fork(path: bytes, args: list[str], passed: list[int]) -> int:
+    """Run code in a fork of this process, which Python would run in a new interpreter."""
+    if pid := os.fork():
+        return pid
+    try:
+        _, alive = passed
+        for fd in map(int, os.listdir("/proc/self/fd")):
+            with suppress(OSError):  # that of the folder
+                # The end of this pipe that is not passed: the server ends when nobody has it.
+                if fd != alive and os.path.sameopenfile(fd, alive):
+                    os.close(fd)
+        forkserver._forkserver._lock = Lock()  # the parent holds that of its own
+        _resemble_interpreter()
+        exec(args[-1], {})
+    except Exception:
+        traceback.print_exc()
+    finally:
+        os._exit(0)
+
+
+def _resemble_interpreter() -> None:
+    """Put back what a new interpreter has, where pytest or the tests' imports changed it."""
+    sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
+    faulthandler.disable()  # pytest's, which prints where a process was that a test ends
+    warnings.resetwarnings()
+    warnings.showwarning = warnings._showwarning_orig
+    for category in (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning):
+        warnings.simplefilter("ignore", category)
+    warnings.filterwarnings("default", category=DeprecationWarning, module="__main__")
+    for name in [name for name in sys.modules if name.endswith(".__main__")]:
+        del sys.modules[name]  # of commands, which run them afresh
+    _forget_plans()
+
+
+def _forget_plans() -> None:
+    """Clear the caches of our functions: what cases are made of was planned as tests were found."""
+    ours = [module for name, module in sys.modules.items() if name.startswith("dtensor_ring.")]
+    for value in chain.from_iterable(vars(module).values() for module in ours):
+        if isinstance(value, ByteCache):
+            value.clear()
+        elif hasattr(value, "cache_clear"):
+            value.cache_clear()
 
 
 def settle() -> None:

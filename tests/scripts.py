@@ -13,7 +13,7 @@ import runpy
 import socket
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.launcher.api import elastic_launch
 
+from tests.faults.worlds import enter
 from tests.pool import starting
 
 
@@ -77,21 +78,38 @@ def run_launcher(
         timeout: in seconds, after which it has failed.
     """
     job = module, [str(x) for x in argv], cwd, dict(env or {})
-    (ended,) = _run_all([job], timeout, is_launcher=True)
+    (ended,) = _run_all([job], timeout, [""])
     return ended
 
 
-def _run_all(jobs: list[Any], timeout: float, is_launcher: bool = False) -> list[Ended]:
-    """Run jobs, which lack the file of their output, side by side."""
+def run_launchers(
+    commands: Mapping[str, Sequence[str]],
+    cwd: Path | None = None,
+    env: Mapping[str, str] | None = None,
+    timeout: float = 200,
+) -> list[Ended]:
+    """Run a launcher on each of some hosts, side by side; they may fail.
+
+    Args:
+        commands: a module and its arguments, by the network namespace of a host.
+        cwd: the folder they run in.
+        env: variables that they see beside those of this process.
+        timeout: in seconds, after which they have failed.
+    """
+    jobs = [(module, argv, cwd, dict(env or {})) for module, *argv in commands.values()]
+    return _run_all(jobs, timeout, list(commands))
+
+
+def _run_all(jobs: list[Any], timeout: float, hosts: Sequence[str] | None = None) -> list[Ended]:
+    """Run jobs, which lack the file of their output, side by side: launchers if hosts are given."""
     context = starting()
     with TemporaryDirectory() as folder:
         files = [Path(folder, str(rank)) for rank in range(len(jobs))]
+        places = [None] * len(jobs) if hosts is None else hosts
         processes = [
             # Those that are daemons may have no processes of their own.
-            context.Process(
-                target=_run, args=(Job(*job, file, is_launcher),), daemon=not is_launcher
-            )
-            for job, file in zip(jobs, files, strict=True)
+            context.Process(target=_run, args=(Job(*job, file, host),), daemon=host is None)
+            for job, file, host in zip(jobs, files, places, strict=True)
         ]
         for process in processes:
             process.start()
@@ -111,7 +129,8 @@ class Job(NamedTuple):
         cwd: the folder it runs in, by default that of the test.
         env: variables that are set for it.
         file: the path of its output, without the suffix.
-        is_launcher: whether it is torchrun, or calls it.
+        host: if it is torchrun, or calls it, the network namespace that it runs in, or "" for that
+            of the test.
     """
 
     script: str
@@ -119,7 +138,7 @@ class Job(NamedTuple):
     cwd: Path | None
     env: dict[str, str]
     file: Path
-    is_launcher: bool = False
+    host: str | None = None
 
 
 def _torchrun(num_ranks: int) -> list[dict[str, str]]:
@@ -160,13 +179,15 @@ def _read(file: Path, suffix: str) -> str:
 
 
 def _run(job: Job) -> None:
+    if job.host:
+        enter(job.host)
     for number, suffix in ((1, ".out"), (2, ".err")):
         with open(job.file.with_suffix(suffix), "wb") as written:
             os.dup2(written.fileno(), number)
     os.environ.update(job.env, OMP_NUM_THREADS="1")
     torch.set_num_threads(1)
     os.chdir(job.cwd or Path.cwd())
-    if job.is_launcher:
+    if job.host is not None:
         os.setsid()
         _fork_ranks()
     _execute(job.script, job.argv)
@@ -179,6 +200,8 @@ def _execute(script: str, argv: list[str]) -> None:
         sys.path.insert(0, str(Path(script).parent))
         runpy.run_path(script, run_name="__main__")
     else:
+        if not hasattr(sys.modules.get(script), "__path__"):
+            sys.modules.pop(script, None)  # no process imports what it runs
         runpy.run_module(script, run_name="__main__", alter_sys=True)
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -19,6 +17,7 @@ from dtensor_ring import Mask
 from tests.faults.breaking import at_launch
 from tests.faults.calls import Call, make, plain, step
 from tests.faults.worlds import LIMITED, Failure, Home, Log, Terms, Worlds, failure_of
+from tests.scripts import run_launchers
 from tests.test_public import ROOT
 
 VICTIM, WORLD_SIZE = 1, 3
@@ -49,30 +48,19 @@ def test_torchrun_on_two_hosts(network: Hosts) -> None:
     page = (ROOT / "docs/clusters.md").read_text()
     line = page.partition("```shell\n")[2].partition("```")[0]
     assert line.startswith("torchrun --nnodes 2 ")
-    where = {"HEAD": network.address(0), "GPUS": "1", "GLOO_SOCKET_IFNAME": "eth0"}
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    runs = [
-        subprocess.Popen(
-            ["ip", "netns", "exec", name, "bash", "-c", f"exec {line}"],
-            cwd=ROOT,
-            env=os.environ
-            | where
-            | {"ADDRESS": network.address(index), "IS_HEAD": str(int(not index)), "PATH": path},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for index, name in enumerate(network.names[:2])
-    ]
-    try:
-        printed = [run.communicate(timeout=120) for run in runs]
-    finally:
-        for run in runs:
-            run.terminate()  # it ends its ranks, which a kill would leave
-            run.wait()
-    assert [run.returncode for run in runs] == [0, 0], printed
+    commands = {}
+    for index, name in enumerate(network.names[:2]):
+        where = {"HEAD": network.address(0), "ADDRESS": network.address(index), "GPUS": "1"}
+        where |= {"IS_HEAD": str(int(not index))}
+        shell = ["bash", "-c", f"printf '%s\\0' {line}"]
+        said = subprocess.run(shell, env=where, check=True, capture_output=True, text=True).stdout
+        torchrun, *argv = said.split("\0")[:-1]
+        assert torchrun == "torchrun"
+        commands[name] = ["torch.distributed.run", *argv]
+    runs = run_launchers(commands, cwd=ROOT)
+    assert [run.code for run in runs] == [0, 0], runs
     # Which host has rank 0 is up to the rendezvous.
-    (reported,) = [out for out, _ in printed if out]
+    (reported,) = [run.printed for run in runs if run.printed]
     assert reported.startswith("world size 2, ")
 
 

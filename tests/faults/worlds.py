@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from tests.pool import DROPPED, Place, preloaded, run_rank, settle
+from tests.pool import DROPPED, Place, run_rank, settle
 
 TIMEOUT = 3.0
 """Seconds that groups wait for a message, where a test is about that limit."""
@@ -162,7 +162,6 @@ class Worlds:
     def _process(self, member: int) -> tuple[Any, Connection]:
         if member not in self._processes:
             context = mp.get_context("forkserver")
-            context.set_forkserver_preload(preloaded())
             ours, theirs = context.Pipe()
             home = self._homes[member] if self._homes else None
             args = theirs, self._store.port, home
@@ -215,7 +214,7 @@ def _serve(pipe: Connection, port: int, home: Home | None) -> None:
     if home is None:
         store = dist.TCPStore("127.0.0.1", port, is_master=False)
     else:
-        _enter(home.namespace)
+        enter(home.namespace)
     for place, number, rank, function, args in _jobs(pipe):
         log = Log(pipe)
         try:
@@ -244,7 +243,7 @@ def _jobs(pipe: Connection) -> Iterator[tuple[Any, ...]]:
             return
 
 
-def _enter(namespace: str) -> None:
+def enter(namespace: str) -> None:
     """Move this process, which has one thread yet, into a network namespace."""
     libc = ctypes.CDLL(None, use_errno=True)
     with open(f"/var/run/netns/{namespace}") as file:

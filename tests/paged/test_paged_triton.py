@@ -23,7 +23,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dtensor_ring import Mask
+from dtensor_ring import BlockPool, Mask
 from dtensor_ring.compute.kernels.kernel import Problem, Scores
 from dtensor_ring.compute.kernels.paged_kernel import Pages
 from dtensor_ring.paged import api, kernels
@@ -248,6 +248,11 @@ def test_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert PagedTriton().missing() == "Triton is not installed"
     monkeypatch.setattr(kernels, "has_triton", lambda: True)
     assert PagedTriton().missing() is None
+
+
+def test_blocks_of_a_cache_are_not_copied() -> None:
+    pool = BlockPool(8, 4)
+    assert all(x.is_contiguous() for x in PagedCase().cache(pool, 0).layer(0))
 
 
 def check_batches() -> None:

@@ -10,7 +10,8 @@ Note [cuDNN's attention]. The sources are PyTorch's `cudnn/MHA.cpp`, `attention_
   version, so other kernels serve them. Dtypes have 16 bits.
 - Without segments, backward takes `None` for `attn_bias` and both `cum_seq`. Without dropout the
   random state is not read, but Blackwell converts it, so it must be passed.
-- Not all versions accept a single query or a single key, so flash attention computes such tiles.
+- Not all versions accept a single query or a single key, so flash attention computes such tiles,
+  or the reference where head dims differ.
 - PyTorch caches the backward graph by the strides of query, key and value only. So `out` and
   `grad_out` must always have the query's memory order, as they do in PyTorch's own calls.
 - The gradients are not deterministic. PyTorch warns of this or, in strict mode, refuses.

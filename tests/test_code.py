@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -294,6 +295,14 @@ def test_module_level_state_is_listed_with_its_reason() -> None:
 
 def _quoted(cell: str) -> list[str]:
     return re.findall(r"`([^`]+)`", cell)
+
+
+def test_a_class_has_a_name_of_its_own() -> None:
+    """But for that of torchtitan's plans, which is public."""
+    counts = Counter(
+        node.name for tree in TREES.values() for node in tree.body if isinstance(node, ast.ClassDef)
+    )
+    assert [name for name, count in counts.items() if count > 1] == ["Documents"]
 
 
 NAMING = (

@@ -23,9 +23,9 @@ from dtensor_ring.planning.demand import Cols
 from dtensor_ring.planning.plan import KeyOwners
 from dtensor_ring.quantised.block_scales import Quantised
 from dtensor_ring.transport.quantised_rotation import (
-    Blocks,
     PacketSize,
     QuantisedPacket,
+    ScaleBlocks,
     packet_size,
     quantised_pair,
 )
@@ -113,7 +113,7 @@ def _packet(
     for (number, name, _, _), x in zip(left, arrived, strict=True):
         found[number][name] = x.view(pair[number].data.dtype) if name == "data" else x
     key, value = (replace(q, **x) for q, x in zip(pair, found, strict=True))
-    cols, blocks = Cols.union([(0, plan.num_tokens[1])]), Blocks(key.block_size, owners)
+    cols, blocks = Cols.union([(0, plan.num_tokens[1])]), ScaleBlocks(key.block_size, owners)
     return QuantisedPacket(plan.rank, cols, (key, value), blocks)
 
 
@@ -138,7 +138,7 @@ def empty_rounded(pair: Sequence[Tensor], dtype: torch.dtype, num_owners: int) -
 def room_of_rounded(size: PacketSize, num_tokens: int, num_owners: int) -> int:
     """Return the bytes that are enough for tokens of several owners, whoever has how many.
 
-    >>> room_of_rounded(PacketSize(4, 1, Blocks(64)), 100, 2)
+    >>> room_of_rounded(PacketSize(4, 1, ScaleBlocks(64)), 100, 2)
     403
     """
     # The last block of each owner may have one token only.

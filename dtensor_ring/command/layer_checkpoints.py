@@ -27,7 +27,7 @@ def layers_of(module: nn.Module) -> list[nn.Module]:
     return [layer for x in lists if id(x) not in inner for layer in x.children()]
 
 
-class Absent(NamedTuple):
+class AbsentTensor(NamedTuple):
     """A tensor that is on the host, without its content, which a dry run does not have."""
 
     shape: torch.Size
@@ -59,7 +59,7 @@ class FarInputs:
         """Take a tensor off the device."""
         self.held += x.nbytes
         self.largest = max(self.largest, x.nbytes)
-        return Absent(x.shape, x.stride(), x.dtype, x.device)
+        return AbsentTensor(x.shape, x.stride(), x.dtype, x.device)
 
     def unpack(self, x: Any) -> Tensor:
         """Return a tensor of that shape on the device."""

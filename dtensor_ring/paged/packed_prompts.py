@@ -22,7 +22,7 @@ from dtensor_ring.planning.slices import Slices, slices_of
 Chunk = tuple[PooledSequence, int]
 
 
-class Piece(NamedTuple):
+class PromptPiece(NamedTuple):
     """Tokens of a prompt that are neighbours in the sequence, too.
 
     Attributes:
@@ -38,11 +38,11 @@ class Piece(NamedTuple):
         """What is added to a position in the prompt."""
         return self.start - self.tokens[0]
 
-    def joined(self, other: Piece) -> Piece | None:
+    def joined(self, other: PromptPiece) -> PromptPiece | None:
         """Return both as one piece, if the other one continues this one everywhere."""
         if (other.tokens[0], other.shift) != (self.tokens[1], self.shift):
             return None
-        return Piece(self.start, (self.tokens[0], other.tokens[1]))
+        return PromptPiece(self.start, (self.tokens[0], other.tokens[1]))
 
 
 class CachedBlock(NamedTuple):
@@ -80,14 +80,14 @@ class PackedPrompts:
         self.cached: dict[CachedBlock, int] = {}
         self.num_cached = 0
         held = [[*self._held(sequence)] for sequence, _ in chunks]
-        self.prompts: list[list[Piece]] = []
+        self.prompts: list[list[PromptPiece]] = []
         start = self.num_cached
         for pieces, (sequence, num_tokens) in zip(held, chunks, strict=True):
             new = sequence.num_written, sequence.num_written + num_tokens
-            self.prompts.append([*pieces, Piece(start, new)])
+            self.prompts.append([*pieces, PromptPiece(start, new)])
             start += num_tokens
 
-    def _held(self, sequence: PooledSequence) -> Iterator[Piece]:
+    def _held(self, sequence: PooledSequence) -> Iterator[PromptPiece]:
         """Enter the blocks of a prompt that are not there yet, and yield its pieces."""
         block, last = self._dealing.block, None
         for number in range(-(-sequence.num_written // block)):
@@ -98,7 +98,7 @@ class PackedPrompts:
             if cached not in self.cached:
                 self.cached[cached] = self.num_cached
                 self.num_cached += length(tokens)
-            piece = Piece(self.cached[cached], tokens)
+            piece = PromptPiece(self.cached[cached], tokens)
             joined = None if last is None else last.joined(piece)
             if last is not None and joined is None:
                 yield last
@@ -132,7 +132,7 @@ class PackedPrompts:
         return Slices.of_tables(_joined(stacked(rows)))
 
 
-def _moved(table: np.ndarray, keys: Piece, queries: Piece) -> np.ndarray:
+def _moved(table: np.ndarray, keys: PromptPiece, queries: PromptPiece) -> np.ndarray:
     """Return what the queries of a piece see of the keys of a piece, in the sequence."""
     q_begin, q_end = (np.clip(x, *queries.tokens) + queries.shift for x in table.T[:2])
     k_begin, k_end = (np.clip(x, *keys.tokens) + keys.shift for x in table.T[2:4])

@@ -45,7 +45,7 @@ from dtensor_ring.transport.transport import Transport
 BY_DTYPE = {format.dtype: format for format in FORMATS.values()}
 
 
-class Blocks(NamedTuple):
+class ScaleBlocks(NamedTuple):
     """The blocks of columns of shards.
 
     Attributes:
@@ -60,7 +60,7 @@ class Blocks(NamedTuple):
     def touched(self, source: int, cols: Cols) -> Cols:
         """Return the numbers of the blocks that these columns touch.
 
-        >>> Blocks(64).touched(0, Cols(((0, 4), (100, 170))))
+        >>> ScaleBlocks(64).touched(0, Cols(((0, 4), (100, 170))))
         Cols(spans=((0, 3),))
         """
         if self.owners is None:
@@ -73,7 +73,7 @@ class Blocks(NamedTuple):
 
 
 @cached_bytes(2**26, lambda found: 1000 + 150 * len(found[0].spans) + found[1].num_bytes)
-def _places(blocks: Blocks, source: int, cols: Cols) -> tuple[Cols, Numbers]:
+def _places(blocks: ScaleBlocks, source: int, cols: Cols) -> tuple[Cols, Numbers]:
     """Return the blocks that columns touch, and the place of each column's among them."""
     numbers = listed(cols)
     if blocks.owners is None:
@@ -95,12 +95,12 @@ class PacketSize(NamedTuple):
 
     column: int
     block: int = 0
-    blocks: Blocks = Blocks(1)
+    blocks: ScaleBlocks = ScaleBlocks(1)
 
     def __call__(self, transfer: Transfer) -> int:
         """Return the bytes of a packet that is sent or received.
 
-        >>> PacketSize(256, 8, Blocks(64))(Transfer(0, Cols(((0, 4), (100, 170))), 1))
+        >>> PacketSize(256, 8, ScaleBlocks(64))(Transfer(0, Cols(((0, 4), (100, 170))), 1))
         18968
         """
         source, cols, _ = transfer
@@ -137,7 +137,7 @@ def packet_size(
         return PacketSize(column)
     kinds = zip(("keys", "values"), head_dims, strict=True)
     whole = sum(num_bytes((batch, heads, 1, dim), format, BLOCK_SIZE, kind) for kind, dim in kinds)
-    return PacketSize(column, whole - column, Blocks(BLOCK_SIZE, owners))
+    return PacketSize(column, whole - column, ScaleBlocks(BLOCK_SIZE, owners))
 
 
 def quantised_pair(shard: Pair, dtype: torch.dtype) -> tuple[Quantised, Quantised]:
@@ -183,7 +183,7 @@ class QuantisedPacket(Packet):
         source: int,
         cols: Cols,
         parts: tuple[Quantised, Quantised],
-        blocks: Blocks,
+        blocks: ScaleBlocks,
         buffer: Tensor | None = None,
     ) -> None:
         super().__init__(cols, (parts[0].data, parts[1].data), buffer)
@@ -194,11 +194,11 @@ class QuantisedPacket(Packet):
     def of(cls, source: int, shard: Pair, dtype: torch.dtype) -> QuantisedPacket:
         """Quantise a whole shard of one owner to an 8-bit dtype."""
         cols, parts = Cols.union([(0, shard[0].shape[2])]), quantised_pair(shard, dtype)
-        return cls(source, cols, parts, Blocks(parts[0].block_size))
+        return cls(source, cols, parts, ScaleBlocks(parts[0].block_size))
 
     @classmethod
     def lying_in(
-        cls, buffer: Tensor, source: int, like: Pair, dtype: torch.dtype, blocks: Blocks
+        cls, buffer: Tensor, source: int, like: Pair, dtype: torch.dtype, blocks: ScaleBlocks
     ) -> QuantisedPacket:
         """Return the packet of a whole shard that a buffer holds; `like` has its shapes."""
         key, value = (x[:, :, :0] for x in like)
@@ -292,7 +292,7 @@ class QuantisedRotation(ShardRotation):
             self._own = QuantisedPacket.of(plan.rank, shard, kv_dtype)
             of_kernels = self._own.dequantised(shard[0].dtype)
         else:
-            blocks, of_kernels = Blocks(BLOCK_SIZE, owners), shard
+            blocks, of_kernels = ScaleBlocks(BLOCK_SIZE, owners), shard
             self._own = QuantisedPacket.lying_in(rounded, plan.rank, shard, kv_dtype, blocks)
         super().__init__(transport, plan, of_kernels, kv_dtype)
         batch, heads, _, head_dim = shard[0].shape

@@ -18,8 +18,8 @@ from dtensor_ring.planning.plan import KeyOwners
 from dtensor_ring.quantised.block_scales import dequantise
 from dtensor_ring.transport import quantised_rotation
 from dtensor_ring.transport.quantised_rotation import (
-    Blocks,
     QuantisedPacket,
+    ScaleBlocks,
     packet_size,
     quantised_pair,
 )
@@ -80,7 +80,7 @@ def test_everybody_gets_what_the_owners_rounded(name: str, dtype: torch.dtype) -
             assert torch.equal(found, wanted)
         assert len(travelling) == (case.heads < case.world_size)
         for bytes_of_both in travelling:
-            blocks = Blocks(5, owners_of(case))
+            blocks = ScaleBlocks(5, owners_of(case))
             whole = pair[0].detach(), pair[1].detach()
             packet = QuantisedPacket.lying_in(bytes_of_both, rank, whole, dtype, blocks)
             for found, wanted in zip(packet.dequantised(torch.float64), expected, strict=True):

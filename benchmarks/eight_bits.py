@@ -217,8 +217,9 @@ def gradient_shares(tensors: list[Tensor]) -> tuple[list[Pair], Pair]:
 
 def table_of_losses(runs: list[Trained]) -> Iterator[str]:
     """Yield the lines of a table of `loss_rows`."""
-    yield table_row(*loss_names(runs))
-    yield table_row("---", *["---:"] * (len(loss_names(runs)) - 1))
+    title, *numbers = loss_names(runs)
+    yield table_row(title, *numbers)
+    yield table_row("---", *["---:"] * len(numbers))
     for cells in loss_rows(runs):
         yield table_row(*cells)
 

@@ -93,20 +93,24 @@ def options(case: Case) -> Any:
 def one_by_one(case: Case, model: Any) -> list[list[int]]:
     found = []
     for prompt in prompts_of(case):
-        ids = torch.tensor([prompt])
+        ids = torch.tensor([prompt], device=model.device)
         out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=case.new)
         found.append(out[0, len(prompt) :].tolist())
     return found
 
 
+def generated(case: Case, model: Any) -> list[list[int]]:
+    outputs = model.generate_batch(
+        prompts_of(case),
+        continuous_batching_config=options(case),
+        max_new_tokens=case.new,
+    )
+    return [outputs[x].generated_tokens for x in outputs]
+
+
 def at_once(case: Case, model: Any, result: Measurement, name: str) -> list[list[int]]:
     if name == STOCK:
-        outputs = model.generate_batch(
-            prompts_of(case),
-            continuous_batching_config=options(case),
-            max_new_tokens=case.new,
-        )
-        return [outputs[x].generated_tokens for x in outputs]
+        return generated(case, model)
     batch = model.init_continuous_batching(None, options(case))
     ids = batch.add_requests(prompts_of(case), max_new_tokens=case.new)
     outputs = {x.request_id: x.generated_tokens for x in batch}

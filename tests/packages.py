@@ -85,15 +85,20 @@ HUB_FLASH_ATTN = {
 }
 """What differs in the build of the Hub."""
 
+CUTE_FORWARD = (
+    "q, k, v, qv=None, cu_seqlens_q=None, cu_seqlens_k=None, seqused_q=None, seqused_k=None, "
+    "max_seqlen_q=None, max_seqlen_k=None, min_seqlen_k=None, page_table=None, "
+    "softmax_scale=None, causal=False, softcap=None, window_size_left=None, "
+    "window_size_right=None, learnable_sink=None, tile_mn=None, mma_pv_is_rs=None, "
+    "intra_wg_overlap=None, num_threads=384, num_splits=1, pack_gqa=None, _arch=None, "
+    "score_mod=None, mask_mod=None, block_sparse_tensors=None, return_lse=False, out=None, "
+    "lse=None, aux_tensors=None, aux_scalars=None"
+)
+"""Parameters of `flash_attn.cute.interface._flash_attn_fwd`; newer betas have more after them."""
+
 FLASH_ATTN_CUTE = {
     "_flash_attn_fwd": function(
-        "q, k, v, qv=None, cu_seqlens_q=None, cu_seqlens_k=None, seqused_q=None, seqused_k=None, "
-        "max_seqlen_q=None, max_seqlen_k=None, min_seqlen_k=None, page_table=None, "
-        "softmax_scale=None, causal=False, softcap=None, window_size_left=None, "
-        "window_size_right=None, learnable_sink=None, tile_mn=None, mma_pv_is_rs=None, "
-        "intra_wg_overlap=None, num_threads=384, num_splits=1, pack_gqa=None, _arch=None, "
-        "score_mod=None, mask_mod=None, block_sparse_tensors=None, return_lse=False, out=None, "
-        "lse=None, aux_tensors=None, aux_scalars=None",
+        CUTE_FORWARD,
         # Rows without keys are 0 times values that nobody vouches for.
         forward(flash4_scores, (torch.nan, -torch.inf), 3),
     ),

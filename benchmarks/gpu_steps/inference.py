@@ -1,6 +1,6 @@
 """What serving and sparse attention do on a GPU: pools, eight bits, selected keys, models."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,8 @@ from dtensor_ring.compute.kernels import Problem
 from dtensor_ring.paged.api import PagedBatch, PagedCache
 from dtensor_ring.paged.kernels import PAGED
 from gpu_steps.alone import median_seconds
-from gpu_steps.machine import Finding, Machine
+from gpu_steps.by_processes import error_of
+from gpu_steps.machine import Finding, Machine, compared, failed
 from tests.dense import dense_attention
 
 BLOCK, LENGTHS, HEADS, KV_HEADS = 64, (300, 64, 127, 1), 8, 2
@@ -32,14 +33,14 @@ def inference(machine: Machine) -> Iterator[Finding]:
         for kv_dtype, largest in LARGEST.items():
             for kernel in _kernels(machine, 64):
                 way = partial(_pooled, machine, mesh, kv_dtype, kernel)
-                yield _finding(f"a pool in {kv_dtype or 'its dtype'}, {kernel}", way, largest)
+                yield compared(f"a pool in {kv_dtype or 'its dtype'}, {kernel}", way, largest)
         for name, way, largest in (
             ("selected keys", _selected, LARGEST[None]),
             ("a model's loss and gradients", _trained, LARGEST[None]),
             ("a model's generated tokens", _generated, 0.0),
             ("a model's served tokens", _served, 0.0),
         ):
-            yield _finding(name, partial(way, machine, mesh), largest)
+            yield compared(name, partial(way, machine, mesh), largest)
         for number, kernel in enumerate(_kernels(machine, 128)):
             yield _speed_or_problem(machine, kernel, is_first=number == 0)
 
@@ -51,22 +52,9 @@ def _kernels(machine: Machine, head_dim: int) -> list[str]:
     return [name for name in able if name != "gathered"]
 
 
-def _finding(what: str, error_of: Callable[[], float], largest: float) -> Finding:
-    try:
-        error = error_of()
-    except Exception as problem:  # the other ways are still worth a row
-        return _failed(what, problem)
-    return Finding(what, f"off by {error:.0e}", is_wrong=not error <= largest)
-
-
-def _failed(what: str, problem: Exception) -> Finding:
-    return Finding(what, f"{type(problem).__name__}: {problem}"[:500], is_wrong=True)
-
-
 def _error(x: Tensor, expected: Tensor) -> float:
     """The largest, next to the largest entry; NaN if there is one."""
-    x, expected = x.detach().cpu().double(), expected.detach().cpu().double()
-    return float((x - expected).abs().max() / expected.abs().max())
+    return error_of(*(y.detach().cpu().double() for y in (x, expected)))
 
 
 def _filled(
@@ -210,7 +198,7 @@ def _speed_or_problem(machine: Machine, kernel: str, is_first: bool) -> Finding:
     try:
         return _speed(machine, kernel, is_first)
     except Exception as problem:  # the other kernels are still worth a row
-        return _failed(f"a token of some requests, {kernel}", problem)
+        return failed(f"a token of some requests, {kernel}", problem)
 
 
 def _speed(machine: Machine, kernel: str, is_first: bool) -> Finding:

@@ -36,6 +36,19 @@ def left_out(what: str) -> Finding:
     return Finding(what, "left out: no time was left", is_left_out=True)
 
 
+def compared(what: str, error_of: Callable[[], float], largest: float) -> Finding:
+    """An error, which is wrong if it is larger, NaN, or raised: other rows are still worth it."""
+    try:
+        error = error_of()
+    except Exception as problem:  # drivers and compilers raise what they like
+        return failed(what, problem)
+    return Finding(what, f"off by {error:.0e}", is_wrong=not error <= largest)
+
+
+def failed(what: str, problem: Exception) -> Finding:
+    return Finding(what, f"{type(problem).__name__}: {problem}"[:500], is_wrong=True)
+
+
 def run(command: list[str], seconds: float) -> tuple[int, str]:
     try:
         done = subprocess.run(

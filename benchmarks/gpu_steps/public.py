@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dtensor_ring import Mask, SequenceAxis, ring_attention
 from gpu_steps.graphs import captured, no_waiting
-from gpu_steps.machine import Finding, Machine
+from gpu_steps.machine import Finding, Machine, compared
 
 HEADS, KV_HEADS, TOKENS, HEAD_DIM = 8, 2, 256, 64
 LARGEST = 2e-2
@@ -77,15 +77,8 @@ def public(machine: Machine) -> Iterator[Finding]:
         }
         for name, way in ways.items():
             for what, cuts in (("causal", None), ("documents", documents(0))):
-                yield _finding(f"public call, {name}, {what}", partial(way, machine, mesh, cuts))
-
-
-def _finding(what: str, error_of: Callable[[], float]) -> Finding:
-    try:
-        error = error_of()
-    except Exception as problem:  # the other ways are still worth a row
-        return Finding(what, f"{type(problem).__name__}: {problem}"[:500], is_wrong=True)
-    return Finding(what, f"off by {error:.0e}", is_wrong=not error <= LARGEST)
+                error_of = partial(way, machine, mesh, cuts)
+                yield compared(f"public call, {name}, {what}", error_of, LARGEST)
 
 
 def _eager(machine: Machine, mesh: DeviceMesh, cuts: Tensor | None) -> float:

@@ -7,7 +7,7 @@ from statistics import median
 from typing import Any
 
 import torch
-from serving import TINY, Case, options
+from serving import TINY, Case, generated, one_by_one
 from torch.distributed.tensor.parallel import parallelize_module
 
 from gpu_steps.machine import Finding, Machine
@@ -26,6 +26,9 @@ LOOP = "a loop of generate"
 AIM = 3.0
 """Times the tokens per second of the loop."""
 
+Way = Callable[[Case], list[list[int]]]
+"""Returns the new tokens of each request."""
+
 
 def serving(machine: Machine) -> Iterator[Finding]:
     """Weights are random, so tokens of 16 bits are not compared: the step `inference` does that."""
@@ -34,16 +37,16 @@ def serving(machine: Machine) -> Iterator[Finding]:
     with machine.connected() as mesh:
         stock, planned = _model(machine), _model(machine)
         planned = parallelize_module(planned, mesh, context_parallel_plan(planned))
-        ways: dict[str, Callable[[Case], int]] = {
-            LOOP: partial(_loop, machine, stock),
-            "transformers' generate_batch": partial(_at_once, stock),
-            "ours": partial(_at_once, planned),
+        ways: dict[str, Way] = {
+            LOOP: partial(one_by_one, model=stock),
+            "transformers' generate_batch": partial(generated, model=stock),
+            "ours": partial(generated, model=planned),
         }
         for case in DRY if machine.is_dry else CASES:
             yield from _case(case, ways)
 
 
-def _case(case: Case, ways: dict[str, Callable[[Case], int]]) -> Iterator[Finding]:
+def _case(case: Case, ways: dict[str, Way]) -> Iterator[Finding]:
     loop, new = None, case.requests * case.new
     shared = f", {case.shared:,} shared" * bool(case.shared)
     what = f"{case.requests} requests of {case.prompt_len:,} tokens{shared}, {case.new} new, "
@@ -61,12 +64,12 @@ def _case(case: Case, ways: dict[str, Callable[[Case], int]]) -> Iterator[Findin
         yield Finding(what + name, f"{new / seconds:.0f} tokens/s{beside}", aim)
 
 
-def _seconds(run: Callable[[], int], repeats: int, new: int) -> float:
+def _seconds(run: Callable[[], list[list[int]]], repeats: int, new: int) -> float:
     """The median, after one run to warm up; each run must give so many new tokens."""
     times = []
     for _ in range(1 + repeats):
         begin = time.perf_counter()
-        found = run()  # ends with tokens on the host
+        found = sum(map(len, run()))  # ends with tokens on the host
         assert found == new, f"{found} new tokens in place of {new}"
         times.append(time.perf_counter() - begin)
     return median(times[1:])
@@ -81,26 +84,3 @@ def _model(machine: Machine) -> Any:
     with torch.device(machine.device):
         model = LlamaForCausalLM(LlamaConfig(vocab_size=1024, **sizes, **how))
     return model.to(machine.dtype).eval()
-
-
-def _prompts(case: Case) -> list[list[int]]:
-    """Other tokens in each call, so that no call finds the keys of the one before."""
-    shared = torch.randint(1024, (case.shared,)).tolist()
-    shape = case.requests, case.prompt_len - case.shared
-    return [shared + x for x in torch.randint(1024, shape).tolist()]
-
-
-def _loop(machine: Machine, model: Any, case: Case) -> int:
-    num = 0
-    for prompt in _prompts(case):
-        ids = torch.tensor([prompt], device=machine.device)
-        how = {"max_new_tokens": case.new, "do_sample": False}
-        found = model.generate(ids, attention_mask=torch.ones_like(ids), **how)
-        num += len(found[0].tolist()) - len(prompt)
-    return num
-
-
-def _at_once(model: Any, case: Case) -> int:
-    how = {"continuous_batching_config": options(case), "max_new_tokens": case.new}
-    outputs = model.generate_batch(_prompts(case), **how)
-    return sum(len(x.generated_tokens) for x in outputs.values())

@@ -95,6 +95,17 @@ def columns(x: Tensor, span: Span) -> Tensor:
     return x if end - begin == x.shape[2] else x.narrow(2, begin, end - begin)
 
 
+def fold_heads(query: Tensor, num_kv_heads: int) -> Tensor:
+    """Return `(B, N, R, H)` as `(B, Nkv, N / Nkv * R, H)`: heads of a group become rows of one."""
+    return query.unflatten(1, (num_kv_heads, query.shape[1] // num_kv_heads)).flatten(2, 3)
+
+
+def unfold_heads(x: Tensor, num_heads: int) -> Tensor:
+    """Return `(B, Nkv, N / Nkv * R, ...)` as `(B, N, R, ...)`."""
+    group = num_heads // x.shape[1]
+    return x.unflatten(2, (group, x.shape[2] // group)).flatten(1, 2)
+
+
 def region(batch: int | None, tokens: Span) -> Region:
     """Return the index of these tokens in one batch row, or in all rows if `batch` is `None`."""
     # A slice instead of a number keeps the batch dimension.

@@ -17,7 +17,7 @@ from torch import Tensor
 from dtensor_ring.compute.kernels.kernel import Kernel, Launch, Result, Scores
 from dtensor_ring.compute.kernels.paged_kernel import Pages
 from dtensor_ring.compute.kernels.registry import kernel_for
-from dtensor_ring.compute.memory import WHOLE, Numbers
+from dtensor_ring.compute.memory import WHOLE, Numbers, fold_heads, unfold_heads
 from dtensor_ring.compute.merge import merge_ragged
 from dtensor_ring.planning.ranges import Span
 from dtensor_ring.planning.tile import FULL
@@ -47,13 +47,12 @@ class BlockLaunch:
         (readers,) = self.readers.on(query.device)
         # The rows of a tile are the queries of all readers of a block, and of all heads that share
         # a key head: so a key is read once.
-        by_group = query[readers].unflatten(3, (keys.shape[1], -1)).permute(0, 3, 1, 2, 4, 5)
-        queries = by_group.flatten(2, 4)
+        queries = fold_heads(query[readers].flatten(1, 2).transpose(1, 2), keys.shape[1])
         kernel = block_kernel(queries, values.shape[3], scores)
         found = kernel.forward(queries, keys, values, Launch(WHOLE, WHOLE, FULL), scores)
-        rows = by_group.shape[2:5]
-        out, lse = (x.unflatten(2, rows).permute(0, 2, 3, 1, *range(4, x.ndim + 2)) for x in found)
-        return out.flatten(3, 4).flatten(0, 1), lse.flatten(3, 4).flatten(0, 1)
+        out, lse = (unfold_heads(x, query.shape[2]) for x in found)
+        rows = readers.numel(), query.shape[1]
+        return out.transpose(1, 2).reshape(*rows, *out.shape[1::2]), lse.mT.reshape(*rows, -1)
 
     def _read(self, x: Tensor) -> Tensor:
         """Return the blocks: without a copy if they are neighbours."""

@@ -20,7 +20,7 @@ from torch import Tensor
 from dtensor_ring.compute.kernels.kernel import Result, Scores
 from dtensor_ring.compute.kernels.paged_kernel import Pages
 
-# The fewest keys that are worth a program of their own, and its result, which is merged.
+# The fewest keys of a split. Fewer do not pay for a program and for merging its result.
 LEAST_KEYS = 256
 
 # Programs that a multiprocessor holds at once: one computes while the other waits for memory.
@@ -56,9 +56,9 @@ LSE_NUMBERS = 4
 def num_splits(num_keys: int, longest: int, heads: int, multiprocessors: int) -> int:
     """Return into how many ranges the keys of the longest entry are split.
 
-    Programs run in waves of as many as the GPU holds, and each takes the time of its keys. More
-    splits fill the last wave better, but their results are merged: the fewest are taken that are
-    nearly the best.
+    A GPU runs programs in waves, and the time of a program grows with its keys. More splits fill
+    the last wave better, but merging them takes time. So this returns the fewest splits whose time
+    is nearly the best.
 
     >>> num_splits(16 * 8192, 8192, 8, 132), num_splits(8192, 8192, 8, 132)
     (2, 30)

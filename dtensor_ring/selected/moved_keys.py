@@ -90,7 +90,7 @@ class SelectedKeys:
         parts = [rows[begin:end] for begin, end in spans]
         if len(wanted) > 1:
             parts[self._rank].copy_(own)
-            # Columns have no duplicates: as many as this rank has are all of them, sent uncopied.
+            # Columns have no duplicates: a request for as many as this rank has is for all of them.
             self._exchange(parts, [own if len(x) == len(own) else own[x] for x in given])
         return Moved(Residents(rows, self._places(wanted, spans), *self._shape), spans, given)
 

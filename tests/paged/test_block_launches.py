@@ -44,9 +44,8 @@ def test_each_block_is_read_once(
     kernel_of = block_launches.block_kernel
 
     def spy(queries: Tensor, *facts: Any) -> Any:
-        found.append(
-            (len(queries), queries.shape[2] // (2 * num_rows))
-        )  # two heads share a key head
+        num_readers = queries.shape[2] // (2 * num_rows)  # two heads share a key head
+        found.append((len(queries), num_readers))
         return kernel_of(queries, *facts)
 
     monkeypatch.setattr(block_launches, "block_kernel", spy)

@@ -113,7 +113,7 @@ def check(architecture: str, case: Served, kernel: str) -> None:
     assert {*widths} <= {4, 8, 16}, str(code)
     wide = 16 * widths.count(16) * code.num_threads
     if kernel == "_attend":
-        # Two steps before the loop, and one in it: so two are on their way while one is computed.
+        # The code loads two steps before the loop and one in it, so two while it computes one.
         numbers = 3 * found.options["KEYS"] * sum(case.head_dims)
         assert wide >= numbers * case.dtype.itemsize, str(code)
     else:

@@ -52,7 +52,7 @@ class Case:
     is_shared: bool = False
     """Whether entries share the blocks of the longest one, as far as theirs are full."""
     num_infinite: int = 0
-    """The first so many keys of each entry have scores of -inf."""
+    """How many keys at the start of each entry have scores of -inf."""
 
     @cached_property
     def num_blocks(self) -> int:
@@ -190,7 +190,7 @@ needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="needs Tri
 
 @needs_triton
 def test_by_the_interpreter() -> None:
-    """In a process of its own: Triton decides when it is imported."""
+    """A new process runs it: Triton reads the setting when it is imported."""
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     options = ["-W", "error", "-X", "faulthandler"]  # a wrong address ends the process
     command = [sys.executable, *options, "-m", "tests.paged.test_paged_triton"]

@@ -16,16 +16,10 @@ import torch
 from torch import Tensor
 
 from tests.package_calls import Given
-from tests.packages import function
+from tests.packages import CUTE_FORWARD, function
 
 FORWARD = (
-    "q, k, v, qv=None, cu_seqlens_q=None, cu_seqlens_k=None, seqused_q=None, seqused_k=None, "
-    "max_seqlen_q=None, max_seqlen_k=None, min_seqlen_k=None, page_table=None, "
-    "softmax_scale=None, causal=False, softcap=None, window_size_left=None, "
-    "window_size_right=None, learnable_sink=None, tile_mn=None, mma_pv_is_rs=None, "
-    "intra_wg_overlap=None, num_threads=384, num_splits=1, pack_gqa=None, _arch=None, "
-    "score_mod=None, mask_mod=None, block_sparse_tensors=None, return_lse=False, out=None, "
-    "lse=None, aux_tensors=None, aux_scalars=None, q_descale=None, k_descale=None, "
+    f"{CUTE_FORWARD}, q_descale=None, k_descale=None, "
     "v_descale=None, gather_kv_indices=None, scheduler_metadata=None, seqlen_k_per_split=None, "
     "disable_scheduler_metadata=False, gather_bwd_recompute_p=False"
 )

@@ -19,7 +19,14 @@ from dtensor_ring.compute.kernels.kernel import (
     Scores,
 )
 from dtensor_ring.compute.kernels.reference import Reference
-from dtensor_ring.compute.memory import TOKEN_MAJOR, WHOLE, empty, order_of
+from dtensor_ring.compute.memory import (
+    TOKEN_MAJOR,
+    WHOLE,
+    empty,
+    fold_heads,
+    order_of,
+    unfold_heads,
+)
 from dtensor_ring.compute.merge import merge_
 from dtensor_ring.planning.mask import Mask
 from dtensor_ring.planning.tile import CAUSAL, FULL
@@ -148,11 +155,9 @@ def _attend_whole(inputs: Tensors, scale: float, mask: Mask) -> tuple[Tensor, Te
 def _attend_folded(inputs: Tensors, scale: float) -> tuple[Tensor, Tensor]:
     """Return `(out, lse)` of a full tile, with the heads of a group folded into rows."""
     query, key, value = inputs
-    _, num_heads, num_rows, _ = query.shape
-    folded = query.unflatten(1, (key.shape[1], -1)).flatten(2, 3)
+    folded = fold_heads(query, key.shape[1])
     out, lse = _attend_whole((folded, key, value), scale, FULL)
-    shape = num_heads // key.shape[1], num_rows
-    return out.unflatten(2, shape).flatten(1, 2), lse.unflatten(2, shape).flatten(1, 2)
+    return unfold_heads(out, query.shape[1]), unfold_heads(lse, query.shape[1])
 
 
 def _attend_square(inputs: Tensors, scale: float, results: Tensors, sizes: BlockSizes) -> None:

@@ -15,6 +15,7 @@ from dtensor_ring.compute.kernels.kernel import (
     Saved,
     Scores,
 )
+from dtensor_ring.compute.memory import unfold_heads
 from dtensor_ring.planning.mask import Mask
 
 # Queries per block; this bounds the scores in memory to `B * N * BLOCK_ROWS * C`.
@@ -84,7 +85,7 @@ def _weighted(scored: Tensor, values: Tensor, heads: int) -> Result:
     base = lse.masked_fill(lse == -torch.inf, 0.0)
     weights = (scored - base.unsqueeze(-1)).exp_()
     # The heads of a group share keys: with their rows joined, one product serves all.
-    return _ungrouped(weights.flatten(2, 3) @ values, heads), lse.flatten(1, 2)
+    return unfold_heads(weights.flatten(2, 3) @ values, heads), lse.flatten(1, 2)
 
 
 def attend_visible(
@@ -135,7 +136,7 @@ def _backward(
         flat_weights, flat_scored = weights.flatten(2, 3), grad_scored.flatten(2, 3)
         grad_value[:, :, seen] += flat_weights.mT @ grads.flatten(2, 3)
         grad_key[:, :, seen] += flat_scored.mT @ queries.flatten(2, 3)
-        grad_query[:, :, block] = _ungrouped(flat_scored @ keys, heads)
+        grad_query[:, :, block] = unfold_heads(flat_scored @ keys, heads)
     return grad_query, grad_key.to(key.dtype), grad_value.to(value.dtype)
 
 
@@ -154,12 +155,6 @@ def _by_head(x: Tensor) -> Tensor:
 def _grouped(x: Tensor, keys: Tensor) -> Tensor:
     """Group query heads by key head: `(B, N, R, H)` to `(B, Nkv, N / Nkv, R, H)`."""
     return x.to(keys.dtype).unflatten(1, (keys.shape[1], -1))
-
-
-def _ungrouped(x: Tensor, heads: int) -> Tensor:
-    """Reshape `(B, Nkv, N / Nkv * R, H)` back to `(B, N, R, H)`."""
-    batch, kv_heads, rows, head_dim = x.shape
-    return x.reshape(batch, heads, kv_heads * rows // heads, head_dim)
 
 
 def _scored(queries: Tensor, keys: Tensor, scores: Scores) -> tuple[Tensor, Tensor | float]:

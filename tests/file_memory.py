@@ -66,8 +66,12 @@ class FileMemory:
         (self._folder / "failed").touch()
 
     def _mapped(self, what: str, rank: int, num_bytes: int) -> Tensor:
-        path = str(self._folder / f"{what} {rank}")
-        return torch.from_file(path, shared=True, size=num_bytes, dtype=torch.uint8)
+        path = self._folder / f"{what} {rank}"
+        with path.open("ab") as file:
+            # PyTorch stretches a file that is too short, and then writes a zero as its first byte:
+            # over what another rank has written meanwhile.
+            file.truncate(num_bytes)
+        return torch.from_file(str(path), shared=True, size=num_bytes, dtype=torch.uint8)
 
     def wait(self, is_there: Callable[[], object]) -> None:
         """Wait until another rank has written.

@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -68,12 +69,18 @@ def test_any_processes_are_a_world(worlds: Worlds) -> None:
     assert [fate.pid for fate in part] == [whole[2].pid, whole[0].pid]
 
 
-def test_events_reach_the_test_at_once(worlds: Worlds) -> None:
-    seen: list[float] = []
-    terms = Terms(on={"begins": lambda: seen.append(time.monotonic())})
-    fates = worlds.run(2, do, "return", terms=terms)
-    assert len(seen) == 2
-    assert all(fate.events["begins"] <= max(seen) for fate in fates)
+def wait_for(log: Log, path: str) -> None:
+    log("begins")
+    while not Path(path).exists():
+        time.sleep(0.01)
+
+
+def test_events_reach_the_test_while_ranks_run(worlds: Worlds, tmp_path: Path) -> None:
+    """Both would hang, did the event come with what they return."""
+    seen = tmp_path / "seen"
+    fates = worlds.run(2, wait_for, str(seen), terms=SHORT._replace(on={"begins": seen.touch}))
+    assert [fate.ended for fate in fates] == ["returned", "returned"]
+    assert all(fate.events["begins"] <= fate.events["returned"] for fate in fates)
 
 
 @pytest.mark.parametrize("ended", [UNMET, "raised"])

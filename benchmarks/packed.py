@@ -17,7 +17,7 @@ from harness import is_quick, origin, publish, table_of
 from rich.console import Console
 
 from dtensor_ring import Mask, describe_schedule
-from dtensor_ring.simulate.machine_files import as_machine
+from dtensor_ring.simulate.presets import as_machine
 from dtensor_ring.simulate.simulated_attention import simulate_attention
 
 CAUSAL = Mask.causal()

@@ -42,7 +42,7 @@ from dtensor_ring.planning.run_table import shard_table
 from dtensor_ring.planning.slices import slices_of
 from dtensor_ring.planning.strategy import Strategy
 from dtensor_ring.simulate.choose import choose
-from dtensor_ring.simulate.machine_files import as_machine
+from dtensor_ring.simulate.presets import as_machine
 from dtensor_ring.simulate.problem import SimulatedProblem, problem_of
 from dtensor_ring.simulate.recurrence import RingTimes
 

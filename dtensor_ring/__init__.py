@@ -28,7 +28,7 @@ from dtensor_ring.planning.mask import Mask
 from dtensor_ring.planning.slices import Slices
 from dtensor_ring.selected.api import select_keys, selected_attention
 from dtensor_ring.selected.decode_calls import decode_select_keys, decode_selected_attention
-from dtensor_ring.simulate.choose_layout import choose_layout
+from dtensor_ring.simulate.choose import choose_layout
 from dtensor_ring.simulate.comparison import compare_strategies
 from dtensor_ring.simulate.machine import Machine
 from dtensor_ring.simulate.schedule import compare_layouts, describe_schedule

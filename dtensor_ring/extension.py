@@ -41,6 +41,7 @@ from dtensor_ring.decode.cache import CacheUsage
 from dtensor_ring.decode.op import MAX_QUERIES
 from dtensor_ring.decode.plan import append_runs
 from dtensor_ring.dtensor.annotation import axis_group, check_axis_options
+from dtensor_ring.dtensor.axis import AnyMachine, machine_on
 from dtensor_ring.dtensor.call_check import check_agreement, checked_barrier
 from dtensor_ring.dtensor.gather import gather_rows, gathered, receive_state, send_state
 from dtensor_ring.dtensor.meta_model import MetaModel, ModelRequest
@@ -49,10 +50,8 @@ from dtensor_ring.dtensor.sequence import (
     from_local_tokens,
     positions_of,
 )
-from dtensor_ring.dtensor.shared_machine import AnyMachine, machine_on
 from dtensor_ring.dtensor.style import number_layer
-from dtensor_ring.ops.call_site import name_layer, within_layer
-from dtensor_ring.ops.checks import check_strided
+from dtensor_ring.ops.checks import check_strided, name_layer, within_layer
 from dtensor_ring.ops.nodes import autocast_dtype, register_gradient
 from dtensor_ring.paged.blocks import BlockCopy, PooledSequence
 from dtensor_ring.paged.prefill import PagedPrefill

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from dtensor_ring.compute.kernels import hub as kernels_of_the_hub
+from dtensor_ring.compute.kernels import registry as kernels_of_the_hub
 from tests import hub
 from tests.package_calls import (
     CudnnOps,

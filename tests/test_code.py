@@ -21,12 +21,10 @@ from tests.test_public import ROOT
 # Its other files know DTensors and stand above `dtensor`.
 WITHOUT_TORCH = ("planning", "all_to_all.plan", "decode.plan", "balanced", "paged.plan")
 WITHOUT_TORCH += ("paged.blocks", "paged.block_pool", "selected.plan")
-WITHOUT_TORCH += ("simulate.machine", "simulate.presets", "simulate.machine_files")
+WITHOUT_TORCH += ("simulate.machine", "simulate.presets")
 LAYERS = (*WITHOUT_TORCH, "compute", "quantised", "transport", "all_to_all.run")
 LAYERS += ("all_to_all.rounded_keys", "decode.run")
-LAYERS += ("selected.top_keys", "selected.listed_attention", "selected.listed_kernels")
-LAYERS += ("selected.run", "selected.moved_keys")
-LAYERS += ("selected.decode_keys",)
+LAYERS += ("selected.listed_attention", "selected.run", "selected.moved_keys")
 LAYERS += ("simulate", "agreement")
 LAYERS += ("ring", "ops", "all_to_all.op", "all_to_all.ulysses", "decode.op", "selected.op")
 LAYERS += ("selected.decode_ops", "dtensor")
@@ -43,7 +41,7 @@ OPTIONAL |= {"diffusers", "kernels", "matplotlib", "plotly", "rich", "triton", "
 SUBCLASSES = (
     "parallel_plans.huggingface.grpo",
     "parallel_plans.huggingface.trainer",
-    "parallel_plans.huggingface.trainers.trainer_mesh",
+    "parallel_plans.huggingface.trainers.trainer_options",
     "parallel_plans.huggingface.trl",
     "parallel_plans.torchtitan",
 )
@@ -126,7 +124,7 @@ def test_plans_import_by_the_door(name: str) -> None:
 @pytest.mark.parametrize(
     "source",
     [
-        "from dtensor_ring.ops.rows_op import gather_parts_op",
+        "from dtensor_ring.ops.axis_ops import gather_parts_op",
         "from dtensor_ring.dtensor import gather",
         "from dtensor_ring import dtensor",
         "from dtensor_ring.extension import CALLER",

@@ -29,8 +29,7 @@ from dtensor_ring.agreement.group_state import (
     GroupState,
     group_state_of,
 )
-from dtensor_ring.agreement.late_records import LateRecords, PostedCall
-from dtensor_ring.agreement.record_group import time_limit_of
+from dtensor_ring.agreement.late_records import LateRecords, PostedCall, time_limit_of
 from dtensor_ring.compute.trace import Label
 from dtensor_ring.transport.transport import (
     P2P,

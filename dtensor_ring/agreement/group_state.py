@@ -20,8 +20,9 @@ from torch.distributed import distributed_c10d
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from dtensor_ring.agreement.call_record import RecvBuffer, RingError
-from dtensor_ring.agreement.late_records import Failed, LateRecords
-from dtensor_ring.agreement.record_group import (
+from dtensor_ring.agreement.late_records import (
+    Failed,
+    LateRecords,
     has_gloo,
     has_late_messages,
     make_record_group,

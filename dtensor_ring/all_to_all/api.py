@@ -16,8 +16,7 @@ from dtensor_ring.balanced.balanced import Balanced
 from dtensor_ring.dtensor.annotation import annotation_of, axis_group, config_of_call, group_of
 from dtensor_ring.dtensor.gather import all_to_all_tokens
 from dtensor_ring.dtensor.sequence import canonical, sequence_runs
-from dtensor_ring.ops.call_site import called_by_user
-from dtensor_ring.ops.checks import check_all_to_all, check_strided
+from dtensor_ring.ops.checks import called_by_user, check_all_to_all, check_strided
 from dtensor_ring.planning.layout import Contiguous, Layout
 from dtensor_ring.planning.ranges import as_count
 from dtensor_ring.planning.run_table import PerBatch, as_layout

@@ -23,8 +23,7 @@ from dtensor_ring.compute.trace import Label
 from dtensor_ring.ops import nodes
 from dtensor_ring.ops.attention_record import boundaries_text, layout_text, runs_text, slices_text
 from dtensor_ring.ops.boundaries import documents_of_both, run_table, slices_of_table
-from dtensor_ring.ops.call_site import CALLER
-from dtensor_ring.ops.checks import check_all_to_all
+from dtensor_ring.ops.checks import CALLER, check_all_to_all
 from dtensor_ring.ops.options import Arguments, Length, group_named
 from dtensor_ring.ops.ring_op import check_batch
 from dtensor_ring.planning.layout import Layout

@@ -8,8 +8,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from dtensor_ring.balanced.packing import Packer, Partition
-from dtensor_ring.balanced.work import AttentionWork, Units, areas
+from dtensor_ring.balanced.work import AttentionWork, Packer, Partition, Units, areas
 from dtensor_ring.planning.layout import Contiguous, Layout, Run, ZigZag, shard_length
 from dtensor_ring.planning.lru import cached_bytes
 from dtensor_ring.planning.mask import Boundaries, Documents, Mask, as_documents

@@ -11,8 +11,7 @@ from typing import NamedTuple
 
 from dtensor_ring.all_to_all.plan import all_to_all_plan
 from dtensor_ring.balanced.balanced import TOKEN, WHOLE, ring_cost
-from dtensor_ring.balanced.packing import Partition
-from dtensor_ring.balanced.work import AttentionWork
+from dtensor_ring.balanced.work import AttentionWork, Partition
 from dtensor_ring.planning.layout import Contiguous, Joined, Layout
 from dtensor_ring.planning.mask import Mask
 from dtensor_ring.planning.plan import checked_slices

@@ -6,7 +6,7 @@ import json
 import platform
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from importlib.metadata import PackageNotFoundError, version
@@ -19,8 +19,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from dtensor_ring.command.null_transport import NullTransport
-from dtensor_ring.command.table import print_table
 from dtensor_ring.compute.kernels import Scores, available_kernels, kernel_for, missing_kernel
 from dtensor_ring.dtensor.attention import ring_attention
 from dtensor_ring.dtensor.axis import SequenceAxis
@@ -31,14 +29,31 @@ from dtensor_ring.planning.mask import Mask
 from dtensor_ring.planning.plan import Plan, plan
 from dtensor_ring.planning.run_table import as_layout
 from dtensor_ring.ring import ring_forward
-from dtensor_ring.selected.listed_kernels import LISTED
+from dtensor_ring.selected.listed_attention import LISTED
 from dtensor_ring.transport.transport import (
     P2P,
+    NullTransport,
     ProcessGroupTransport,
     Transport,
     Work,
     axis_group_options,
 )
+
+
+def print_table(rows: Iterable[Sequence[str]], headings: Sequence[str] = ()) -> None:
+    """Print rows as a table.
+
+    Args:
+        rows: the cells of each row.
+        headings: of the columns; without them the table has no heading.
+    """
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(*headings, show_header=bool(headings), box=None, pad_edge=False)
+    for row in rows:
+        table.add_row(*row)
+    Console(highlight=False).print(table)
 
 
 class Finding(NamedTuple):

@@ -1,20 +1,23 @@
-"""The options of the command `estimate`, and which of its two ways they ask for."""
+"""The options of the command `estimate`, and the longest sequence, which they may ask for."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 from dtensor_ring.command.estimate import estimate
-from dtensor_ring.command.longest_table import longest
 from dtensor_ring.command.option_values import dtype_of, gibibytes, mesh_of, number
 from dtensor_ring.command.simulate import ReadConfig
 from dtensor_ring.dtensor.meta_model import LoadModel
 from dtensor_ring.planning.strategy import Strategy
 from dtensor_ring.quantised.block_scales import FORMATS
-from dtensor_ring.simulate.training.memory_setting import CHECKPOINTS
+from dtensor_ring.simulate.presets import as_machine
+from dtensor_ring.simulate.training.longest import SPARE, longest_sequences
+from dtensor_ring.simulate.training.step_request import CHECKPOINTS
 
 # Options that say what a step does to take less memory, or what else is estimated of it.
 SETTINGS = "checkpoint", "offload", "unsharded", "cache_dtype"
@@ -122,3 +125,41 @@ def add_strategy(command: argparse.ArgumentParser) -> None:
     text = "ring, all_gather, ulysses:4, ...; auto for the fastest"
     command.add_argument("--strategy", default=Strategy.default, help=text)
     command.add_argument("--machine", help="what auto simulates: a file, or h100, a100, ...")
+
+
+# The machine without --machine: the one whose numbers most people know.
+DEFAULT = "h100"
+
+
+def longest(
+    read: ReadConfig,
+    model: str,
+    mesh: Mapping[str, int],
+    machine: str | None,
+    memory: float | None,
+    layout: str | None,
+    as_json: bool,
+    **options: Any,
+) -> int:
+    """Print the longest sequence by setting, and return the exit status.
+
+    Args:
+        read: reads the config.
+        model: names it.
+        mesh: ranks by axis.
+        machine: the name of a preset, or a file.
+        memory: GiB of a device; `None` for what the machine has.
+        layout: how tokens are sharded.
+        as_json: whether to print JSON.
+        options: other arguments of `longest_sequences`.
+    """
+    try:
+        device = as_machine(machine or DEFAULT)
+        allowed = None if memory is None else int(memory * 2**30 * (1 - SPARE))
+        how = options | {"layout": layout or "zigzag", "memory": allowed}
+        found = longest_sequences(read(model), mesh, device, **how)
+    except (ImportError, OSError, TypeError, ValueError) as error:
+        print(" ".join(str(error).split()), file=sys.stderr)
+        return 2
+    print(json.dumps(found.as_json()) if as_json else found)
+    return 0

@@ -4,12 +4,16 @@ Note [Dry run]: the step runs unchanged, on tensors without content, in a group 
 ranks. What ops allocate is counted while it is alive. An attention is one op, so the count sees
 its results only. Therefore its loop runs once more, with a kernel that computes nothing and a
 transport that sends nothing. What this loop allocates is added for the duration of the op.
+
+Where queries choose their keys, tensors without content do not say which. So all keys that a rank
+sees are taken to be chosen, and memory is that of all keys of all ranks. Chunks of queries are
+alike: one of them runs.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 from weakref import ref
@@ -20,21 +24,143 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_leaves
 
 from dtensor_ring.all_to_all.op import all_to_all_op, unflatten_all_to_all
-from dtensor_ring.command.chosen_footprint import Choice, backward_loop, forward_loop
-from dtensor_ring.command.null_transport import NullTransport
 from dtensor_ring.compute.kernels import Kernel, Launch, Problem, Saved, Scores
 from dtensor_ring.compute.kernels.kernel import Gradients, Result
-from dtensor_ring.compute.memory import TOKEN_MAJOR, empty
+from dtensor_ring.compute.memory import TOKEN_MAJOR, empty, order_of, region
+from dtensor_ring.ops.axis_ops import sum_ranks_op
 from dtensor_ring.ops.checks import unit_stride
 from dtensor_ring.ops.options import Call, group_named, unflatten
 from dtensor_ring.ops.ring_op import ring_backward_op, ring_op
-from dtensor_ring.ops.rows_op import sum_ranks_op
 from dtensor_ring.planning.mask import Mask
-from dtensor_ring.planning.plan import Plan
+from dtensor_ring.planning.plan import Plan, Step
+from dtensor_ring.planning.ranges import length
+from dtensor_ring.planning.strategy import as_strategy
+from dtensor_ring.planning.tile import FULL, Tile
 from dtensor_ring.ring import ring_backward, ring_forward
-from dtensor_ring.selected.op import select_op, selected_backward_op, selected_op
-from dtensor_ring.simulate.message_costs import Cost, all_to_all_cost, ring_costs
-from dtensor_ring.simulate.sizes import TensorSizes
+from dtensor_ring.selected.listed_attention import (
+    gathered_backward,
+    gathered_forward,
+    queries_at_once,
+)
+from dtensor_ring.selected.moved_keys import Moved, SelectedKeys
+from dtensor_ring.selected.op import positions_of_keys, select_op, selected_backward_op, selected_op
+from dtensor_ring.selected.plan import ALL, KeyPositions
+from dtensor_ring.selected.run import IndexQueries, KeyChoice, ring_select, rows_at_once
+from dtensor_ring.simulate.message_costs import (
+    SEEN,
+    Cost,
+    all_to_all_cost,
+    index_cost,
+    moved_costs,
+    ring_costs,
+)
+from dtensor_ring.simulate.problem import TensorSizes
+from dtensor_ring.transport.transport import NullTransport
+
+
+class Choice(NamedTuple):
+    """A call of the selection op: which keys its queries may choose.
+
+    Attributes:
+        call: the options of the op.
+        plan: the plan of the index keys.
+        seen: the plan of the route that brings what queries see and no more.
+        positions: the keys of all ranks.
+    """
+
+    call: Call
+    plan: Plan
+    seen: Plan
+    positions: KeyPositions
+
+    @classmethod
+    def of(cls, query: Tensor, key: Tensor, *rest: Any) -> Choice:
+        """Return the choice of a call, given the arguments of the op."""
+        call = unflatten(rest[4:])
+        request = call.request(query.shape[0])
+        direct = request._replace(strategy=as_strategy(SEEN, request.world_size))
+        plans = request.plan(query, key), direct.plan(query, key)
+        return cls(call, *plans, positions_of_keys(request))
+
+    def cost(self, key: Tensor) -> Cost:
+        """Return the messages of index keys, of which `(B, 1, C, Di)` are this rank's."""
+        return index_cost(self.plan, _sizes(key, self.call), key.shape[3])
+
+    def moved(self, rows: Tensor, num_chosen: int, rest: Sequence[Any]) -> tuple[Cost, Cost]:
+        """Return the messages of chosen keys, forward and backward.
+
+        Args:
+            rows: this rank's keys and values, `(B, Nkv, C, D)`.
+            num_chosen: keys of a query.
+            rest: the arguments of the op after the lists.
+        """
+        numbers = rows.shape[0] * rows.shape[1] * rows.shape[3]
+        dtypes = rows.dtype, unflatten(tuple(rest[3:])).place.policy.sum_dtype(rows.dtype)
+        bytes_of = numbers * dtypes[0].itemsize, numbers * dtypes[1].itemsize
+        return moved_costs(self.seen, self.positions, num_chosen, bytes_of, rest[2])
+
+    def loop(self, query: Tensor, key: Tensor, *rest: Any) -> None:
+        """Run the loop of the selection, with one chunk of queries for each tile."""
+        weights, k, block_size, local_blocks = rest[:4]
+        choice = KeyChoice(k, self.call.scores.scale, block_size, local_blocks)
+        of_rows = query.new_empty(query.shape[2], dtype=torch.int32)
+        own = IndexQueries(query, weights, of_rows)
+        steps = tuple(_one_chunk(step, query) for step in self.plan.steps)
+        shorter = replace(self.plan, steps=steps)
+        ring_select(own, key, shorter, choice, self.positions, NullTransport())
+
+
+def _sizes(key: Tensor, call: Call) -> TensorSizes:
+    """Return the sizes of index keys."""
+    dtypes = key.dtype, key.dtype, call.place.policy.sum_dtype(key.dtype)
+    return TensorSizes((1, 1), (key.shape[3], 0), key.shape[0], *dtypes)
+
+
+def _one_chunk(step: Step, query: Tensor) -> Step:
+    """Return a step whose tiles have the rows of one chunk, and see all of their columns."""
+
+    def cut(tile: Tile) -> Tile:
+        begin, end = tile.rows
+        size = rows_at_once(query, length(tile.cols))
+        return replace(tile, rows=(begin, min(end, begin + size)), mask=FULL)
+
+    return replace(step, tiles=tuple(map(cut, step.tiles)))
+
+
+def forward_loop(query: Tensor, rows: Tensor, selected: Tensor, rest: Sequence[Any]) -> None:
+    """Bring all keys, and attend to them with a chunk of queries."""
+    keys, moved, call = _all_keys(query, rows, rest, "forward")
+    few = slice(min(query.shape[2], queries_at_once(selected, moved.residents.rows)))
+    results = empty(query, (*query.shape[:3], rest[1] - rest[0]), order_of(query))
+    scores = call.scores.scale, call.scores.sinks
+    gathered_forward(query[:, :, few], moved.residents, selected[:, :, few], *scores)
+    del results, keys
+
+
+def backward_loop(
+    saved: Saved, query: Tensor, rows: Tensor, selected: Tensor, rest: Sequence[Any]
+) -> None:
+    """Bring all keys, and send their gradients home."""
+    keys, moved, call = _all_keys(query, rows, rest, "backward")
+    few = slice(min(query.shape[2], queries_at_once(selected, moved.residents.rows)))
+    grad_query = empty(query, query.shape, order_of(query))
+    some = saved.region(region(None, (0, few.stop)))
+    how = moved.residents, selected[:, :, few], call.scores.scale
+    _, grad = gathered_backward(some, query[:, :, few], *how)
+    keys.summed(moved, grad, call.place.policy.sum_dtype(rows.dtype))
+    del grad_query
+
+
+def _all_keys(
+    query: Tensor, rows: Tensor, rest: Sequence[Any], ring: str
+) -> tuple[SelectedKeys, Moved, Call]:
+    """Return what moves keys, and the keys of all ranks, whose places no content decides."""
+    begin, end, _, *options = rest
+    call = unflatten(tuple(options))
+    request = call.request(query.shape[0])
+    shape, positions = (query.shape[3], (begin, end)), positions_of_keys(request)
+    keys = SelectedKeys(rows, shape, positions, request.rank, NullTransport(), ring)
+    return keys, keys.moved(query.new_empty(0, dtype=torch.int32), ALL), call
 
 
 class ShapeKernel(Kernel):

@@ -27,16 +27,16 @@ from dtensor_ring.command.option_values import (
 )
 from dtensor_ring.command.pictures import drawing
 from dtensor_ring.command.simulate import ReadConfig, config_file, simulate
-from dtensor_ring.dtensor.axis_machine import DEFAULT_MACHINE
+from dtensor_ring.dtensor.choice import DEFAULT_MACHINE
 from dtensor_ring.dtensor.meta_model import LoadModel
 from dtensor_ring.planning.mask import Mask
 from dtensor_ring.planning.strategy import AUTO, Strategy
 from dtensor_ring.simulate.choose import choose
 from dtensor_ring.simulate.comparison import compare_strategies
 from dtensor_ring.simulate.machine import Machine
-from dtensor_ring.simulate.machine_files import as_machine
+from dtensor_ring.simulate.presets import as_machine
 from dtensor_ring.simulate.schedule import Schedule, describe_schedule
-from dtensor_ring.simulate.training.memory_setting import CHECKPOINTS
+from dtensor_ring.simulate.training.step_request import CHECKPOINTS
 
 
 def schedule(

@@ -10,7 +10,7 @@ from dtensor_ring.balanced.hybrid import Hybrid
 from dtensor_ring.command.estimate import AXES
 from dtensor_ring.planning.mask import Mask
 from dtensor_ring.simulate.machine import Machine
-from dtensor_ring.simulate.machine_files import as_machine
+from dtensor_ring.simulate.presets import as_machine
 
 
 def number(text: str) -> int:

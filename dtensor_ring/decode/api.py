@@ -22,8 +22,7 @@ from dtensor_ring.decode.op import (
 )
 from dtensor_ring.dtensor import call_check
 from dtensor_ring.dtensor.annotation import annotation_of, axis_group, config_of_call
-from dtensor_ring.ops.call_site import called_by_user
-from dtensor_ring.ops.checks import check_sinks
+from dtensor_ring.ops.checks import called_by_user, check_sinks
 from dtensor_ring.planning.mask import Mask
 from dtensor_ring.planning.slices import Slices
 

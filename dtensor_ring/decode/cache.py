@@ -10,8 +10,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from dtensor_ring.decode.append import AppendSteps
-from dtensor_ring.decode.column_memory import SEQUENCE, ColumnMemory, column_memory
+from dtensor_ring.decode.column_memory import SEQUENCE, AppendSteps, ColumnMemory, column_memory
 from dtensor_ring.decode.plan import CacheTable
 from dtensor_ring.dtensor.annotation import axis_group, sequence_layout
 from dtensor_ring.dtensor.call_check import as_flag

@@ -1,14 +1,20 @@
-"""The memory of a layer's columns on this rank: as they are, with room for more, or rounded."""
+"""The columns of a cache on this rank: their memory in each layer, and steps that append them."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
+from zlib import crc32
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from dtensor_ring.decode.plan import CacheTable
+from dtensor_ring.planning.layout import Layout
+from dtensor_ring.planning.ranges import Span, as_count
 from dtensor_ring.quantised.block_scales import Format
 from dtensor_ring.quantised.kept_tokens import QuantisedTokens, kept_bytes
 
@@ -134,3 +140,171 @@ class QuantisedColumns(ColumnMemory):
 
     def shrink(self, num_cols: int) -> QuantisedColumns:
         return QuantisedColumns(self.tokens.crop(num_cols), self.kind)
+
+
+# The largest number of layers that an error lists.
+MAX_LISTED = 8
+
+
+class AppendStep(NamedTuple):
+    """Tokens that all layers append, seen from one rank.
+
+    Attributes:
+        begin: the position of the first token.
+        is_sharded: whether the append step is sharded by the layout.
+        num_given: the number of tokens that each layer gets on this rank.
+        kept: spans of those tokens that stay on this rank, in the order of columns.
+        cols: the new columns, which are the last ones.
+        capacities: by rank, the columns that fit into a layer's memory after the append step.
+        capacities_before: the same before the append step.
+        is_first: whether the append step sets the number of sequences.
+    """
+
+    begin: int
+    is_sharded: bool
+    num_given: int
+    kept: tuple[Span, ...]
+    cols: Span
+    capacities: tuple[int, ...]
+    capacities_before: tuple[int, ...]
+    is_first: bool
+
+
+class AppendSteps:
+    """The table of a cache, and the current append step of its layers.
+
+    Args:
+        table: a table without tokens.
+        rank: the rank whose columns these are.
+        num_layers: the number of layers that append in each append step.
+        kv_dtype: the format of full blocks, if they are rounded. Layers then have no memory beyond
+            their columns.
+    """
+
+    def __init__(
+        self, table: CacheTable, rank: int, num_layers: int, kv_dtype: str | None = None
+    ) -> None:
+        self.rank, self.num_layers, self._kv_dtype = rank, num_layers, kv_dtype
+        self.start(table)
+
+    def start(self, table: CacheTable) -> None:
+        """Start over with a table without tokens."""
+        self.table = table
+        self.last: AppendStep | None = None
+        self.batch: int | None = None
+        # A checksum of the format and all selections of sequences, 0 without either.
+        self.order = crc32((self._kv_dtype or "").encode())
+        self._capacities = table.num_local
+        self._behind: set[int] = set()
+
+    def num_cols(self, number: int) -> int:
+        """Return the number of columns that a layer has on this rank."""
+        if self.last is not None and number in self._behind:
+            return self.last.cols[0]
+        return self.table.num_local[self.rank]
+
+    def begin(self, num_tokens: int, layout: Layout | None) -> None:
+        """Begin an append step, sharded by the layout unless that is `None`.
+
+        Raises:
+            ValueError: if a layer has not appended the previous append step, or the layout cannot
+                shard this one.
+        """
+        self.check_complete("begin an append step")
+        before, num_tokens = self.table, as_count("num_tokens", num_tokens, 1)
+        if layout is None:
+            table, num_given = before.append(num_tokens), num_tokens
+            own = table.runs_from(self.rank, before.seq_len)
+            kept = tuple([(x - before.seq_len, x + n - before.seq_len) for x, n in own])
+        else:
+            table = before.append_sharded(layout, num_tokens)
+            num_given = table.num_local[self.rank] - before.num_local[self.rank]
+            kept = ((0, num_given),)
+        cols = before.num_local[self.rank], table.num_local[self.rank]
+        capacities = table.num_local
+        if self._kv_dtype is None:  # a layer keeps memory that it has allocated
+            capacities = tuple(map(max, self._capacities, table.num_reserved))
+        self.last = AppendStep(
+            begin=before.seq_len,
+            is_sharded=layout is not None,
+            num_given=num_given,
+            kept=kept,
+            cols=cols,
+            capacities=capacities,
+            capacities_before=self._capacities,
+            is_first=self.batch is None,
+        )
+        self._capacities = capacities
+        self.table, self._behind = table, set(range(self.num_layers))
+
+    def of_layer(self, number: int) -> AppendStep:
+        """Return the append step that a layer appends now.
+
+        Raises:
+            ValueError: if the layer has appended it already, or no append step has begun.
+        """
+        if self.last is None:
+            raise ValueError(
+                f"layer {number} cannot append: no append step has begun, cache.begin(num_tokens, "
+                "dealt=...) says how many tokens come"
+            )
+        if number not in self._behind:
+            raise ValueError(
+                f"layer {number} has made this append step already; cache.begin(num_tokens, "
+                "dealt=...) begins the next one"
+            )
+        return self.last
+
+    def done(self, number: int) -> None:
+        """Note that a layer has appended the current append step."""
+        self._behind.discard(number)
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Update the batch size and the checksum for a selection of sequences."""
+        if self.batch is None or [*rows] == [*range(self.batch)]:  # nothing moves
+            return
+        self.batch = len(rows)
+        self.order = crc32(np.array(rows, dtype=np.int64).tobytes(), self.order)
+
+    def check_complete(self, what: str) -> None:
+        """Refuse an action while some layers have not appended the current append step.
+
+        Raises:
+            ValueError: if a layer has not appended.
+        """
+        if not self._behind or self.last is None:
+            return
+        listed = ", ".join(map(str, sorted(self._behind)[:MAX_LISTED]))
+        more = ", ..." if len(self._behind) > MAX_LISTED else ""
+        raise ValueError(
+            f"cannot {what}: of {self.num_layers} layers, {listed}{more} did not append the "
+            f"{self.last.num_given} tokens of this append step; if it failed, "
+            f"crop({self.last.begin}) takes it back"
+        )
+
+    def crop(self, seq_len: int) -> tuple[int, ...] | None:
+        """Keep the first `seq_len` positions.
+
+        An append step that is dropped whole need not be complete: after a failure, it may be so on
+        some ranks only.
+
+        Returns:
+            The capacities that layers shrink to; `None` if they keep their memory.
+
+        Raises:
+            ValueError: if the length is negative, too large, or within an incomplete append step.
+        """
+        table, last = self.table.crop(seq_len), self.last
+        dropped = last if last is not None and table.seq_len <= last.begin else None
+        if dropped is None:
+            self.check_complete(f"crop to {table.seq_len} tokens")
+        else:  # the memory of the append step is freed
+            self._capacities = dropped.capacities_before
+            if dropped.is_first:  # no tokens are left, so the next append step sets the batch size
+                self.batch = None
+        self.table, self.last, self._behind = table, None, set()
+        if self._kv_dtype is not None:
+            self._capacities = table.num_local
+        elif dropped is None:
+            return None
+        return self._capacities

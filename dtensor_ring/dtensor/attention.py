@@ -18,7 +18,7 @@ from dtensor_ring.dtensor.annotation import annotation_of, axis_group, config_of
 from dtensor_ring.dtensor.choice import chosen
 from dtensor_ring.dtensor.dispatch import chosen_on_dtensors, ulysses_dtensors
 from dtensor_ring.dtensor.placement import dtensor_of, strategy_of
-from dtensor_ring.ops.call_site import called_from
+from dtensor_ring.ops.checks import called_from
 from dtensor_ring.ops.options import Batch, Call, Place, flatten, on_dtensors
 from dtensor_ring.ops.ring_op import ring_op
 from dtensor_ring.planning.mask import Mask

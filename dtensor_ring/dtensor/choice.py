@@ -27,7 +27,6 @@ from torch import Tensor
 
 from dtensor_ring.balanced.work import visible_pairs
 from dtensor_ring.dtensor.annotation import Annotation, annotation_of
-from dtensor_ring.dtensor.axis_machine import machine_of
 from dtensor_ring.ops.nodes import autocast_dtype, is_traced
 from dtensor_ring.ops.options import Call, Place, group_named
 from dtensor_ring.planning.lru import cached_bytes
@@ -37,6 +36,7 @@ from dtensor_ring.planning.slices import Slices
 from dtensor_ring.planning.strategy import AUTO, Strategy
 from dtensor_ring.simulate.choose import choose
 from dtensor_ring.simulate.machine import Machine
+from dtensor_ring.simulate.presets import PRESETS, as_machine
 
 try:
     from torch.fx.experimental.symbolic_shapes import optimization_hint
@@ -287,3 +287,47 @@ def _mask_like(slices: Slices, seq_len: int) -> tuple[int | None, ...]:
     if mean > seq_len // 4:
         return _numbers(Mask.causal())
     return _numbers(Mask.sliding((1 << (3 * mean // 2).bit_length()) >> 1))
+
+
+# The data sheet for devices that have none here, such as CPUs.
+DEFAULT_MACHINE: str = "h100"
+
+
+def machine_of(here: Annotation, device: str) -> Machine:
+    """Return the machine of an axis; without one, the data sheet of its device, which is logged.
+
+    Args:
+        here: the record of the axis.
+        device: type of the device, such as "cuda".
+    """
+    config = here.config
+    if config is not None and config.machine is not None:
+        return config.machine
+    found = here.machines.get("")
+    if found is None:
+        found = here.machines[""] = data_sheet_of(device)
+        if dist.get_rank() == here.ranks[0]:
+            _LOG.warning(
+                'strategy "auto" goes by the data sheet of %s; measure this machine by python -m '
+                "dtensor_ring calibrate machine.json, and pass machine=",
+                found.name,
+            )
+    return found
+
+
+def data_sheet_of(device: str) -> Machine:
+    """Return the preset for a type of device, by the name that PyTorch has for it.
+
+    >>> data_sheet_of("cpu").name
+    'h100'
+    """
+    name = device_name(device).lower()
+    return as_machine(next((x for x in PRESETS if x in name), DEFAULT_MACHINE))
+
+
+def device_name(device: str) -> str:
+    """Return the name that PyTorch has for the current device of a type, "" for CPUs."""
+    if device in ("cpu", "meta"):
+        return ""
+    named = getattr(torch.get_device_module(device), "get_device_name", None)
+    return "" if named is None else named()

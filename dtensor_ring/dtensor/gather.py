@@ -13,9 +13,8 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from dtensor_ring.all_to_all.op import AllToAllArgs, BatchRuns, all_to_all_op, flatten_all_to_all
 from dtensor_ring.dtensor.annotation import axis_group, group_of
+from dtensor_ring.ops.axis_ops import attached, gather_rows_op, receive_op, send_op, sum_ranks_op
 from dtensor_ring.ops.checks import check_strided
-from dtensor_ring.ops.rows_op import gather_rows_op, sum_ranks_op
-from dtensor_ring.ops.state import attached, receive_op, send_op
 from dtensor_ring.planning.layout import Contiguous
 
 

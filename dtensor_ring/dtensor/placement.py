@@ -24,7 +24,7 @@ from dtensor_ring.dtensor.annotation import (
     layout_of,
     tag_compiled,
 )
-from dtensor_ring.ops.call_site import CALLER
+from dtensor_ring.ops.checks import CALLER
 
 BATCH, HEADS, SEQUENCE = 0, 1, 2
 

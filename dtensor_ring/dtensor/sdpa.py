@@ -15,7 +15,7 @@ from dtensor_ring.compute.kernels import Scores
 from dtensor_ring.decode.op import MAX_QUERIES, NO_GRADIENT, DecodeBatch, DecodeCall, DecodePlace
 from dtensor_ring.dtensor import dispatch
 from dtensor_ring.dtensor.placement import SEQUENCE, on_annotated_axis, without
-from dtensor_ring.ops.call_site import called_from
+from dtensor_ring.ops.checks import called_from
 from dtensor_ring.ops.options import ON_DTENSORS, Batch, Call, default_scale
 from dtensor_ring.planning.tile import CAUSAL, FULL
 

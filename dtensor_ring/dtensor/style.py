@@ -15,11 +15,9 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from dtensor_ring.dtensor.annotation import annotation_of, axis_group, check_axis_options
-from dtensor_ring.dtensor.axis import SequenceAxis
+from dtensor_ring.dtensor.axis import AnyMachine, SequenceAxis
 from dtensor_ring.dtensor.placement import SEQUENCE
-from dtensor_ring.dtensor.shared_machine import AnyMachine
-from dtensor_ring.ops.call_site import CALLER, layer_of, name_layer, within_layer
-from dtensor_ring.ops.checks import check_strided
+from dtensor_ring.ops.checks import CALLER, check_strided, layer_of, name_layer, within_layer
 from dtensor_ring.planning.layout import Layout
 from dtensor_ring.planning.mask import Mask
 from dtensor_ring.planning.run_table import as_layout

@@ -20,7 +20,7 @@ from dtensor_ring.dtensor import dispatch
 from dtensor_ring.dtensor.call_check import scores_of
 from dtensor_ring.dtensor.placement import check_kinds, on_annotated_axis, wrap_on
 from dtensor_ring.ops.boundaries import on_host
-from dtensor_ring.ops.call_site import called_from
+from dtensor_ring.ops.checks import called_from
 from dtensor_ring.ops.options import ON_DTENSORS, Batch, Call
 from dtensor_ring.planning.mask import Mask
 from dtensor_ring.planning.slice_tables import NUM_FIELDS

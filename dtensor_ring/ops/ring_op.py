@@ -28,8 +28,14 @@ from dtensor_ring.ops.attention_record import (
     runs_text,
 )
 from dtensor_ring.ops.boundaries import check_integers
-from dtensor_ring.ops.call_site import CALLER
-from dtensor_ring.ops.checks import announce, check_inputs, loadable, unit_stride, warn_of_tiles
+from dtensor_ring.ops.checks import (
+    CALLER,
+    announce,
+    check_inputs,
+    loadable,
+    unit_stride,
+    warn_of_tiles,
+)
 from dtensor_ring.ops.options import LEAVES, SCHEMA, Call, PlanRequest, unflatten
 from dtensor_ring.planning.lru import cached_bytes
 from dtensor_ring.planning.slices import slices_of

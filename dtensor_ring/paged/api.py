@@ -15,8 +15,7 @@ from dtensor_ring.decode.api import merge_ranks, placed
 from dtensor_ring.decode.op import DecodeBatch, DecodeCall
 from dtensor_ring.dtensor.annotation import axis_group
 from dtensor_ring.dtensor.call_check import as_flag, scores_of
-from dtensor_ring.ops.call_site import called_from
-from dtensor_ring.ops.checks import check_strided
+from dtensor_ring.ops.checks import called_from, check_strided
 from dtensor_ring.paged.block_pool import BlockPool
 from dtensor_ring.paged.blocks import BlockCopy, PooledSequence
 from dtensor_ring.paged.kernels import paged_kernel

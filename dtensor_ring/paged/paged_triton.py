@@ -17,8 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dtensor_ring.compute.kernels.kernel import Result, Scores
-from dtensor_ring.compute.kernels.paged_kernel import Pages
+from dtensor_ring.compute.kernels.kernel import Pages, Result, Scores
 
 # The fewest keys of a split. Fewer do not pay for a program and for merging its result.
 LEAST_KEYS = 256

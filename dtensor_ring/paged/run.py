@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from dtensor_ring.compute.accumulate import RunningOutput
-from dtensor_ring.compute.kernels.kernel import Scores
-from dtensor_ring.compute.kernels.paged_kernel import PagedKernel, Pages
+from dtensor_ring.compute.kernels.kernel import PagedKernel, Pages, Scores
 from dtensor_ring.compute.kernels.reference import attend_visible
 from dtensor_ring.compute.memory import Numbers, columns, region
 from dtensor_ring.decode.op import DecodeRequest

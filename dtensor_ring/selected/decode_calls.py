@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from dtensor_ring.decode.api import placed
 from dtensor_ring.decode.op import DecodeBatch, DecodeCall, flatten_decode
 from dtensor_ring.dtensor import call_check
-from dtensor_ring.ops.call_site import called_by_user
+from dtensor_ring.ops.checks import called_by_user
 from dtensor_ring.planning.mask import Mask
 from dtensor_ring.planning.ranges import as_count
 from dtensor_ring.planning.slices import Slices

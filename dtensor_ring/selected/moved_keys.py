@@ -21,8 +21,7 @@ from dtensor_ring.compute.memory import TOKEN_MAJOR, empty
 from dtensor_ring.compute.trace import Label
 from dtensor_ring.planning.lru import cached_bytes
 from dtensor_ring.planning.ranges import Span
-from dtensor_ring.selected.listed_attention import Residents
-from dtensor_ring.selected.listed_kernels import listed_backward, listed_forward
+from dtensor_ring.selected.listed_attention import Residents, listed_backward, listed_forward
 from dtensor_ring.selected.plan import ALL, KeyPositions, request_bytes
 from dtensor_ring.transport.transport import P2P, Transport, hold_until_complete
 

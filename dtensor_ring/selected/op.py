@@ -22,8 +22,7 @@ from dtensor_ring.ops.attention_record import (
     record_of,
     runs_text,
 )
-from dtensor_ring.ops.call_site import CALLER
-from dtensor_ring.ops.checks import check_inputs, unit_stride, warn_of_tiles
+from dtensor_ring.ops.checks import CALLER, check_inputs, unit_stride, warn_of_tiles
 from dtensor_ring.ops.options import LEAVES, SCHEMA, Call, PlanRequest, unflatten
 from dtensor_ring.ops.ring_op import check_batch, number_of
 from dtensor_ring.planning.lru import cached_bytes

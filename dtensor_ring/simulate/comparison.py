@@ -18,14 +18,21 @@ from dtensor_ring.planning.ranges import MAX_RANKS, as_count
 from dtensor_ring.planning.slices import Slices
 from dtensor_ring.planning.strategy import Strategy, as_strategy, every_strategy, why_not
 from dtensor_ring.selected.plan import key_positions
-from dtensor_ring.simulate.chosen_keys import SEEN, ChosenKeys, chosen_keys, index_cost, moved_costs
 from dtensor_ring.simulate.machine import Machine
-from dtensor_ring.simulate.machine_files import as_machine
-from dtensor_ring.simulate.message_costs import Cost, by_field, rank_costs
-from dtensor_ring.simulate.problem import problem_of
+from dtensor_ring.simulate.message_costs import (
+    SEEN,
+    ChosenKeys,
+    Cost,
+    by_field,
+    chosen_keys,
+    index_cost,
+    moved_costs,
+    rank_costs,
+)
+from dtensor_ring.simulate.presets import as_machine
+from dtensor_ring.simulate.problem import TensorSizes, problem_of
 from dtensor_ring.simulate.schedule import Schedule, describe_schedule
 from dtensor_ring.simulate.simulated_attention import timeline_of
-from dtensor_ring.simulate.sizes import TensorSizes
 from dtensor_ring.transport.transport import DEFAULT_POLICY, TransferPolicy
 
 

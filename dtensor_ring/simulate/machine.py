@@ -161,7 +161,7 @@ class Machine:
     Raises:
         ValueError: if a number is not finite or out of range.
 
-    >>> from dtensor_ring.simulate.machine_files import as_machine
+    >>> from dtensor_ring.simulate.presets import as_machine
     >>> machine = as_machine("h100")
     >>> machine.ranks_per_host, Machine.from_json(machine.to_json()) == machine
     (8, True)

@@ -16,11 +16,9 @@ import numpy as np
 
 from dtensor_ring.compute.kernels.registry import KERNELS
 from dtensor_ring.planning.strategy import Strategy
-from dtensor_ring.simulate.clock import Clock, Moves, Spans, beside, message_times
-from dtensor_ring.simulate.exchange import Exchange
-from dtensor_ring.simulate.launch_table import launch_table
+from dtensor_ring.simulate.clock import Clock, Exchange, Moves, Spans, beside, message_times
+from dtensor_ring.simulate.launch_table import KeptPartials, Pass, launch_table
 from dtensor_ring.simulate.machine import FORMS, KernelSpeed, Machine
-from dtensor_ring.simulate.partials import KeptPartials, Pass
 from dtensor_ring.simulate.problem import SimulatedProblem
 from dtensor_ring.simulate.transfers import Messages, Packs, RingHop, transfers_of
 from dtensor_ring.transport.rotation import LARGE

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from parallel_plans.huggingface.activations.kept_attention import ring_checkpoint_contexts
-from parallel_plans.huggingface.core.restore import restore_model, stock_model
+from parallel_plans.huggingface.activations.kept_for_backward import ring_checkpoint_contexts
+from parallel_plans.huggingface.core.modules import restore_model, stock_model
 from parallel_plans.huggingface.plan import context_parallel_plan
 
 if TYPE_CHECKING:

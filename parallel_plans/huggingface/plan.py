@@ -26,34 +26,36 @@ from parallel_plans.huggingface.core.attention_function import (
     attention,
     check_dropout,
 )
-from parallel_plans.huggingface.core.language_model import (
+from parallel_plans.huggingface.core.model_masks import mask_of
+from parallel_plans.huggingface.core.modules import (
     backbone_of,
+    changing,
     join_behind,
     language_model_of,
     linear_head,
+    origin,
 )
-from parallel_plans.huggingface.core.model_masks import mask_of
 from parallel_plans.huggingface.core.patterns import (
     LayerMasks,
     by_layer,
     read_patterns,
     with_strategies,
 )
-from parallel_plans.huggingface.core.restore import changing, origin
-from parallel_plans.huggingface.generation.cached_forward import forward_with_cache, uses_cache
-from parallel_plans.huggingface.generation.generate import install_generate
-from parallel_plans.huggingface.losses.head import (
+from parallel_plans.huggingface.generation.generate import (
+    forward_with_cache,
+    install_generate,
+    uses_cache,
+)
+from parallel_plans.huggingface.losses.loss import (
     LogitsTransform,
+    LossFunction,
     find_logits_transform,
     give_labels,
     install_head,
-    take_losses,
-)
-from parallel_plans.huggingface.losses.loss import (
-    LossFunction,
     other_balance,
     other_loss,
     predicts_next,
+    take_losses,
 )
 from parallel_plans.huggingface.probing.eligibility import check_model, without_adapters
 from parallel_plans.huggingface.probing.probe import (
@@ -63,7 +65,7 @@ from parallel_plans.huggingface.probing.probe import (
 )
 from parallel_plans.huggingface.probing.proxy_model import small_proxy
 from parallel_plans.huggingface.selecting.indexers import describing_scores, select_keys_of
-from parallel_plans.huggingface.serving.generate_batch import install_generate_batch
+from parallel_plans.huggingface.serving.continuous_batch import install_generate_batch
 from parallel_plans.huggingface.sharding.local_batch import refuse_local, why_whole
 from parallel_plans.huggingface.sharding.sharding import Sharding, forward_by_name, shardings_of
 from parallel_plans.huggingface.states import state_passing, stateful

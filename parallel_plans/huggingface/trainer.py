@@ -20,11 +20,11 @@ from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import seed_worker
 
-from parallel_plans.huggingface.core.language_model import backbone_of
+from parallel_plans.huggingface.core.modules import backbone_of
 from parallel_plans.huggingface.plan import context_parallel_plan
 from parallel_plans.huggingface.sharding.sharding import shardings_of, whole_outputs
 from parallel_plans.huggingface.trainers import trainer_options
-from parallel_plans.huggingface.trainers.trainer_mesh import (
+from parallel_plans.huggingface.trainers.trainer_options import (
     DATA_AXES,
     MeshConfig,
     flattened,

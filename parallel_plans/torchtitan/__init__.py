@@ -7,8 +7,7 @@ from torchtitan.distributed.activation_checkpoint import SelectiveAC
 from torchtitan.models.common.decoder import Decoder
 
 from parallel_plans.torchtitan.decoder import use_ring
-from parallel_plans.torchtitan.inner_attention import RingAttention, RingSelectiveAC
-from parallel_plans.torchtitan.packed_batch import Documents
+from parallel_plans.torchtitan.inner_attention import Documents, RingAttention, RingSelectiveAC
 from parallel_plans.torchtitan.training import RingTrainer, RingValidator
 from parallel_plans.torchtitan.transform_kernel import ring_kernel, ring_strategy
 

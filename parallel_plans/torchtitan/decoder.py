@@ -21,8 +21,14 @@ from torchtitan.protocols.module import Module
 from dtensor_ring.extension import MetaModel, ModelRequest, as_layout, check_kernel
 from parallel_plans.strategies import Strategies
 from parallel_plans.tested import warn_untested
-from parallel_plans.torchtitan.inner_attention import UNBOUNDED, RingAttention, mask_of
-from parallel_plans.torchtitan.packed_batch import CUDA_GRAPHS, Documents, gather_documents
+from parallel_plans.torchtitan.inner_attention import (
+    CUDA_GRAPHS,
+    UNBOUNDED,
+    Documents,
+    RingAttention,
+    gather_documents,
+    mask_of,
+)
 
 REPLACED = (FlexAttention.Config, VarlenAttention.Config, RingAttention.Config)
 

@@ -23,8 +23,13 @@ from torchtitan.distributed.activation_checkpoint import ActivationCheckpointing
 from torchtitan.tools.utils import device_type
 from torchtitan.trainer import Trainer
 
-from parallel_plans.torchtitan.inner_attention import RingAttention, RingSelectiveAC
-from parallel_plans.torchtitan.packed_batch import CUDA_GRAPHS, OwnTokens, own_tokens
+from parallel_plans.torchtitan.inner_attention import (
+    CUDA_GRAPHS,
+    OwnTokens,
+    RingAttention,
+    RingSelectiveAC,
+    own_tokens,
+)
 
 OWN_TOKENS = "own_tokens"
 PARTIAL = "partial_dtensor"

@@ -27,7 +27,7 @@ from dtensor_ring.extension import number_layer
 from parallel_plans.strategies import Strategies
 from parallel_plans.tested import warn_untested
 from parallel_plans.torchtitan import inner_attention
-from parallel_plans.torchtitan.packed_batch import Documents
+from parallel_plans.torchtitan.inner_attention import Documents
 
 # What a config has beside the fields of torchtitan's attention.
 FIELDS = ("strategy", "kernel", "grad_dtype", "kv_dtype", "machine")

@@ -18,10 +18,15 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from dtensor_ring import Mask, RingError, SequenceAxis, ring_attention
-from dtensor_ring.agreement import group_state, record_group
+from dtensor_ring.agreement import group_state, late_records
 from dtensor_ring.agreement.group_state import group_state_of
-from dtensor_ring.agreement.late_records import LateRecords, PostedCall
-from dtensor_ring.agreement.record_group import has_gloo, has_late_messages, time_limit_of
+from dtensor_ring.agreement.late_records import (
+    LateRecords,
+    PostedCall,
+    has_gloo,
+    has_late_messages,
+    time_limit_of,
+)
 from dtensor_ring.compute.kernels import KERNELS
 from tests.dense import dense_attention
 from tests.fake_cuda import fake_cuda
@@ -114,7 +119,7 @@ def cannot(problem: str) -> tuple[list[str], float]:
     try:
         with (
             nccl_alone(),
-            patch.object(record_group, "CONNECT_TIMEOUT", 3.0),
+            patch.object(late_records, "CONNECT_TIMEOUT", 3.0),
             PROBLEMS[problem]() if dist.get_rank() else nullcontext(),
         ):
             SequenceAxis(init_device_mesh("cpu", (2,)), "contiguous")

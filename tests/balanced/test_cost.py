@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from dtensor_ring.balanced import balanced as costs
 from dtensor_ring.balanced.balanced import TOKEN, busiest_load, cost, ring_makespan
-from dtensor_ring.balanced.packing import Partition
-from dtensor_ring.balanced.work import AttentionWork
+from dtensor_ring.balanced.work import AttentionWork, Partition
 from dtensor_ring.planning.layout import shard_length
 from dtensor_ring.planning.plan import plan
 from dtensor_ring.planning.run_table import RunTable

@@ -14,22 +14,20 @@ import torch
 import torch.distributed as dist
 
 from dtensor_ring.command import stopwatch
-from dtensor_ring.command.calibrate import mesh_of_hosts
+from dtensor_ring.command.calibrate import curves_of, mesh_of_hosts, numbers_of
 from dtensor_ring.command.calibrate_kernels import (
     CalibratedProblem,
     TileTensors,
     mask_of_form,
     tile_calls,
 )
-from dtensor_ring.command.calibrate_links import BYTES, link_points
-from dtensor_ring.command.calibrate_machine import BETWEEN, INSIDE
-from dtensor_ring.command.machine_tables import curves_of, numbers_of
+from dtensor_ring.command.calibrate_machine import BETWEEN, BYTES, INSIDE, link_points
 from dtensor_ring.command.main import main
 from dtensor_ring.command.stopwatch import QUICK_EFFORT, Effort, Series, Stopwatch
 from dtensor_ring.compute.kernels import KERNELS
 from dtensor_ring.compute.kernels.reference import Reference
 from dtensor_ring.simulate.machine import FORMS, Curve, KernelSpeed, Links, Machine
-from dtensor_ring.simulate.machine_files import as_machine
+from dtensor_ring.simulate.presets import as_machine
 from parallel_plans.models import load
 from tests.fake_cuda import fake_cuda
 from tests.pool import Pool

@@ -28,7 +28,7 @@ from dtensor_ring.compute.kernels.kernel import Kernel
 from dtensor_ring.ops import ring_op
 from dtensor_ring.planning.strategy import Strategy, as_strategy
 from dtensor_ring.simulate.message_costs import Cost, rank_costs
-from dtensor_ring.simulate.sizes import TensorSizes
+from dtensor_ring.simulate.problem import TensorSizes
 from dtensor_ring.transport import transport
 from dtensor_ring.transport.transport import BufferPool, TransferPolicy
 from parallel_plans.huggingface import (

@@ -17,13 +17,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.checkpoint import checkpoint
 
-from dtensor_ring.command.layer_checkpoints import FarInputs, checkpoint_layers
-from dtensor_ring.simulate.machine_files import as_machine
+from dtensor_ring.command.estimate import FarInputs, checkpoint_layers
+from dtensor_ring.simulate.presets import as_machine
 from dtensor_ring.simulate.training import step_memory as step_memory_module
-from dtensor_ring.simulate.training.attention_memory import AttentionRoom
-from dtensor_ring.simulate.training.memory_setting import MemorySetting
-from dtensor_ring.simulate.training.step_memory import fetched_layers, step_memory
-from dtensor_ring.simulate.training.step_request import step_request
+from dtensor_ring.simulate.training.step_memory import AttentionRoom, fetched_layers, step_memory
+from dtensor_ring.simulate.training.step_request import MemorySetting, step_request
 from parallel_plans.huggingface import context_parallel_plan
 from tests.pool import Pool
 

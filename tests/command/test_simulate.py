@@ -11,12 +11,11 @@ from unittest.mock import patch
 import pytest
 
 from dtensor_ring.command.main import main
-from dtensor_ring.command.step_pictures import step_page
-from dtensor_ring.simulate.machine_files import as_machine
-from dtensor_ring.simulate.training.overlap import COMPUTE
-from dtensor_ring.simulate.training.step import simulate_step
+from dtensor_ring.command.simulate import step_page
+from dtensor_ring.simulate.presets import as_machine
+from dtensor_ring.simulate.training.collectives import COMPUTE
+from dtensor_ring.simulate.training.step import simulate_step, step_trace
 from dtensor_ring.simulate.training.step_sweep import sweep_steps
-from dtensor_ring.simulate.training.step_trace import step_trace
 from parallel_plans.models import load, read_config
 
 CONFIG = {"model_type": "llama", "hidden_size": 512, "intermediate_size": 1024, "vocab_size": 4096}

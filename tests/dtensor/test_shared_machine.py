@@ -16,7 +16,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dtensor_ring import ContextParallel, SequenceAxis, ring_attention
-from dtensor_ring.dtensor import axis_machine, shared_machine
+from dtensor_ring.dtensor import axis as sequence_axis
+from dtensor_ring.dtensor import choice
 from tests.forced import machine_for
 from tests.meshes import random_inputs
 from tests.pool import Pool
@@ -35,7 +36,7 @@ def _read(path: str) -> int:
     """How often this rank reads a file."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "dp"))["cp"]
     name = path if mesh.get_local_rank() == 0 else f"{path}.missing"
-    with patch.object(shared_machine, "as_machine", wraps=shared_machine.as_machine) as reads:
+    with patch.object(sequence_axis, "as_machine", wraps=sequence_axis.as_machine) as reads:
         axes = [SequenceAxis(mesh, strategy="auto", machine=name) for _ in range(2)]
     assert [axis.machine for axis in axes] == [RING] * 2
     return reads.call_count
@@ -83,10 +84,10 @@ def test_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         path = tmp_path / "machine.json"
         path.write_text(replace(RING, device="NVIDIA H100").to_json())
         group = mesh.get_group()
-        assert shared_machine.shared_machine(group, path).device == "NVIDIA H100"  # a dry run
-        monkeypatch.setattr(shared_machine, "device_name", lambda _: "NVIDIA A100")
+        assert sequence_axis.shared_machine(group, path).device == "NVIDIA H100"  # a dry run
+        monkeypatch.setattr(sequence_axis, "device_name", lambda _: "NVIDIA A100")
         with pytest.raises(ValueError, match="is of NVIDIA H100, not of NVIDIA A100"):
-            shared_machine.shared_machine(group, f"{path.parent}/./machine.json", "cuda")
+            sequence_axis.shared_machine(group, f"{path.parent}/./machine.json", "cuda")
         axis = SequenceAxis(mesh, strategy="auto", machine=RING)
         other = replace(RING, date="2026-11-26")
         with pytest.raises(ValueError, match=rf"with machine={RING.label}, .* get machine=for"):
@@ -103,12 +104,12 @@ def test_the_data_sheet_of_a_device(
 ) -> None:
     """By its name, else that of the default; it is said once, by the first rank of an axis."""
     sheets = {name: replace(RING, name=name) for name in ("a100", "h100")}
-    for module in (axis_machine, shared_machine):
+    for module in (choice, sequence_axis):
         monkeypatch.setattr(module, "PRESETS", sheets)
         monkeypatch.setattr(module, "as_machine", sheets.__getitem__)
-    assert axis_machine.data_sheet_of("cpu").name == "h100"
-    monkeypatch.setattr(axis_machine, "device_name", lambda _: "NVIDIA A100-SXM4-80GB")
-    assert axis_machine.data_sheet_of("cuda").name == "a100"
+    assert choice.data_sheet_of("cpu").name == "h100"
+    monkeypatch.setattr(choice, "device_name", lambda _: "NVIDIA A100-SXM4-80GB")
+    assert choice.data_sheet_of("cuda").name == "a100"
     caplog.set_level(logging.WARNING, "dtensor_ring")
     for rank in range(2):
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=2)

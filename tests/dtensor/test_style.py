@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from dtensor_ring import Balanced, ContextParallel, Mask, ring_attention, sequence_layout
 from dtensor_ring.dtensor.style import _positions
-from dtensor_ring.ops.call_site import CALLER
+from dtensor_ring.ops.checks import CALLER
 from dtensor_ring.ops.ring_op import ring_backward_op, ring_op
 from dtensor_ring.planning.run_table import as_layout
 from tests.dense import dense_attention

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.library import opcheck
 
 from dtensor_ring import RingError
-from dtensor_ring.ops.rows_op import gather_rows_op, sum_ranks_op, sum_rows_op
+from dtensor_ring.ops.axis_ops import gather_rows_op, sum_ranks_op, sum_rows_op
 from tests.pool import Pool
 
 WIDTH = 3

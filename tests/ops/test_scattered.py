@@ -7,8 +7,7 @@ import warnings
 import pytest
 
 from dtensor_ring import Mask, Slices
-from dtensor_ring.ops.call_site import CALLER
-from dtensor_ring.ops.checks import MANY, warn_of_tiles
+from dtensor_ring.ops.checks import CALLER, MANY, warn_of_tiles
 from dtensor_ring.ops.options import PlanRequest
 from dtensor_ring.planning.mask import as_documents
 from dtensor_ring.planning.plan import plan

@@ -13,7 +13,7 @@ from torch.library import opcheck
 from torch.utils.checkpoint import checkpoint
 
 from dtensor_ring.agreement.call_record import RingError
-from dtensor_ring.ops.state import attached, receive_op, send_op
+from dtensor_ring.ops.axis_ops import attached, receive_op, send_op
 from dtensor_ring.transport.transport import ProcessGroupTransport, set_transport
 from tests.pool import Pool
 

@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 
 from dtensor_ring.compute.kernels import Scores
-from dtensor_ring.compute.kernels.paged_kernel import Pages
+from dtensor_ring.compute.kernels.kernel import Pages
 from dtensor_ring.compute.merge import merge_ragged
-from dtensor_ring.paged import block_launches
-from dtensor_ring.paged.block_launches import launches_of
-from dtensor_ring.paged.kernels import Gathered, InPlace
+from dtensor_ring.paged import kernels
+from dtensor_ring.paged.kernels import Gathered, InPlace, launches_of
 from dtensor_ring.planning.tile import FULL
 
 BLOCK = 4
@@ -41,14 +40,14 @@ def test_each_block_is_read_once(
     torch.manual_seed(0)
     keys, values = torch.randn(2, 16, BLOCK, 2, 8, dtype=torch.float64)
     query = torch.randn(len(tables), num_rows, 4, 8, dtype=torch.float64)
-    kernel_of = block_launches.block_kernel
+    kernel_of = kernels.block_kernel
 
     def spy(queries: Tensor, *facts: Any) -> Any:
         num_readers = queries.shape[2] // (2 * num_rows)  # two heads share a key head
         found.append((len(queries), num_readers))
         return kernel_of(queries, *facts)
 
-    monkeypatch.setattr(block_launches, "block_kernel", spy)
+    monkeypatch.setattr(kernels, "block_kernel", spy)
     lengths = np.array([BLOCK * len(x) for x in tables], dtype=np.int32)
     width = max(map(len, tables))
     pages = Pages(np.array([x + [0] * (width - len(x)) for x in tables]), lengths, BLOCK)

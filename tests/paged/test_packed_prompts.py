@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from dtensor_ring import BlockPool, Mask
-from dtensor_ring.paged.packed_prompts import PackedPrompts
+from dtensor_ring.paged.prefill import PackedPrompts
 from tests.dense import visible
 
 MASKS = [

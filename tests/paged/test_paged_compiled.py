@@ -14,8 +14,7 @@ import pytest
 import torch
 
 from dtensor_ring import Mask
-from dtensor_ring.compute.kernels.kernel import Scores
-from dtensor_ring.compute.kernels.paged_kernel import Pages
+from dtensor_ring.compute.kernels.kernel import Pages, Scores
 from tests.machine_code import ARCHITECTURES, Compiling, MachineCode, compiling
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32

@@ -24,8 +24,7 @@ import torch
 from torch import Tensor
 
 from dtensor_ring import BlockPool, Mask
-from dtensor_ring.compute.kernels.kernel import Problem, Scores
-from dtensor_ring.compute.kernels.paged_kernel import Pages
+from dtensor_ring.compute.kernels.kernel import Pages, Problem, Scores
 from dtensor_ring.paged import api, kernels
 from dtensor_ring.paged.kernels import Gathered, PagedTriton
 from tests.dense import dense_attention

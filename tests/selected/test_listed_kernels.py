@@ -12,9 +12,16 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from dtensor_ring import SequenceAxis, selected_attention
 from dtensor_ring.compute.kernels import Problem, Saved, flash_attn4
-from dtensor_ring.selected import listed_kernels
-from dtensor_ring.selected.listed_attention import Residents, gathered_backward, gathered_forward
-from dtensor_ring.selected.listed_kernels import LISTED, Lists, listed_forward, lists_of
+from dtensor_ring.selected import listed_attention
+from dtensor_ring.selected.listed_attention import (
+    LISTED,
+    Lists,
+    Residents,
+    gathered_backward,
+    gathered_forward,
+    listed_forward,
+    lists_of,
+)
 from tests.pool import Pool
 from tests.selected.indexers import dense
 from tests.selected.latent_package import FORWARD, install, package
@@ -228,10 +235,10 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int, int], None]]
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (major, minor))
-        listed_kernels._missing.cache_clear()
+        listed_attention._missing.cache_clear()
 
     yield install
-    listed_kernels._missing.cache_clear()
+    listed_attention._missing.cache_clear()
 
 
 def test_missing(
@@ -240,7 +247,7 @@ def test_missing(
     assert LISTED.missing() == "no CUDA device"
     gpu(9, 0)
     assert LISTED.missing() == "it needs compute capability 10.x or 11.x, this GPU has 9.0"
-    assert listed_kernels.refused(SERVED) == LISTED.missing()
+    assert listed_attention.refused(SERVED) == LISTED.missing()
     gpu(10, 0)
     monkeypatch.setattr(flash_attn4, "_missing_package", lambda: "it is not installed")
     assert LISTED.missing() == "it is not installed"
@@ -248,7 +255,7 @@ def test_missing(
     interface = flash_attn4.load("flash_attn.cute.interface")
     monkeypatch.setattr(interface, "_flash_attn_fwd", eval(f"lambda {FORWARD}: None"))
     assert LISTED.missing() is None
-    assert listed_kernels.refused(SERVED) is None
+    assert listed_attention.refused(SERVED) is None
     old = FORWARD.replace(", gather_bwd_recompute_p=False", "")
     monkeypatch.setattr(interface, "_flash_attn_fwd", eval(f"lambda {old}: None"))
     assert LISTED.missing() == "its flash-attn-4 has no lists of keys; 4.0.0b36 has them"
@@ -279,7 +286,7 @@ def check_ranks() -> None:
     calls: list[Lists] = []
     with pytest.MonkeyPatch.context() as patched:
         install(patched)
-        patched.setattr(listed_kernels, "refused", calls.append)
+        patched.setattr(listed_attention, "refused", calls.append)
         lists, how = selected[:, mine], {"scale": 0.05, "return_lse": True, "mesh": mesh}
         found = selected_attention(*leaves, 512, lists, **how)
         grads = torch.autograd.grad(found[0], leaves, grad_out[:, :, mine])

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from dtensor_ring import BlockCyclic, Contiguous, Mask, Striped, ZigZag
 from dtensor_ring.planning.run_table import RunTable
 from dtensor_ring.selected import run
-from dtensor_ring.selected.top_keys import best_keys
+from dtensor_ring.selected.run import best_keys
 from tests.drawn import examples, seen_by_rings, turns
 from tests.rings import Ring
 from tests.selected.indexers import Indexer

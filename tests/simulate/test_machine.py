@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dtensor_ring.simulate.machine import Curve, KernelSpeed, Links, Machine
-from dtensor_ring.simulate.machine_files import as_machine
+from dtensor_ring.simulate.presets import as_machine
 
 LINE = Curve.line(1e-5, 1e11)
 LINKS = Links(LINE, LINE, LINE, LINE)

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from dtensor_ring.simulate.machine import Curve, Machine
-from dtensor_ring.simulate.machine_files import as_machine
-from dtensor_ring.simulate.presets import PRESETS
+from dtensor_ring.simulate.presets import PRESETS, as_machine
 
 NAMES = list(PRESETS)
 SIZES = np.logspace(3, 13, 60)

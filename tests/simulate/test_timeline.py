@@ -21,8 +21,7 @@ from dtensor_ring.compute.trace import Label
 from dtensor_ring.planning.run_table import as_layout
 from dtensor_ring.ring import ring_backward, ring_forward
 from dtensor_ring.simulate.machine import FORMS, Curve, KernelSpeed
-from dtensor_ring.simulate.simulated_attention import simulate_attention
-from dtensor_ring.simulate.timeline import STREAMS, Timeline
+from dtensor_ring.simulate.simulated_attention import STREAMS, Timeline, simulate_attention
 from tests.played import PlayedTransport, play
 from tests.rings import Ring
 from tests.simulate.machines import links, round_machine

@@ -76,7 +76,7 @@ def same_order(one: str, other: str, world_size: int) -> bool:
 
 def _own_tokens(layout: str) -> list[list[int]]:
     """The places of this rank's tokens, by row."""
-    from parallel_plans.torchtitan.packed_batch import gather_documents, own_tokens
+    from parallel_plans.torchtitan.inner_attention import gather_documents, own_tokens
 
     rank, world_size, mesh = dist.get_rank(), dist.get_world_size(), init_device_mesh("cpu", (2,))
     batch = {"input": 10 * POSITIONS, "positions": POSITIONS}
@@ -109,7 +109,7 @@ def test_documents(pool: Pool, layout: str) -> None:
 def _slope() -> Slope:
     """Of a rank's part of a batch, and of attention in its documents."""
     from parallel_plans.torchtitan import RingAttention
-    from parallel_plans.torchtitan.packed_batch import own_tokens
+    from parallel_plans.torchtitan.inner_attention import own_tokens
 
     def peak(num_tokens: int, world_size: int) -> Peak:
         seq_len = num_tokens * world_size
@@ -187,7 +187,7 @@ def _refuse_configs() -> None:
 
     from parallel_plans.torchtitan import RingAttention, RingTrainer, use_ring
     from parallel_plans.torchtitan.config_registry import llama3_debugmodel_ring, with_ring
-    from parallel_plans.torchtitan.packed_batch import own_tokens
+    from parallel_plans.torchtitan.inner_attention import own_tokens
     from parallel_plans.torchtitan.training import ring_layout
 
     class Masking(Llama3Model):

@@ -27,7 +27,7 @@ from dtensor_ring.compute.kernels import KERNELS, Saved, Scores
 from dtensor_ring.compute.memory import HEAD_MAJOR, TOKEN_MAJOR, Order, empty
 from dtensor_ring.compute.trace import Label
 from dtensor_ring.decode.run import MERGES, Combine
-from dtensor_ring.ops import rows_op
+from dtensor_ring.ops import axis_ops
 from dtensor_ring.planning.layout import Layout
 from dtensor_ring.planning.plan import Plan
 from dtensor_ring.ring import ring_backward, ring_forward
@@ -135,9 +135,9 @@ class RankSum:
         (local,) = tensors(is_batched, (1, 1, 5, 16))
         known: dict[str, Any] = {"_resolve_process_group": lambda name: transport.group}
         known["_checked_sum"] = lambda *args: nullcontext(transport)
-        with patch.multiple(rows_op, **known):
+        with patch.multiple(axis_ops, **known):
             for is_back in (False, True):
-                local = rows_op.sum_ranks(local, "group", is_back)
+                local = axis_ops.sum_ranks(local, "group", is_back)
 
 
 ROUTES = {

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dtensor_ring.compute.kernels.band import Bias, col_blocks, row_blocks
+from dtensor_ring.compute.kernels.emulated import Bias, col_blocks, row_blocks
 from dtensor_ring.compute.kernels.kernel import (
     Gradients,
     Kernel,

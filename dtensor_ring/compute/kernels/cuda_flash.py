@@ -10,6 +10,8 @@ from torch.nn import attention
 
 from dtensor_ring.compute.kernels.kernel import (
     Gradients,
+    PagedKernel,
+    Pages,
     Problem,
     Result,
     Saved,
@@ -18,8 +20,8 @@ from dtensor_ring.compute.kernels.kernel import (
     gpu_limits,
     no_gpu,
     one_head_dim,
+    whole_pages,
 )
-from dtensor_ring.compute.kernels.paged_kernel import PagedKernel, Pages, whole_pages
 from dtensor_ring.compute.kernels.varlen import Band, VarlenKernel, sizes
 
 aten = torch.ops.aten

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from dtensor_ring.compute.kernels.kernel import (
     Gradients,
+    PagedKernel,
+    Pages,
     Problem,
     Result,
     Saved,
@@ -18,8 +20,8 @@ from dtensor_ring.compute.kernels.kernel import (
     load,
     no_gpu,
     one_head_dim,
+    whole_pages,
 )
-from dtensor_ring.compute.kernels.paged_kernel import PagedKernel, Pages, whole_pages
 from dtensor_ring.compute.kernels.varlen import Band, VarlenKernel, sizes
 
 

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from dtensor_ring.compute.kernels.kernel import (
     Gradients,
+    PagedKernel,
+    Pages,
     Problem,
     Result,
     Saved,
@@ -19,7 +21,6 @@ from dtensor_ring.compute.kernels.kernel import (
     no_gpu,
     one_head_dim,
 )
-from dtensor_ring.compute.kernels.paged_kernel import PagedKernel, Pages
 from dtensor_ring.compute.kernels.varlen import Band, VarlenKernel, lengths
 
 flash = torch.ops.flash_attn_3

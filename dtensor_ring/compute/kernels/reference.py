@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dtensor_ring.compute.kernels.band import hidden, row_blocks
+from dtensor_ring.compute.kernels.emulated import hidden, row_blocks
 from dtensor_ring.compute.kernels.kernel import (
     Gradients,
     Kernel,

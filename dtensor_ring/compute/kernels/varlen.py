@@ -28,12 +28,12 @@ from dtensor_ring.compute.kernels.kernel import (
     Gradients,
     Kernel,
     Launch,
+    PagedKernel,
     Result,
     Saved,
     Scores,
     Segments,
 )
-from dtensor_ring.compute.kernels.paged_kernel import PagedKernel
 from dtensor_ring.planning.mask import Mask
 
 # The number of columns that a row sees left and right of its own; `None` means all.

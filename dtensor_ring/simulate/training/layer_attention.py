@@ -9,12 +9,11 @@ from dtensor_ring.planning.strategy import Strategy
 from dtensor_ring.simulate.choose import chosen_strategy
 from dtensor_ring.simulate.problem import SimulatedProblem, problem_of
 from dtensor_ring.simulate.recurrence import Direction
-from dtensor_ring.simulate.simulated_attention import timeline_of
-from dtensor_ring.simulate.timeline import Timeline
-from dtensor_ring.simulate.training.attention_memory import AttentionRoom, attention_room
+from dtensor_ring.simulate.simulated_attention import Timeline, timeline_of
 from dtensor_ring.simulate.training.collectives import strided
 from dtensor_ring.simulate.training.layer_seconds import PartSeconds
 from dtensor_ring.simulate.training.model_shape import LayerShape
+from dtensor_ring.simulate.training.step_memory import AttentionRoom, attention_room
 from dtensor_ring.simulate.training.step_request import AUTO, StepRequest
 
 # The largest number of ranks of which spans are kept: more are not drawn.

@@ -12,12 +12,16 @@ import torch
 from dtensor_ring.planning.layout import Layout
 from dtensor_ring.planning.ranges import as_count
 from dtensor_ring.simulate.machine import Machine
-from dtensor_ring.simulate.machine_files import as_machine
+from dtensor_ring.simulate.presets import as_machine
 from dtensor_ring.simulate.training.layer_attention import attention_rooms
-from dtensor_ring.simulate.training.memory_setting import MemorySetting
 from dtensor_ring.simulate.training.step import simulated_step
 from dtensor_ring.simulate.training.step_memory import StepMemory, step_memory
-from dtensor_ring.simulate.training.step_request import MAX_PAIRS, StepRequest, step_request
+from dtensor_ring.simulate.training.step_request import (
+    MAX_PAIRS,
+    MemorySetting,
+    StepRequest,
+    step_request,
+)
 from dtensor_ring.transport.transport import TransferPolicy
 
 # Tokens of an MLP tile: their products are large enough for a GPU, and their memory does not count.

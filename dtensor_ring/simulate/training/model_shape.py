@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from dtensor_ring.planning.mask import Mask
-from dtensor_ring.simulate.model_config import text_entries
+from dtensor_ring.simulate.problem import text_entries
 
 # The largest size that is read: kernels count in int32.
 MAX_SIZE = 2**31 - 1

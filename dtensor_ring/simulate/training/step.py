@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -14,18 +15,28 @@ from dtensor_ring.planning.layout import Layout
 from dtensor_ring.planning.mask import Boundaries, Mask
 from dtensor_ring.planning.plan import plan
 from dtensor_ring.simulate.machine import Machine
-from dtensor_ring.simulate.training.collectives import all_reduce_seconds, collective_seconds
+from dtensor_ring.simulate.training.collectives import (
+    COLLECTIVE,
+    TaskSpan,
+    UnitSeconds,
+    all_reduce_seconds,
+    collective_seconds,
+    fsdp_tasks,
+    run_streams,
+)
 from dtensor_ring.simulate.training.layer_attention import (
     AttentionKind,
     AttentionSeconds,
     model_attentions,
 )
-from dtensor_ring.simulate.training.layer_pieces import KEPT_ITEMSIZE
-from dtensor_ring.simulate.training.layer_seconds import LayerClock, PartSeconds
+from dtensor_ring.simulate.training.layer_seconds import LayerClock, PartSeconds, peak_flops
 from dtensor_ring.simulate.training.model_shape import LayerShape
-from dtensor_ring.simulate.training.overlap import TaskSpan, UnitSeconds, fsdp_tasks, run_streams
-from dtensor_ring.simulate.training.peak_flops import peak_flops
-from dtensor_ring.simulate.training.step_memory import StepMemory, layer_weights, step_memory
+from dtensor_ring.simulate.training.step_memory import (
+    KEPT_ITEMSIZE,
+    StepMemory,
+    layer_weights,
+    step_memory,
+)
 from dtensor_ring.simulate.training.step_request import AUTO, StepRequest, step_request
 from dtensor_ring.transport.transport import TransferPolicy
 
@@ -359,3 +370,49 @@ def _pairs(asked: StepRequest, mask: Mask) -> float:
         # A tile without a row is of all rows.
         found += groups * sum(x.area * (asked.batch if x.batch is None else 1) for x in tiles)
     return found / len(asked.batches)
+
+
+def step_trace(step: SimulatedStep) -> dict[str, Any]:
+    """Return a trace of a step, in the JSON format of Chrome's trace events.
+
+    Times are in microseconds. Process 0 has the streams of a rank in the whole step. Each kind of
+    attention follows with a process for each rank of its axis, in one forward and one backward.
+
+    Args:
+        step: the simulated step.
+    """
+    events, process = [*_events(step)], 1
+    for mask, attention in step.attentions.items():
+        found = json.loads(attention.timeline.chrome_trace())["traceEvents"]
+        events += [_moved(event, process, mask) for event in found]
+        process += 1 + max((event["pid"] for event in found), default=0)
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def _moved(event: dict[str, Any], process: int, mask: str) -> dict[str, Any]:
+    """Return an event of an attention in a process of its own, whose name has the mask."""
+    event = event | {"pid": event["pid"] + process}
+    if event["name"] == "process_name":
+        event["args"] = {"name": f"attention, {mask}, {event['args']['name']}"}
+    return event
+
+
+def _events(step: SimulatedStep) -> Iterator[dict[str, Any]]:
+    yield named("process_name", 0, 0, f"{step.model}, {step.strategy}")
+    for stream, name in enumerate(("kernels", "FSDP2")):
+        yield named("thread_name", 0, stream, name)
+    for span in step.spans:
+        yield {
+            "name": span.label,
+            "cat": "collective" if span.stream == COLLECTIVE else "kernels",
+            "ph": "X",
+            "pid": 0,
+            "tid": span.stream,
+            "ts": span.begin * 1e6,
+            "dur": (span.end - span.begin) * 1e6,
+        }
+
+
+def named(what: str, process: int, thread: int, name: str) -> dict[str, Any]:
+    """Return the event that names a process or a thread."""
+    return {"name": what, "ph": "M", "pid": process, "tid": thread, "args": {"name": name}}

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from dtensor_ring import Mask
-from parallel_plans.huggingface.core.language_model import has_axes
+from parallel_plans.huggingface.core.modules import has_axes
 from parallel_plans.strategies import Strategies
 
 MARKER = "ring pattern"

@@ -1,18 +1,219 @@
-"""Holds a rank's cached keys and values: its own columns, and every window in full."""
+"""Holds a rank's cached keys and values, and describes a forward with them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from dtensor_ring import SequenceAxis, ShardedCache
-from dtensor_ring.extension import CacheUsage, Layout, as_layout
-from parallel_plans.huggingface.core.layer_inputs import DecodeInputs, LayerInputs
-from parallel_plans.huggingface.generation.new_tokens import KeptPair, NewTokens, Pair, WindowCache
+from dtensor_ring.extension import (
+    CacheUsage,
+    KeptTokens,
+    Layout,
+    append_runs,
+    as_layout,
+    format_named,
+    no_tokens,
+)
+from parallel_plans.huggingface.core.documents import DocumentBounds, cached_documents
+from parallel_plans.huggingface.core.layer_inputs import DecodeInputs, LayerInputs, ShardedInputs
+from parallel_plans.huggingface.core.positions import LastTokens
+
+
+@dataclass(frozen=True)
+class NewTokens:
+    """New tokens after those of a cache, either sharded over the ranks or replicated.
+
+    Attributes:
+        axis: the axis of the cache.
+        layout: the layout in which new tokens are sharded.
+        past: number of cached tokens.
+        num_tokens: number of new tokens, on all ranks together.
+        sharded_length: number of new tokens with the padding of the layout; 0 if replicated.
+        left_padding: number of padding tokens at the start of each row, `(B,)`.
+        num_kept: number of last tokens whose logits are requested; no others can be cropped later.
+        chunks: sizes of the chunks that layers see.
+    """
+
+    axis: SequenceAxis
+    layout: Layout
+    past: int
+    num_tokens: int
+    sharded_length: int
+    left_padding: Tensor | None
+    num_kept: int
+    chunks: frozenset[int]
+
+    @property
+    def end(self) -> int:
+        """The number of cached tokens after this forward."""
+        return self.past + self.num_tokens
+
+    def documents(self, begin: int) -> DocumentBounds:
+        """Return the documents of the positions from `begin` on, counted from there."""
+        if self.left_padding is None and not begin and self.sharded_length <= self.num_tokens:
+            return DocumentBounds()
+        return cached_documents(self.left_padding, begin, self.end, self.chunks)
+
+    def full(self, cache: ShardedCache) -> LayerInputs:
+        """Return how layers that see everything attend.
+
+        Args:
+            cache: the cache of these layers, in this forward.
+        """
+        documents, mesh = self.documents(0), self.axis.mesh
+        if self.sharded_length:
+            return ShardedInputs(self.axis, None, documents, cache.query_runs, cache.key_runs)
+        num_columns = cache.table.num_local[mesh.get_local_rank()]
+        return DecodeInputs(self.axis, documents, cache.key_runs, num_columns, mesh)
+
+    def window(self, num_held: int) -> LayerInputs:
+        """Return how layers attend that hold the last tokens of the cache on each rank.
+
+        Args:
+            num_held: number of tokens that they hold.
+        """
+        begin = self.past - num_held
+        if not self.sharded_length:
+            columns = num_held + self.num_tokens
+            key_runs = torch.tensor([[[begin, columns]]], device="cpu")
+            return DecodeInputs(self.axis, self.documents(0), key_runs, columns, None)
+        # Each rank contributes a slice of the held tokens. Positions count from the first of these.
+        size = self.axis.mesh.size()
+        runs = torch.tensor(append_runs(self.layout, self.sharded_length, size))
+        runs[..., 0] += num_held * (runs[..., 1] > 0)  # empty runs stay at 0
+        held = [window_slice(rank, size, num_held) for rank in range(size)]
+        slices = torch.tensor([[[first, last - first]] for first, last in held], dtype=runs.dtype)
+        key_runs = torch.cat([slices, runs], 1)
+        return ShardedInputs(self.axis, None, self.documents(begin), runs, key_runs, begin)
+
+
+def window_slice(rank: int, world_size: int, num_held: int) -> tuple[int, int]:
+    """Return begin and end of a rank's slice of tokens that all ranks hold."""
+    return rank * num_held // world_size, (rank + 1) * num_held // world_size
+
+
+Pair = tuple[Tensor, Tensor]
+KeptPair = tuple[KeptTokens, KeptTokens]
+
+
+class WindowCache:
+    """Holds the tokens in a layer's window of `size` tokens that the next token still sees.
+
+    Every rank holds them, so a decode step needs no message. After a sharded forward, each rank
+    receives the last tokens from their owners once.
+
+    With a format, full blocks of positions are held in eight bits, so a rank holds up to a block
+    more. New tokens of a sharded forward see each other as they are, and what is held rounded.
+
+    Args:
+        size: number of tokens that a token sees, itself included.
+        kv_dtype: the format of full blocks; `None` to round nothing.
+    """
+
+    def __init__(self, size: int, kv_dtype: str | None = None) -> None:
+        self.size, self._format = size, format_named(kv_dtype)
+        self._held: KeptPair | None = None
+        self._next: Callable[[], KeptPair] | None = None
+
+    @property
+    def num_held(self) -> int:
+        """The number of tokens held for each row."""
+        return 0 if self._held is None else self._held[0].num_tokens
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes that the held tokens take on each rank."""
+        return sum(x.num_bytes for x in self._held or ())
+
+    def append(self, key: Tensor, value: Tensor, new: NewTokens) -> Pair:
+        """Append new tokens, and return this rank's columns of held and new tokens."""
+        # Keep one more token for each that may be cropped: earlier windows still need it.
+        first = max(0, new.end - (self.size - 1 + max(0, new.num_kept - 1)))
+        held = self._held or self._nothing((key, value))
+        first -= first % held[0].block_size
+        if not new.sharded_length:
+            whole = _append(held, (key, value))
+            self._next = lambda: _from(whole, first, new.end)
+            return _read(whole)
+        axis = new.axis
+        count = min(new.end - first, new.num_tokens)
+        last = LastTokens.of(axis, new.layout, new.num_tokens, new.sharded_length, count)
+        own = last.local_indices(key.device)
+        columns = torch.cat([key.index_select(2, own), value.index_select(2, own)], -1)
+        dims = key.shape[3], value.shape[3]
+
+        def joined() -> KeptPair:
+            new_key, new_value = last.join(columns, 2).split(dims, -1)
+            before = held if first < new.past else self._nothing((key, value))
+            return _from(_append(before, (new_key, new_value)), first, new.end)
+
+        self._next = joined
+        begin, end = window_slice(axis.mesh.get_local_rank(), axis.mesh.size(), self.num_held)
+        pairs = zip(_read(held), (key, value), strict=True)
+        keys, values = (torch.cat([x[:, :, begin:end], y], 2) for x, y in pairs)
+        return keys, values
+
+    def _nothing(self, like: Pair) -> KeptPair:
+        return (
+            no_tokens(like[0], self._format, "keys"),
+            no_tokens(like[1], self._format, "values"),
+        )
+
+    def appended(self) -> KeptPair | None:
+        """Return what is held after the forward. All ranks must call layers in the same order."""
+        return self._held if self._next is None else self._next()
+
+    def selected(self, rows: Tensor) -> KeptPair | None:
+        """Return what is held of these rows of the batch."""
+        if self._held is None:
+            return None
+        return self._held[0].select(rows), self._held[1].select(rows)
+
+    def hold(self, pair: KeptPair | None) -> None:
+        """Hold this pair from now on, and drop what was appended."""
+        self._held, self._next = pair, None
+
+    def take_back(self) -> None:
+        """Drop what was appended."""
+        self._next = None
+
+    def check_crop(self, num_tokens: int, seq_len: int) -> None:
+        """Refuse to crop `num_tokens` of `seq_len` tokens if the window is no longer held then.
+
+        Raises:
+            ValueError: if tokens of the window are gone.
+        """
+        if self.num_held - num_tokens < min(self.size - 1, seq_len - num_tokens):
+            raise ValueError(
+                f"cannot take {num_tokens} tokens away: layers with a window of {self.size} have "
+                f"the last {self.num_held} tokens only; at most one fewer can be taken away than "
+                "the last call returned logits of"
+            )
+
+    def crop(self, num_tokens: int) -> None:
+        """Remove the last tokens."""
+        if self._held is not None:
+            left = max(0, self.num_held - num_tokens)
+            self._held = self._held[0].crop(left), self._held[1].crop(left)
+
+
+def _append(before: KeptPair, after: Pair) -> KeptPair:
+    return before[0].append(after[0]), before[1].append(after[1])
+
+
+def _read(pair: KeptPair) -> Pair:
+    return pair[0].read(), pair[1].read()
+
+
+def _from(pair: KeptPair, first: int, end: int) -> KeptPair:
+    """Return the tokens from position `first` on, or all; the last one is at `end - 1`."""
+    num_dropped = max(0, first - (end - pair[0].num_tokens))
+    return pair[0].drop(num_dropped), pair[1].drop(num_dropped)
 
 
 class CacheMemory:

@@ -18,8 +18,7 @@ from transformers.cache_utils import (
 
 from dtensor_ring.extension import MAX_QUERIES, CacheUsage
 from parallel_plans.huggingface.core.versions import kept_whole
-from parallel_plans.huggingface.generation.cache_memory import CacheMemory
-from parallel_plans.huggingface.generation.new_tokens import Pair
+from parallel_plans.huggingface.generation.cache_memory import CacheMemory, Pair
 from parallel_plans.huggingface.selecting.indexers import indexers_of
 from parallel_plans.huggingface.sharding.sharding import shardings_of
 

@@ -1,24 +1,223 @@
-"""Replaces `generate` of a sharded model: all ranks must do the same at every token."""
+"""Forwards with a sharded cache, and `generate`: all ranks must do the same at every token."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import wraps
 from hashlib import blake2b
 from inspect import signature
 from types import MethodType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from dtensor_ring import RingError
-from dtensor_ring.extension import axis_group, check_agreement, checked_barrier
-from parallel_plans.huggingface.core.versions import cache_argument, with_cache
-from parallel_plans.huggingface.generation.cached_forward import cache_of
-from parallel_plans.huggingface.sharding.batch import described
+from dtensor_ring.extension import (
+    axis_group,
+    check_agreement,
+    checked_barrier,
+    gathered,
+    positions_of,
+)
+from parallel_plans.huggingface.core.attention_function import RingInputs
+from parallel_plans.huggingface.core.documents import left_padding
+from parallel_plans.huggingface.core.model_masks import (
+    is_precomputed,
+    padding_of,
+    precomputed_masks,
+)
+from parallel_plans.huggingface.core.positions import LastTokens
+from parallel_plans.huggingface.core.versions import (
+    NAMES_OF_CACHE,
+    cache_argument,
+    cache_name,
+    with_cache,
+)
+from parallel_plans.huggingface.generation.cache_memory import NewTokens
+from parallel_plans.huggingface.probing.probe import ROUTER_LOGITS
+from parallel_plans.huggingface.sharding.batch import (
+    BOUNDARIES,
+    LOGITS_TO_KEEP,
+    described,
+    keywords,
+    parse,
+    shard,
+)
 from parallel_plans.huggingface.sharding.sharding import Sharding, whole_outputs
+
+if TYPE_CHECKING:
+    from parallel_plans.huggingface.generation.context_parallel_cache import ContextParallelCache
+
+
+GROWS = "a cache over a sharded sequence grows with each token: forwards with one run eager"
+# Arguments that are not the model's, or are given to it again.
+OF_CALL = (*NAMES_OF_CACHE, "use_cache", "output_logits")
+# Arguments that are of no use, or mean something else, with a cache.
+UNCACHED = (*BOUNDARIES, "labels", "shift_labels", ROUTER_LOGITS)
+
+
+def uses_cache(arguments: dict[str, Any]) -> bool:
+    """Return whether a call has a cache, or asks for a new one, which labels rule out."""
+    asks_for_one = bool(arguments.get("use_cache")) and arguments.get("labels") is None
+    return asks_for_one or cache_argument(arguments) is not None
+
+
+def cache_of(model: Any, sharding: Sharding, arguments: dict[str, Any]) -> ContextParallelCache:
+    """Return the cache of a call that has one, or a new one for a call that asks for one.
+
+    Raises:
+        ValueError: if the cache is not of this model, or was replaced by a sharded one.
+    """
+    from parallel_plans.huggingface.generation.context_parallel_cache import ContextParallelCache
+
+    cache = cache_argument(arguments)
+    if isinstance(cache, ContextParallelCache) and cache.sharding is sharding:
+        return cache
+    name = cache_name(model)
+    if isinstance(cache, ContextParallelCache):
+        raise ValueError(
+            f"{name} is a ContextParallelCache of another model; make one of this model"
+        )
+    if cache is None or (sharding.generates and _is_fresh(cache)):
+        _replace(cache, name, sharding)
+        return ContextParallelCache(model)
+    raise ValueError(
+        f"{name} is a {type(cache).__name__}, whose keys and values are not sharded along the "
+        "sequence; give a ContextParallelCache(model), or use_cache=True for a new one"
+    )
+
+
+def _replace(cache: Any, name: str, sharding: Sharding) -> None:
+    """Record that a new cache replaces this one; refuse to do it twice, which loses tokens."""
+    if cache in sharding.replaced:
+        raise ValueError(
+            f"{name} is the DynamicCache that generate began with, which a sharded one has "
+            f"replaced; go on with that, output.{name} of the forward before"
+        )
+    if cache is not None:
+        sharding.replaced.add(cache)
+
+
+def _is_fresh(cache: Any) -> bool:
+    """Return whether the cache is an empty one of the kind that `generate` makes."""
+    from transformers import DynamicCache
+
+    return type(cache) is DynamicCache and not cache.offloading and not cache.get_seq_length()
+
+
+@torch.compiler.disable(reason=GROWS)
+def forward_with_cache(
+    plain: Callable[..., Any], model: Any, sharding: Sharding, arguments: dict[str, Any]
+) -> Any:
+    """Run a whole model on new tokens with a cache, see `call_with_cache`."""
+    cache = cache_of(model, sharding, arguments)
+    if not cache.memory.seq_len:  # the forward that cached tokens has compared the weights
+        sharding.agree(model, arguments)
+    return call_with_cache(plain, model, sharding, cache, arguments)
+
+
+def call_with_cache(
+    plain: Callable[..., Any],
+    model: Any,
+    sharding: Sharding,
+    cache: ContextParallelCache,
+    arguments: dict[str, Any],
+    tokens: Tensor | None = None,
+    of_kept: str = "logits",
+) -> Any:
+    """Return the output of a model for new tokens: whole, plain tensors on every rank.
+
+    Args:
+        plain: the model's own forward.
+        model: a model, or the language model within one that merged images into its embeddings.
+        sharding: how the model is sharded.
+        cache: keys and values of the tokens before.
+        arguments: the arguments of the call, by name.
+        tokens: ids that the embeddings were made of, which ranks compare.
+        of_kept: name of the output that has the last tokens only, if not all are asked for.
+
+    Raises:
+        ValueError: if an argument has no meaning with a cache, or is not about the new tokens.
+    """
+    asked = {name: x for name, x in arguments.items() if name not in OF_CALL}
+    mask, memory = asked.pop("attention_mask", None), cache.memory
+    _check_cached(model, asked, mask)
+    batch, past = parse(model, asked, sharding.loss), memory.seq_len
+    num_tokens = batch.tokens.shape[1]
+    if tokens is None:
+        tokens = batch.tokens
+    seen = precomputed_masks(mask, num_tokens, keeps_plain=True) if is_precomputed(mask) else None
+    mask = mask if seen is None else padding_of(mask)
+    padding = None if mask is None else left_padding(mask, past + num_tokens)
+    positions = sharding.positions(batch, past, mask)
+    batch, kept = replace(batch, positions=positions, seen=seen), None
+    with memory.appending(tokens, padding, batch.others.get(LOGITS_TO_KEEP, 0)) as (new, inputs):
+        if new.sharded_length:  # otherwise a layer's message compares the tokens
+            sharding.check_same_batch(arguments | {"input_ids": tokens}, "a sharded append step")
+            mesh, length = new.axis.mesh, new.sharded_length
+            runs = new.layout.runs(mesh.get_local_rank(), mesh.size(), length)
+            indices = positions_of(runs, tokens.device)
+            batch = shard(batch, indices, new.sharded_length, past)
+        else:
+            indices = torch.arange(num_tokens, device=tokens.device)
+            if positions is None:
+                batch = replace(batch, positions=(past + indices).unsqueeze(0))
+        ring = RingInputs(inputs, past + indices, sharding.layer_masks, past=past)
+        how = keywords(batch, ring, use_cache=True)
+        if new.sharded_length:
+            kept = sharding.keep_logits(how, new.layout, num_tokens, new.sharded_length)
+        if hasattr(model.config, ROUTER_LOGITS):
+            how[ROUTER_LOGITS] = False  # the config may ask for a loss
+        sharding.set_largest(positions, indices, num_tokens, past)
+        try:
+            output = plain(model, **how, **{cache_name(model): cache})
+        finally:
+            sharding.largest.clear()
+    if not new.sharded_length:
+        return output
+    last = {of_kept: kept}
+    return type(output)(**{name: _whole(x, new, last.get(name)) for name, x in output.items()})
+
+
+def _check_cached(model: Any, batch: dict[str, Any], mask: Any) -> None:
+    for name in UNCACHED:
+        if isinstance(batch.get(name), Tensor) or batch.get(name) not in (None, False):
+            raise ValueError(
+                f"{name} is not supported together with a cache over a sharded sequence; leave one "
+                "of them out (use_cache=False)"
+            )
+    if torch.is_grad_enabled():
+        raise ValueError(
+            "a cache (given, or by use_cache=True) is for inference over a sharded sequence; call "
+            "the model under torch.no_grad(), or leave it out"
+        )
+    if model.training and model.is_activation_checkpointing:
+        raise ValueError(
+            "transformers drops the cache of layers with activation checkpointing in training; "
+            "call model.eval() first, or pass use_cache=False"
+        )
+    is_dense = isinstance(mask, Tensor) and is_precomputed(mask)
+    if is_dense or not (mask is None or isinstance(mask, Tensor) or is_precomputed(mask)):
+        raise ValueError(
+            "attention_mask must be one tensor (B, S) of the cached and the new tokens, got "
+            f"{tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__}"
+        )
+
+
+def _whole(x: Any, new: NewTokens, kept: LastTokens | None) -> Any:
+    """Return an output for all new tokens, or for those that are kept, on every rank."""
+    if isinstance(x, tuple):
+        return tuple(_whole(part, new, kept) for part in x)
+    if not isinstance(x, Tensor):
+        return x
+    if kept is not None:
+        return kept.join(x, 1)
+    mesh, length = new.axis.mesh, new.sharded_length
+    return gathered(x, 1, axis_group(mesh), length, new.layout.spec)[:, : new.num_tokens]
+
 
 SAME_CALL = (
     "generate from the same prompt with the same options and, with do_sample, from the same "

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from parallel_plans.huggingface.core.language_model import (
+from parallel_plans.huggingface.core.modules import (
     WHOLE_HEADS,
     backbone_of,
     language_model_of,

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from parallel_plans.huggingface.core.attention_function import at_positions
-from parallel_plans.huggingface.core.language_model import language_model_of
+from parallel_plans.huggingface.core.modules import language_model_of
 from parallel_plans.huggingface.core.patterns import (
     OWN_MASKS,
     PROBE,

@@ -1,28 +1,91 @@
-"""Many sequences that come and go, generated over a pool that is sharded over ranks."""
+"""Many sequences that come and go, generated over a sharded pool, and `generate_batch`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
+from types import MethodType
 from typing import Any
 from zlib import crc32
 
 import torch
 
-from dtensor_ring import BlockPool
-from dtensor_ring.extension import axis_group, check_agreement
+from dtensor_ring import BlockPool, RingError
+from dtensor_ring.extension import axis_group, check_agreement, checked_barrier
 from parallel_plans.huggingface.generation.generate import written
-from parallel_plans.huggingface.serving.next_tokens import extend_all
-from parallel_plans.huggingface.serving.pooled_forward import PooledForward
+from parallel_plans.huggingface.serving.pooled_forward import PooledForward, check_servable
 from parallel_plans.huggingface.serving.scheduler import Scheduler, ServingCounts
 from parallel_plans.huggingface.serving.served_request import (
     ServedRequest,
     TokenChoice,
+    extend_all,
     generation_output,
     prepare_choice,
 )
-from parallel_plans.huggingface.serving.serving_options import ServingOptions
 from parallel_plans.huggingface.sharding.sharding import Sharding
+
+# Fields of transformers' ContinuousBatchingConfig that mean the same here.
+KNOWN = ("page_size", "num_blocks", "max_batch_tokens", "max_requests_per_batch")
+KNOWN += ("return_logprobs", "seed")
+# Fields about other devices, drivers or a thread, of which there is none here.
+IGNORED = ("auto_switch_to_flash", "disable_nccl_graph_mixing", "cpu_group_timeout")
+IGNORED += ("max_memory_percent", "cpu_offload_space_safety_threshold", "max_queue_size")
+IGNORED += ("drop_unsupported_processors",)
+
+
+@dataclass(frozen=True)
+class ServingOptions:
+    """The options of a continuous batch.
+
+    Attributes:
+        page_size: tokens of a block; 256 on a GPU, whose kernels read no others, else 64.
+        num_blocks: the number of blocks of each rank; `None` for what all requests need.
+        max_batch_tokens: the largest number of tokens of a step.
+        max_requests_per_batch: the largest number of requests that hold blocks.
+        return_logprobs: whether outputs have the log-probabilities of their tokens.
+        seed: the seed of the first request; `None` to draw one from PyTorch's random state.
+    """
+
+    page_size: int = 64
+    num_blocks: int | None = None
+    max_batch_tokens: int = 2048
+    max_requests_per_batch: int = 64
+    return_logprobs: bool = False
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        """Check the numbers.
+
+        Raises:
+            ValueError: naming the one that does not fit.
+        """
+        if not 1 <= self.max_requests_per_batch <= self.max_batch_tokens:
+            raise ValueError(
+                "each request needs a token of a step: max_requests_per_batch must be from 1 to "
+                f"max_batch_tokens={self.max_batch_tokens}, got {self.max_requests_per_batch}"
+            )
+
+    @classmethod
+    def of(cls, config: Any, device: torch.device) -> ServingOptions:
+        """Return the options in a `ContinuousBatchingConfig`, or the defaults for `None`.
+
+        Raises:
+            ValueError: if the config asks for something else.
+        """
+        if config is None:
+            return cls(page_size=64 if device.type == "cpu" else 256)
+        for field in fields(config):
+            value, default = getattr(config, field.name), field.default
+            is_asked = value != default and (value or default)  # None and False ask for nothing
+            if field.name not in KNOWN + IGNORED and is_asked:
+                raise ValueError(
+                    f"{field.name}={value!r} of continuous_batching_config is not supported over a "
+                    f"sharded pool, which knows {', '.join(KNOWN)}; leave it out"
+                )
+        given = {name: getattr(config, name) for name in KNOWN}
+        return cls(**{name: x for name, x in given.items() if x is not None})
+
 
 SAME_REQUESTS = (
     "get the same requests in the same order, with the same options and, to sample, one seed or "
@@ -302,3 +365,102 @@ def _tokens_of(given: Any) -> list[int]:
     if not all(type(x) is int for x in tokens):
         raise TypeError(f"a prompt must be a row of token ids, integers, got {given!r}")
     return tokens
+
+
+def install_generate_batch(model: Any) -> None:
+    """Make continuous batching of this model, not of its class, run over a sharded pool."""
+    can_generate = getattr(model, "can_generate", None)
+    if can_generate is None or not can_generate():
+        return
+    for function in (init_continuous_batching, continuous_batching_context_manager, generate_batch):
+        setattr(model, function.__name__, MethodType(function, model))
+
+
+def init_continuous_batching(
+    self: Any,
+    generation_config: Any = None,
+    continuous_batching_config: Any = None,
+    workload_hints: Any = None,
+) -> ContinuousBatch:
+    """Return a batch that requests can join, see `ContinuousBatch`."""
+    check_servable(self)
+    options = ServingOptions.of(continuous_batching_config, self.device)
+    return ContinuousBatch(self, self.context_parallel_sharding, generation_config, options)
+
+
+@contextmanager
+def continuous_batching_context_manager(
+    self: Any, *args: Any, **kwargs: Any
+) -> Iterator[ContinuousBatch]:
+    """Return a context with a batch that requests can join."""
+    yield self.init_continuous_batching(*args, **kwargs)
+
+
+def generate_batch(
+    self: Any,
+    inputs: Sequence[Sequence[int]],
+    generation_config: Any = None,
+    continuous_batching_config: Any = None,
+    record_timestamps: bool = False,
+    progress_bar: bool = False,
+    persistent_manager: bool = False,
+    warmup: bool = True,
+    **options: Any,
+) -> dict[str, Any]:
+    """Generate for all prompts; return transformers' `GenerationOutput` by id, in order.
+
+    All ranks of the axis get the same prompts, and return the same.
+
+    Args:
+        self: the model.
+        inputs: the prompts, tokens each.
+        generation_config: how tokens are chosen; by default the model's.
+        continuous_batching_config: of transformers: `page_size`, `num_blocks` of each rank,
+            `max_batch_tokens`, `max_requests_per_batch`, `return_logprobs` and `seed`.
+        record_timestamps: not supported.
+        progress_bar: whether the first rank shows how many requests have ended.
+        persistent_manager: not supported: `init_continuous_batching` returns what persists.
+        warmup: ignored: there is nothing to warm up.
+        options: options of `generate`, as `max_new_tokens`.
+
+    Raises:
+        ValueError: on every rank, if ranks differ, or an option is not supported. A prompt that
+            cannot be served gives an output with an `error`.
+        RingError: on every rank, if a rank raised, or ranks drifted apart.
+    """
+    if record_timestamps or persistent_manager:
+        raise ValueError(
+            "record_timestamps and persistent_manager are not supported over a sharded pool; "
+            "leave them out, or take model.init_continuous_batching(...) for a batch that "
+            "persists"
+        )
+    group = axis_group(self.context_parallel_sharding.axis.mesh)
+    try:
+        batch = self.init_continuous_batching(generation_config, continuous_batching_config)
+        ids = batch.add_requests(inputs, **options)
+        with _progress(batch, progress_bar and group.rank() == 0) as outputs:
+            found = {output.request_id: output for output in outputs}
+    except RingError:
+        raise
+    except BaseException:
+        with checked_barrier(group, "generate_batch", {}):  # the others would wait for this rank
+            raise
+    with checked_barrier(group, "the end of generate_batch", {}):
+        return {x: found[x] for first in ids for x in _samples_of(first, found)}
+
+
+def _samples_of(first: str, found: dict[str, Any]) -> Iterator[str]:
+    """Yield the id of a request and those of its other samples."""
+    number, name = 0, first
+    while name in found:
+        yield name
+        number, name = number + 1, f"{first}__child#{number}"
+
+
+@contextmanager
+def _progress(batch: ContinuousBatch, is_shown: bool) -> Iterator[Iterator[Any]]:
+    """Return a context with the outputs, which counts them in a line."""
+    from tqdm import tqdm
+
+    with tqdm(batch, desc="generate_batch", unit="request", disable=not is_shown) as outputs:
+        yield iter(outputs)

@@ -1,29 +1,290 @@
-"""Runs a model on the next tokens of pooled sequences."""
+"""Runs a model on the next tokens of pooled sequences: what layers write, and attend to.
+
+All sequences of a forward stand in one row of tokens, so that the projections of all are computed
+together. Attention takes them apart again.
+"""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dtensor_ring import BlockPool
-from dtensor_ring.extension import BlockCopy, PooledSequence
+from dtensor_ring import BlockPool, Mask, PagedBatch, PagedCache, SequenceAxis
+from dtensor_ring.extension import BlockCopy, PagedPrefill, PooledSequence
 from parallel_plans.huggingface.core.attention_function import RingInputs
+from parallel_plans.huggingface.core.documents import DocumentBounds
+from parallel_plans.huggingface.core.layer_inputs import KeyIndex
 from parallel_plans.huggingface.core.positions import counter_of, length_dependent
 from parallel_plans.huggingface.core.versions import cache_name
 from parallel_plans.huggingface.probing.probe import ROUTER_LOGITS
-from parallel_plans.huggingface.serving.pooled_steps import (
-    DecodedTokens,
-    MixedTokens,
-    PooledInputs,
-    PooledMemory,
-    PooledStep,
-    PrefilledTokens,
-)
 from parallel_plans.huggingface.sharding.batch import LOGITS_TO_KEEP, ModelBatch, keywords
 from parallel_plans.huggingface.sharding.sharding import Sharding
+
+Pair = tuple[Tensor, Tensor]
+
+NO_INDEX = (
+    "layers whose index chooses the keys of each token are not served from a pool, whose blocks "
+    "keep no keys of an index; call generate"
+)
+
+
+class PooledMemory:
+    """The keys and values of all layers of a model on this rank, allocated by the first forward.
+
+    Args:
+        axis: the axis that shards the pool.
+        pool: the pool.
+        kv_dtype: the eight bits of full blocks; `None` to round nothing.
+
+    Attributes:
+        numbers: for each layer of the model, the number of the layer whose keys it attends to,
+            among those that keep keys.
+        cache: the memory; `None` before the first forward.
+        kept: the number of key heads and the head dim of what is kept.
+        expands: whether the model makes other keys of those that it keeps, as of latents. Until a
+            layer has shown its keys, it is taken to.
+        seq_len: the number of tokens before a forward, as models ask for it: positions are given.
+        is_running: whether the model is running on new tokens.
+    """
+
+    seq_len, is_running = 0, True
+
+    def __init__(self, axis: SequenceAxis, pool: BlockPool, kv_dtype: str | None = None) -> None:
+        self.axis, self.pool, self.kv_dtype = axis, pool, kv_dtype
+        self.numbers: Sequence[int] = ()
+        self.cache: PagedCache | None = None
+        self.kept, self.expands = (0, 0), True
+        self.step: PooledStep | None = None
+        self.key_runs = torch.empty(0)
+
+    def append(self, layer: int, key: Tensor, value: Tensor) -> Pair:
+        """Write new tokens of a layer; return what the layer makes its keys and values of."""
+        assert self.step is not None, "outside of a forward"
+        cache = self.cache = self.cache or self._allocated(key, value)
+        return self.step.append(cache, self.numbers[layer], key, value)
+
+    def _allocated(self, key: Tensor, value: Tensor) -> PagedCache:
+        rank, self.kept = self.axis.mesh.get_local_rank(), (key.shape[1], key.shape[3])
+        sizes = *self.kept, max(self.numbers) + 1, rank, value.shape[3]
+        return PagedCache(
+            self.pool, *sizes, dtype=key.dtype, device=key.device, kv_dtype=self.kv_dtype
+        )
+
+
+class PooledStep(ABC):
+    """The new tokens of one forward, in a row.
+
+    Attributes:
+        tokens: ids of this rank's tokens, `(L,)`.
+        positions: their positions in their sequences, `(L,)`.
+    """
+
+    tokens: Tensor
+    positions: Tensor
+
+    @abstractmethod
+    def append(self, cache: PagedCache, number: int, key: Tensor, value: Tensor) -> Pair:
+        """Write keys and values `(1, Nkv, L, H)`; return what attention is given in their place."""
+
+    @abstractmethod
+    def attend(
+        self, number: int, query: Tensor, key: Tensor, value: Tensor, mask: Mask, **scores: Any
+    ) -> Tensor:
+        """Return the outputs of queries `(1, N, L, H)`."""
+
+
+class DecodedTokens(PooledStep):
+    """The last token of each sequence, on all ranks: one message for each layer.
+
+    Args:
+        memory: the keys and values of all sequences.
+        sequences: the sequences, whose last tokens are not written yet.
+        device: the device of the model.
+    """
+
+    def __init__(
+        self, memory: PooledMemory, sequences: Sequence[PooledSequence], device: torch.device
+    ) -> None:
+        self._memory, self._sequences = memory, list(sequences)
+        self.tokens = torch.tensor([x.tokens[-1] for x in sequences], device=device)
+        self.positions = torch.tensor([len(x) - 1 for x in sequences], device=device)
+        self._batch: PagedBatch | None = None
+
+    def append(self, cache: PagedCache, number: int, key: Tensor, value: Tensor) -> Pair:
+        batch = self._batch = self._batch or PagedBatch(cache, self._sequences)
+        batch.write(number, _by_row(key), _by_row(value))
+        if not self._memory.expands:
+            return key, value  # attention reads the blocks in place
+        keys, values = (x.flatten(0, 1).transpose(0, 1) for x in batch.blocks(number))
+        return keys.unsqueeze(0), values.unsqueeze(0)
+
+    def attend(
+        self, number: int, query: Tensor, key: Tensor, value: Tensor, mask: Mask, **scores: Any
+    ) -> Tensor:
+        batch, blocks = self._batch, None
+        assert batch is not None, "attention before the cache"
+        if self._memory.expands:
+            block = self._memory.pool.dealing.block
+            keys, values = (
+                x[0].transpose(0, 1).unflatten(0, (-1, block)).contiguous() for x in (key, value)
+            )
+            blocks = keys, values
+        mesh = self._memory.axis.mesh
+        out, _ = batch.decode(number, _by_row(query), mesh=mesh, mask=mask, blocks=blocks, **scores)
+        return out.squeeze(2).transpose(0, 1).unsqueeze(0)
+
+
+class PrefilledTokens(PooledStep):
+    """Tokens of prompts, each on the rank that keeps it: one ring for each layer.
+
+    Args:
+        memory: the keys and values of all sequences.
+        chunks: the sequences, and the number of tokens of each.
+        device: the device of the model.
+    """
+
+    def __init__(
+        self,
+        memory: PooledMemory,
+        chunks: Sequence[tuple[PooledSequence, int]],
+        device: torch.device,
+    ) -> None:
+        self._memory, self._chunks = memory, chunks
+        self._prefill: PagedPrefill | None = None
+        dealing, rank = memory.pool.dealing, memory.axis.mesh.get_local_rank()
+        positions = [
+            dealing.columns(x.num_written, x.num_written + n, rank)[0] + x.num_written
+            for x, n in chunks
+        ]
+        tokens = [
+            x.tokens[p] for (x, _), places in zip(chunks, positions, strict=True) for p in places
+        ]
+        self._length = len(tokens)
+        # Models cannot run on no token: a rank without any has one that nobody sees.
+        padding = [0] * (not tokens)
+        flat = [p for places in positions for p in places.tolist()]
+        self.tokens = torch.tensor(tokens + padding, device=device)
+        self.positions = torch.tensor(flat + padding, device=device)
+
+    def append(self, cache: PagedCache, number: int, key: Tensor, value: Tensor) -> Pair:
+        prefill = self._prefill = self._prefill or PagedPrefill(cache, self._chunks)
+        new = key.narrow(2, 0, self._length), value.narrow(2, 0, self._length)
+        prefill.write(number, *new)
+        keys, values = prefill.gather(number, *new)
+        if keys.shape[2]:
+            return keys, values
+        # Models that expand latents cannot view an empty tensor; attention ignores this column.
+        return torch.zeros_like(key[:, :, :1]), torch.zeros_like(value[:, :, :1])
+
+    def attend(
+        self, number: int, query: Tensor, key: Tensor, value: Tensor, mask: Mask, **scores: Any
+    ) -> Tensor:
+        prefill = self._prefill
+        assert prefill is not None, "attention before the cache"
+        query, padding = query.split((self._length, query.shape[2] - self._length), 2)
+        keys, values = (x.narrow(2, 0, prefill.num_columns) for x in (key, value))
+        seen = {"slices": prefill.slices(mask), "runs": prefill.runs, "key_runs": prefill.key_runs}
+        out = self._memory.axis.attention(query, keys, values, **seen, **scores)
+        if not padding.shape[2]:
+            return out
+        return torch.cat([out, value.new_zeros(*padding.shape[:3], value.shape[3])], 2)
+
+
+class MixedTokens(PooledStep):
+    """Tokens of prompts and last tokens of other sequences, in one run of the model.
+
+    Args:
+        steps: the parts, in the order of their tokens.
+    """
+
+    def __init__(self, *steps: PooledStep) -> None:
+        self._steps, self._num_keys = steps, [0]
+        self._lengths = [len(x.tokens) for x in steps]
+        self.tokens = torch.cat([x.tokens for x in steps])
+        self.positions = torch.cat([x.positions for x in steps])
+
+    def append(self, cache: PagedCache, number: int, key: Tensor, value: Tensor) -> Pair:
+        new = zip(self._steps, *(x.split(self._lengths, 2) for x in (key, value)), strict=True)
+        pairs = [step.append(cache, number, *pair) for step, *pair in new]
+        self._num_keys = [keys.shape[2] for keys, _ in pairs]
+        keys, values = (torch.cat(x, 2) for x in zip(*pairs, strict=True))
+        return keys, values
+
+    def attend(
+        self, number: int, query: Tensor, key: Tensor, value: Tensor, mask: Mask, **scores: Any
+    ) -> Tensor:
+        pairs = (x.split(self._num_keys, 2) for x in (key, value))
+        parts = zip(self._steps, query.split(self._lengths, 2), *pairs, strict=True)
+        return torch.cat([x.attend(number, *given, mask, **scores) for x, *given in parts], 2)
+
+
+@dataclass(frozen=True)
+class PooledInputs:
+    """How a layer attends in a forward over pooled sequences, see `LayerInputs`.
+
+    Attributes:
+        memory: the memory of all layers, with the step that runs.
+        layer: the index of the layer in the model.
+        documents: none: sequences are taken apart.
+        begin: the position from which documents count.
+    """
+
+    memory: PooledMemory
+    layer: int
+    documents: DocumentBounds = field(default_factory=DocumentBounds)
+    begin: int = 0
+
+    @property
+    def key_runs(self) -> Tensor:
+        """Return anything but `None`: a layer attends to other keys than those of its queries."""
+        return self.memory.key_runs
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cu_seqlens: Tensor | None = None,
+        strategy: str | None = None,
+        **scores: Any,
+    ) -> Tensor:
+        """Return the outputs of this rank's queries, `(1, N, L, H)`.
+
+        There are no documents, and keys stay where they are: `cu_seqlens` and `strategy` are
+        ignored.
+
+        Raises:
+            ValueError: if the model made a mask of its own for these tokens.
+        """
+        if "slices" in scores:
+            raise ValueError(
+                "the model makes a mask of its own for each batch, which generate_batch over a "
+                "sharded pool does not support; call generate"
+            )
+        memory = self.memory
+        assert memory.step is not None and memory.cache is not None, "outside of a forward"
+        memory.expands = (key.shape[1], key.shape[3]) != memory.kept
+        return memory.step.attend(memory.numbers[self.layer], query, key, value, **scores)
+
+    def select(self, index: KeyIndex, strategy: str | None = None, **seen: Any) -> Tensor:
+        """Refuse layers whose index chooses keys: blocks of the pool keep no keys of an index."""
+        raise ValueError(NO_INDEX)
+
+    def attend_selected(
+        self, query: Tensor, key: Tensor, value: Tensor | int, chosen: Tensor, **scores: Any
+    ) -> Tensor:
+        """Refuse layers whose index chooses keys, as `select` does."""
+        raise ValueError(NO_INDEX)
+
+
+def _by_row(x: Tensor) -> Tensor:
+    """Turn the tokens of a row into rows: `(1, N, L, H)` to `(L, N, 1, H)`."""
+    return x[0].transpose(0, 1).unsqueeze(2)
 
 
 class PooledForward:

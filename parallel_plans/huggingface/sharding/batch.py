@@ -16,15 +16,14 @@ from torch.distributed.tensor import DTensor
 
 from dtensor_ring.extension import IGNORE_INDEX, Layout, axis_group, check_agreement, check_strided
 from parallel_plans.huggingface.core.attention_function import RingInputs
-from parallel_plans.huggingface.core.document_starts import blocks
-from parallel_plans.huggingface.core.documents import DocumentBounds
-from parallel_plans.huggingface.core.language_model import has_axes
+from parallel_plans.huggingface.core.documents import DocumentBounds, blocks
 from parallel_plans.huggingface.core.layer_inputs import ScanChunks
 from parallel_plans.huggingface.core.model_masks import (
     PrecomputedMask,
     is_precomputed,
     precomputed_masks,
 )
+from parallel_plans.huggingface.core.modules import has_axes
 from parallel_plans.huggingface.losses.loss import LossFunction
 
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)

@@ -22,9 +22,8 @@ from dtensor_ring.extension import (
     axis_group,
     check_agreement,
 )
-from parallel_plans.huggingface.core.document_starts import Starts, find_starts, joined
-from parallel_plans.huggingface.core.documents import text_positions
-from parallel_plans.huggingface.core.language_model import backbone_of, language_model_of
+from parallel_plans.huggingface.core.documents import Starts, find_starts, joined, text_positions
+from parallel_plans.huggingface.core.modules import backbone_of, language_model_of
 from parallel_plans.huggingface.losses.loss import LossFunction
 from parallel_plans.huggingface.sharding.batch import (
     BOUNDARIES,
@@ -38,7 +37,7 @@ from parallel_plans.huggingface.sharding.batch import (
     num_labels,
     parse,
 )
-from parallel_plans.sequence_order import SequenceOrder
+from parallel_plans.sequences import SequenceOrder
 
 SAME_SHARDS = f"get shards of one batch {SAME_WEIGHTS}"
 IN_GRAPH = (

@@ -27,16 +27,16 @@ from torch import Tensor, nn
 
 from parallel_plans.huggingface.core.documents import DocumentBounds
 from parallel_plans.huggingface.core.versions import NAMES_OF_CACHE, cache_name
-from parallel_plans.huggingface.generation.cached_forward import (
+from parallel_plans.huggingface.generation.generate import (
     GROWS,
     cache_of,
     call_with_cache,
     uses_cache,
 )
-from parallel_plans.huggingface.losses.head import give_labels, take_losses
+from parallel_plans.huggingface.losses.loss import give_labels, take_losses
 from parallel_plans.huggingface.sharding.batch import BOUNDARIES, LOGITS_TO_KEEP
-from parallel_plans.huggingface.sharding.outputs import OutputSpec
 from parallel_plans.huggingface.sharding.sharding import (
+    OutputSpec,
     Sharding,
     forward_by_name,
     named_arguments,

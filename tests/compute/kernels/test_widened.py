@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from dtensor_ring.compute.kernels import KERNELS, Problem, Saved, select_kernel
+from dtensor_ring.compute.kernels.emulated import COLUMNS, WidenedKernel
 from dtensor_ring.compute.kernels.kernel import Gradients
 from dtensor_ring.compute.kernels.reference import Reference
-from dtensor_ring.compute.kernels.widened import COLUMNS, WidenedKernel
 from tests.tiles import Case
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)

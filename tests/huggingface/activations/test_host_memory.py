@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from parallel_plans.huggingface.activations import host_memory
-from parallel_plans.huggingface.activations.host_memory import (
+from parallel_plans.huggingface.activations import kept_for_backward
+from parallel_plans.huggingface.activations.kept_for_backward import (
     AHEAD,
     HostMemory,
     StreamCopies,
@@ -163,7 +163,7 @@ def test_copies_on_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(torch, "Stream", lambda device: PlayedStream(log, "copies"))
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: kernels)
-    monkeypatch.setattr(host_memory.torch, "empty_like", empty_like)
+    monkeypatch.setattr(kept_for_backward.torch, "empty_like", empty_like)
     copies, x = StreamCopies(), torch.arange(4.0)
     copy_and_wait = [
         *("copies waits for kernels", "on copies", "off copies", "event on copies"),

@@ -14,8 +14,8 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from dtensor_ring.command.footprint import Storages
 from parallel_plans.huggingface import context_parallel_plan, ring_checkpoint_contexts
-from parallel_plans.huggingface.activations.host_memory import HOST_MEMORY
-from parallel_plans.huggingface.activations.tokenwise import tokenwise_modules
+from parallel_plans.huggingface.activations.kept_for_backward import HOST_MEMORY
+from parallel_plans.huggingface.activations.token_tiles import tokenwise_modules
 from tests.dense import largest
 from tests.families import VOCABULARY, small_model
 from tests.huggingface.activations.played_copies import PlayedCopies

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from parallel_plans.huggingface.activations.kept_for_backward import KeptForBackward
-from parallel_plans.huggingface.activations.tokenwise import tokenwise_modules
-from parallel_plans.huggingface.core.language_model import language_model_of
+from parallel_plans.huggingface.activations.token_tiles import tokenwise_modules
+from parallel_plans.huggingface.core.modules import language_model_of
 from tests.dense import largest
 from tests.families import FAMILIES, HYBRIDS, SELECTING, VOCABULARY, small_model
 

@@ -8,9 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from parallel_plans.huggingface.core import document_starts
-from parallel_plans.huggingface.core.document_starts import find_starts, joined
-from parallel_plans.huggingface.core.documents import DocumentBounds, _traced, find_documents
+from parallel_plans.huggingface.core import documents
+from parallel_plans.huggingface.core.documents import (
+    DocumentBounds,
+    _traced,
+    find_documents,
+    find_starts,
+    joined,
+)
 
 SEQ_LEN, CHUNKS = 17, {3, 5}
 
@@ -52,7 +57,7 @@ def test_documents_are_those_of_tensors_of_fixed_shapes(num_rows: int) -> None:
         mask, positions = drawn_mask(seed, num_rows), drawn_positions(seed, num_rows)
         for given in ((mask, None), (None, positions), (mask, positions)):
             expected = _traced(SEQ_LEN, CHUNKS, *given, has_axes=False)
-            with patch.object(document_starts, "BLOCK", 4):
+            with patch.object(documents, "BLOCK", 4):
                 named = dict(zip(("attention_mask", "position_ids"), given, strict=True))
                 found = find_documents(SEQ_LEN, CHUNKS, **named)
             assert compacted(found) == compacted(expected)

@@ -18,8 +18,8 @@ from transformers import DynamicCache, EncoderDecoderCache, MaxTimeCriteria, Sta
 from dtensor_ring import ShardedCache
 from parallel_plans.huggingface import ContextParallelCache
 from parallel_plans.huggingface.core.versions import with_cache
-from parallel_plans.huggingface.generation import new_tokens as window
-from parallel_plans.huggingface.generation.new_tokens import WindowCache
+from parallel_plans.huggingface.generation import cache_memory as window
+from parallel_plans.huggingface.generation.cache_memory import WindowCache
 from tests.families import SMALL
 from tests.huggingface.generation.generating import (
     CACHE,

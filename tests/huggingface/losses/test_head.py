@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from transformers import LlamaForCausalLM
 
 from parallel_plans.huggingface import context_parallel_plan
-from parallel_plans.huggingface.losses.head import LogitsTransform, find_logits_transform, loss_head
+from parallel_plans.huggingface.losses.loss import LogitsTransform, find_logits_transform, loss_head
 from tests.dense import largest
 from tests.families import FAMILIES, SMALL, VOCABULARY, small_model
 from tests.pool import Pool

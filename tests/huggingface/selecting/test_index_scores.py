@@ -11,12 +11,10 @@ import torch
 from torch import Tensor
 
 from parallel_plans.huggingface.core.layer_inputs import KeyIndex
-from parallel_plans.huggingface.selecting.index_scores import (
+from parallel_plans.huggingface.selecting.indexers import (
     IndexScores,
     SeenLater,
     UnknownScoresError,
-)
-from parallel_plans.huggingface.selecting.indexers import (
     describe_scores,
     describing_scores,
     indexers_of,

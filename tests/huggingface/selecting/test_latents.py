@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from parallel_plans.huggingface.selecting.indexers import selecting_layers
-from parallel_plans.huggingface.selecting.latents import (
+from parallel_plans.huggingface.selecting.selection import (
     attend_to_latents,
     has_latents,
     keep_latents,

@@ -13,7 +13,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from parallel_plans.huggingface import context_parallel_plan, restore_model
 from parallel_plans.huggingface.selecting.indexers import indexers_of, selecting_layers
-from parallel_plans.huggingface.selecting.latents import has_latents
+from parallel_plans.huggingface.selecting.selection import has_latents
 from tests.dense import largest
 from tests.families import SELECTING, VOCABULARY, small_model
 from tests.huggingface.test_families import compare

@@ -19,9 +19,9 @@ from torch.distributed.tensor.parallel import parallelize_module
 from dtensor_ring.selected import moved_keys
 from dtensor_ring.transport import transport
 from dtensor_ring.transport.transport import BufferPool
-from parallel_plans import sequence_order
+from parallel_plans import sequences
 from parallel_plans.huggingface import context_parallel_plan
-from parallel_plans.huggingface.core import document_starts
+from parallel_plans.huggingface.core import documents
 from tests.families import small_model
 from tests.pool import Pool
 from tests.rings import fake_group
@@ -80,10 +80,10 @@ def measured(family: str, kind: str, is_local: bool, call: Callable[..., None] =
             return peak_of(lambda: call(model, kind, batch))
 
     with ExitStack() as stack:
-        stack.enter_context(patch.object(document_starts, "BLOCK", 64))
+        stack.enter_context(patch.object(documents, "BLOCK", 64))
         # Of messages that nobody sends, no label may be read.
         same = {"relayout": lambda x, *_, **__: x.clone(), "gather_rows": _copies}
-        stack.enter_context(patch.multiple(sequence_order, **same))
+        stack.enter_context(patch.multiple(sequences, **same))
         # Nor any request for keys.
         stack.enter_context(patch.object(moved_keys, "_from_bits", _none))
         return slope_of(peak, SHARDS, WORLDS)

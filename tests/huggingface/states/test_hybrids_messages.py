@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dtensor_ring import Mask
 from dtensor_ring.all_to_all.op import all_to_all_op
 from dtensor_ring.balanced.hybrid import Hybrid, compare_hybrid_layouts
-from dtensor_ring.ops.state import receive_op, send_op
+from dtensor_ring.ops.axis_ops import receive_op, send_op
 from dtensor_ring.transport.transport import ProcessGroupTransport
 from parallel_plans.huggingface.states.stateful import stateful_layers
 from tests.families import VOCABULARY

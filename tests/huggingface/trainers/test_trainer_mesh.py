@@ -21,7 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor.parallel import parallelize_module
 
 from parallel_plans.huggingface import context_parallel_plan
-from parallel_plans.huggingface.trainers import trainer_mesh
+from parallel_plans.huggingface.trainers import trainer_options
 from tests.families import small_model
 from tests.huggingface.trainers.test_trainer import BATCH, arguments, packed_rows, under_torchrun
 from tests.huggingface.trainers.test_trainer_steps import HARMLESS
@@ -263,15 +263,15 @@ def test_meshes_that_are_made_here_take_them(
     """`init_device_mesh` gives them to the axis of the ring only."""
     made: list[Any] = []
     config = ParallelismConfig(**RING_CONFIG)
-    monkeypatch.setattr(trainer_mesh, "axis_group_options", lambda device_type: options)
-    monkeypatch.setattr(trainer_mesh, "_check_ranks", lambda sizes, what: None)
-    takes = signature(trainer_mesh.init_device_mesh)
+    monkeypatch.setattr(trainer_options, "axis_group_options", lambda device_type: options)
+    monkeypatch.setattr(trainer_options, "_check_ranks", lambda sizes, what: None)
+    takes = signature(trainer_options.init_device_mesh)
     monkeypatch.setattr(
-        trainer_mesh,
+        trainer_options,
         "init_device_mesh",
         lambda *args, **more: made.append(takes.bind(*args, **more)),
     )
-    trainer_mesh._mesh_of(config, "cuda")
+    trainer_options._mesh_of(config, "cuda")
     (call,) = made
     assert call.arguments["mesh_dim_names"] == ("dp_shard", "cp")
     expected = None if options is None else {"cp": options}

@@ -10,10 +10,10 @@ import pytest
 
 from docs.long_table import LLAMA
 from dtensor_ring import longest_sequences
-from dtensor_ring.simulate.machine_files import as_machine
+from dtensor_ring.simulate.presets import as_machine
 from dtensor_ring.simulate.training.longest import SETTINGS, SPARE, UNIT
-from dtensor_ring.simulate.training.memory_setting import MemorySetting, memory_setting
 from dtensor_ring.simulate.training.step import simulate_step
+from dtensor_ring.simulate.training.step_request import MemorySetting, memory_setting
 from dtensor_ring.transport.transport import TransferPolicy
 
 MOE = {"model_type": "qwen3_moe", "hidden_size": 2048, "moe_intermediate_size": 768}

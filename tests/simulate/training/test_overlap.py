@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dtensor_ring.simulate.training.overlap import (
+from dtensor_ring.simulate.training.collectives import (
     COLLECTIVE,
     COMPUTE,
     Task,

@@ -11,9 +11,9 @@ from dtensor_ring import Mask
 from dtensor_ring.planning.layout import ZigZag
 from dtensor_ring.planning.plan import plan
 from dtensor_ring.simulate.machine import Curve, Machine
-from dtensor_ring.simulate.machine_files import as_machine
+from dtensor_ring.simulate.presets import as_machine
 from dtensor_ring.simulate.simulated_attention import simulate_attention
-from dtensor_ring.simulate.training.overlap import COLLECTIVE, COMPUTE
+from dtensor_ring.simulate.training.collectives import COLLECTIVE, COMPUTE
 from dtensor_ring.simulate.training.step import SimulatedStep, simulate_step
 from tests.simulate.machines import links
 

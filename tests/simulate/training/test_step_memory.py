@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 
 from dtensor_ring.command.main import main
-from dtensor_ring.simulate.training.attention_memory import AttentionRoom
 from dtensor_ring.simulate.training.layer_seconds import Shard, itemsize
-from dtensor_ring.simulate.training.memory_setting import MemorySetting
 from dtensor_ring.simulate.training.model_shape import ModelShape
-from dtensor_ring.simulate.training.step_memory import StepMemory, step_memory
+from dtensor_ring.simulate.training.step_memory import AttentionRoom, StepMemory, step_memory
+from dtensor_ring.simulate.training.step_request import MemorySetting
 from parallel_plans.models import load
 
 CONFIG = {"model_type": "llama", "hidden_size": 512, "intermediate_size": 1408, "head_dim": 64}

@@ -8,7 +8,7 @@ import pytest
 
 from dtensor_ring.simulate.training.collectives import RankGroup
 from dtensor_ring.simulate.training.model_shape import ModelShape
-from dtensor_ring.simulate.training.step_mesh import StepMesh
+from dtensor_ring.simulate.training.step_request import StepMesh
 from tests.simulate.machines import round_machine
 
 CONFIG = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "vocab_size": 32}

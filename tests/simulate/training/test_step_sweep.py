@@ -7,10 +7,15 @@ from typing import Any
 import pytest
 
 from dtensor_ring.planning.strategy import every_strategy
-from dtensor_ring.simulate.machine_files import as_machine
+from dtensor_ring.simulate.presets import as_machine
 from dtensor_ring.simulate.training.step import simulate_step
-from dtensor_ring.simulate.training.step_sweep import parse_sweep, sweep_steps
-from dtensor_ring.simulate.training.winner_map import link_rate, winner_map, with_rate
+from dtensor_ring.simulate.training.step_sweep import (
+    link_rate,
+    parse_sweep,
+    sweep_steps,
+    winner_map,
+    with_rate,
+)
 
 CONFIG = {"model_type": "llama", "hidden_size": 512, "intermediate_size": 1024, "vocab_size": 4096}
 CONFIG |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}

@@ -1,14 +1,21 @@
-"""Ops that gather rows of all ranks, sum them back to their ranks, and sum a tensor over ranks.
+"""Ops over an axis: gather rows of all ranks, sum them back, sum a tensor, and pass on states.
 
-The gather and the sum of parts are each other's backward. Parts may differ in rows, and a rank may
-have none. The backward of a sum over ranks is also a sum over ranks. Each rank sends its data
-directly to the ranks that need it, in one message to each.
+A rank's rows are its part. The gather and the sum of parts are each other's backward. Parts may
+differ in rows, and a rank may have none. The backward of a sum over ranks is also a sum over ranks.
+Each rank sends its data directly to the ranks that need it, in one message to each.
+
+Note [Order of states]: a layer receives, computes, and sends. So its states pass from rank to rank,
+while other ranks are in layers before or after it. The backward of a receive is a send in the other
+direction, and the backward of a send is a receive. Neither direction can deadlock. Within a layer,
+the send's backward runs before the receive's, because the sent state was computed from the received
+one. Between layers, a receive's backward runs before that of the layer before it, because the
+receive takes this layer's input as its `anchor`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -23,8 +30,9 @@ from dtensor_ring.agreement.checked_transport import TransportContext, checked_t
 from dtensor_ring.agreement.group_state import group_state_of
 from dtensor_ring.compute.trace import Label
 from dtensor_ring.ops import nodes
-from dtensor_ring.ops.call_site import CALLER
-from dtensor_ring.transport.transport import P2P, Transport, is_plain, transport_of
+from dtensor_ring.ops.checks import CALLER
+from dtensor_ring.ops.nodes import register_gradient
+from dtensor_ring.transport.transport import P2P, Chain, Transport, is_plain, transport_of
 
 GATHER = "dtensor_ring::gather_rows"
 SUM = "dtensor_ring::sum_rows"
@@ -59,7 +67,7 @@ def gather_rows(part: Tensor, rows: Sequence[int], rank: int, group_name: str) -
     with _checked(group, "gather_rows", part, rows) as transport:
         if len(part) != rows[rank]:  # within the context, which reports it to the others
             raise ValueError(f"a part of {len(part)} rows came where {rows[rank]} were announced")
-        _move(transport, rank, parts, [part] * len(rows))
+        _move_rows(transport, rank, parts, [part] * len(rows))
         parts[rank].copy_(part)
     return whole
 
@@ -83,7 +91,7 @@ def sum_rows(whole: Tensor, rows: Sequence[int], rank: int, group_name: str) -> 
     found = whole.new_empty(len(rows), *parts[rank].shape)
     found[rank].copy_(parts[rank])
     with _checked(group, "sum_rows", whole, rows) as transport:
-        _move(transport, rank, found.unbind(), parts)
+        _move_rows(transport, rank, found.unbind(), parts)
     # Summing in rank order makes runs reproducible; 16-bit dtypes are rounded once.
     wide = torch.promote_types(whole.dtype, torch.float32)
     return found.sum(0, dtype=wide).to(whole.dtype)
@@ -110,7 +118,7 @@ def sum_ranks(
     found[rank].copy_(local)
     flat = [part.view(-1) for part in found.unbind()]
     with _checked_sum(group, local, is_back, forward_call) as transport:
-        _move(transport, rank, flat, [flat[rank]] * size)
+        _move_rows(transport, rank, flat, [flat[rank]] * size)
     # All ranks sum in the same order, so their results are bitwise equal.
     return found.sum(0)
 
@@ -149,7 +157,7 @@ def _checked(group: ProcessGroup, op: str, x: Tensor, rows: Sequence[int]) -> Tr
     )
 
 
-def _move(
+def _move_rows(
     transport: Transport, rank: int, incoming: Sequence[Tensor], outgoing: Sequence[Tensor]
 ) -> None:
     """Receive a dense tensor from each other rank and send one to each; skip empty tensors."""
@@ -234,3 +242,144 @@ def _recorded_sum(
 
 nodes.LIBRARY.impl("sum_ranks", _recorded_sum, "Autograd", with_keyset=True)
 nodes.register_samples(SUM_RANKS)
+
+
+RECEIVE = "dtensor_ring::receive_state"
+SEND = "dtensor_ring::send_state"
+
+torch.library.define(
+    RECEIVE, "(Tensor anchor, SymInt rows, SymInt numbers, int step, str group_name) -> Tensor"
+)
+torch.library.define(SEND, "(Tensor state, int step, str group_name) -> Tensor")
+receive_op = torch.ops.dtensor_ring.receive_state.default
+send_op = torch.ops.dtensor_ring.send_state.default
+
+
+@torch.library.impl(RECEIVE, "CompositeExplicitAutograd")
+def receive(anchor: Tensor, rows: int, numbers: int, step: int, group_name: str) -> Tensor:
+    """Receive `(rows, numbers)` from the rank `step` before this one; zeros without such a rank.
+
+    Args:
+        anchor: decides dtype, device and when the backward runs; it gets no gradient.
+        rows: the number of batch rows.
+        numbers: the size of a row's state.
+        step: 1 along the ranks, -1 against them.
+        group_name: the process group.
+    """
+    group = _resolve_process_group(group_name)  # pyrefly: ignore[bad-argument-type]
+    state = _empty(anchor, rows, numbers)
+    peer = group.rank() - step
+    with _state_transport(group, "receive_state", state, step) as transport:
+        if 0 <= peer < group.size():
+            _pass_on(transport, [P2P(state.view(-1), peer)], [])
+        else:
+            state.zero_()
+    return state
+
+
+@torch.library.impl(SEND, "CompositeExplicitAutograd")
+def send(state: Tensor, step: int, group_name: str) -> Tensor:
+    """Send a state to the rank `step` after this one, if there is one.
+
+    Args:
+        state: `(rows, numbers)`, float32 or float64.
+        step: 1 along the ranks, -1 against them.
+        group_name: the process group.
+
+    Returns:
+        An empty tensor. Results computed from it make the backward run, see `attached`.
+    """
+    group = _resolve_process_group(group_name)  # pyrefly: ignore[bad-argument-type]
+    peer = group.rank() + step
+    with _state_transport(group, "send_state", state, step) as transport:
+        if 0 <= peer < group.size():
+            _pass_on(transport, [], [P2P(state.contiguous().view(-1), peer)])
+    return state.new_empty(0)
+
+
+@contextmanager
+def _state_transport(group: ProcessGroup, op: str, state: Tensor, step: int) -> Iterator[Transport]:
+    """Give the transport of a call. Call records follow the states, so ranks cannot deadlock."""
+    if group.size() == 1:
+        yield transport_of(group)
+        return
+    rows, numbers = state.shape
+    facts = {"dtype": state.dtype, "device": state.device.type, "rows": rows, "numbers": numbers}
+    fields = {name: str(x) for name, x in (facts | {"step": step}).items()}
+    # A send and its receive are different calls, so both must derive the same tag.
+    chain = Chain(step, CallRecord(fields).tag(0, 0))
+    direction = "forward" if step > 0 else "backward"
+    record = CallRecord({"direction": direction, "op": op} | fields)
+    how = {"call_site": CALLER.site, "chain": chain}
+    with checked_transport(group, record, direction, state.device, **how) as transport:
+        # On ranks without a peer, too: the first call may need all ranks, and a rank that waits
+        # for them in its receive has not begun to send what the next one waits for.
+        transport.prepare(state.device)
+        yield transport
+
+
+def _pass_on(transport: Transport, receives: list[P2P], sends: list[P2P]) -> None:
+    transport.at(Label("state", 0, 0))
+    for work in transport.start(receives, sends):
+        work.wait()
+
+
+def _empty(anchor: Tensor, rows: int, numbers: int) -> Tensor:
+    """Allocate a state in float32 or wider, because states are sums over many tokens."""
+    dtype = torch.promote_types(anchor.dtype, torch.float32)
+    return anchor.new_empty((rows, numbers), dtype=dtype)
+
+
+@torch.library.register_fake(RECEIVE)
+def _fake_receive(anchor: Tensor, rows: int, numbers: int, step: int, group_name: str) -> Tensor:
+    return _empty(anchor, rows, numbers)
+
+
+@torch.library.register_fake(SEND)
+def _fake_send(state: Tensor, step: int, group_name: str) -> Tensor:
+    return state.new_empty(0)
+
+
+def _keep_place(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.step, ctx.group_name = inputs[-2:]
+
+
+def _keep_shape(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _keep_place(ctx, inputs, output)
+    ctx.shape = inputs[0].shape
+    # Checkpointing recomputes up to the last saved tensor. Save one here, to include the send.
+    ctx.save_for_backward(output)
+
+
+def _send_gradient(ctx: Any, grad: Tensor) -> tuple[None, ...]:
+    send_op(grad, -ctx.step, ctx.group_name)
+    return (None,) * 5
+
+
+def _receive_gradient(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    (anchor,) = ctx.saved_tensors
+    return receive_op(anchor, *ctx.shape, -ctx.step, ctx.group_name), None, None
+
+
+register_gradient(RECEIVE, _send_gradient, _keep_place)
+register_gradient(SEND, _receive_gradient, _keep_shape)
+
+
+def attached(x: Tensor, token: Tensor) -> Tensor:
+    """Return the same tensor; its backward runs before that of the op that made the token."""
+    return _Attached.apply(x, token) if token.requires_grad else x
+
+
+class _Attached(torch.autograd.Function):
+    @staticmethod
+    def forward(x: Tensor, token: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(inputs[1])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        (token,) = ctx.saved_tensors
+        return grads[0], torch.zeros_like(token)

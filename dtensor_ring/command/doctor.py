@@ -40,22 +40,6 @@ from dtensor_ring.transport.transport import (
 )
 
 
-def print_table(rows: Iterable[Sequence[str]], headings: Sequence[str] = ()) -> None:
-    """Print rows as a table.
-
-    Args:
-        rows: the cells of each row.
-        headings: of the columns; without them the table has no heading.
-    """
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(*headings, show_header=bool(headings), box=None, pad_edge=False)
-    for row in rows:
-        table.add_row(*row)
-    Console(highlight=False).print(table)
-
-
 class Finding(NamedTuple):
     """A row of the report.
 
@@ -390,3 +374,19 @@ def _kernels(asked: str | None) -> list[Finding]:
 def _is_fast(found: dict[str, str | None]) -> bool:
     """Return whether a GPU kernel runs."""
     return any(reason is None for name, reason in found.items() if name not in CPU_KERNELS)
+
+
+def print_table(rows: Iterable[Sequence[str]], headings: Sequence[str] = ()) -> None:
+    """Print rows as a table.
+
+    Args:
+        rows: the cells of each row.
+        headings: of the columns; without them the table has no heading.
+    """
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(*headings, show_header=bool(headings), box=None, pad_edge=False)
+    for row in rows:
+        table.add_row(*row)
+    Console(highlight=False).print(table)

@@ -39,7 +39,7 @@ class ServingOptions:
     """The options of a continuous batch.
 
     Attributes:
-        page_size: tokens of a block; 256 on a GPU, whose kernels read no others, else 64.
+        page_size: tokens of a block; 256 on a GPU, as some of its kernels need, else 64.
         num_blocks: the number of blocks of each rank; `None` for what all requests need.
         max_batch_tokens: the largest number of tokens of a step.
         max_requests_per_batch: the largest number of requests that hold blocks.

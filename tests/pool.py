@@ -236,6 +236,9 @@ def _forget_plans() -> None:
 def settle() -> None:
     """Make this process a worker: one thread, few instructions, and any warning is an error."""
     os.environ["OMP_NUM_THREADS"] = "1"
+    # A group is there when all ranks have made it. Else a rank whose run is short leaves while
+    # another one still connects, which gloo takes for a lost connection.
+    os.environ["TORCH_DIST_INIT_BARRIER"] = "1"
     torch.set_num_threads(1)
     # Else inductor compiles for each of them, and that of torch 2.11 starts Python, to find out.
     for name in ("_is_avx512_bf16_supported", "_is_vnni_supported", "_is_amx_tile_supported"):

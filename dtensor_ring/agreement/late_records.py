@@ -29,7 +29,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from queue import SimpleQueue
-from threading import Condition, Event, Thread
+from threading import Condition, Event, Thread, current_thread
 from typing import Any, NamedTuple
 from zlib import crc32
 
@@ -66,7 +66,7 @@ MAX_KINDS = 256
 # Gloo has no wait without a limit, so a receive that may stand for long has this one, in days.
 _FOREVER = 365
 
-# How long a rank that ends waits for its last message to leave, in seconds.
+# How long a rank that ends waits for its last message to leave, and for a thread, in seconds.
 GOODBYE_TIMEOUT = 1.0
 
 
@@ -173,8 +173,10 @@ class LateRecords:
         self._last_of_previous: int | None = None
         self._is_closed, self._pid = False, os.getpid()
         self._says_goodbye, self._said_goodbye = False, Event()
-        for work in (self._send_all, self._receive_all):
-            Thread(target=work, name="dtensor_ring records", daemon=True).start()
+        works = self._send_all, self._receive_all
+        self._threads = [Thread(target=x, name="dtensor_ring records", daemon=True) for x in works]
+        for thread in self._threads:
+            thread.start()
 
     def post(self, call: PostedCall) -> None:
         """Send a record and go on; calls are posted in the order of their numbers."""
@@ -210,7 +212,7 @@ class LateRecords:
             self._lost(limit)
 
     def close(self) -> None:
-        """Tell the next rank that no call follows, and close the connections."""
+        """Tell the next rank that no call follows, close the connections, and end the threads."""
         if os.getpid() != self._pid:  # a forked process shares the connections, but not the threads
             return
         if not self._is_closed:
@@ -218,6 +220,10 @@ class LateRecords:
             self._queue.put(None)
             self._said_goodbye.wait(GOODBYE_TIMEOUT)
         self.abort()
+        for thread in self._threads:
+            # A thread that comes back from gloo after the interpreter has ended aborts the process.
+            if thread is not current_thread():
+                thread.join(GOODBYE_TIMEOUT)
 
     def abort(self) -> None:
         """Close the connections of this rank: its threads end, and those of other ranks notice."""
@@ -240,12 +246,14 @@ class LateRecords:
                 self._compare(call, theirs)
         if self._says_goodbye:  # a rank that fails must not: the next one would wait in peace
             with suppress(RuntimeError):  # the next rank may have ended before
-                self._send(struct.pack(_HEADER, _GOODBYE, self._num_posted, 0, 0, 0, 0, 0))
+                goodbye = struct.pack(_HEADER, _GOODBYE, self._num_posted, 0, 0, 0, 0, 0)
+                # To a rank that closes now, gloo may send for ever.
+                self._send(goodbye, timedelta(seconds=GOODBYE_TIMEOUT))
             self._said_goodbye.set()
 
-    def _send(self, message: bytes) -> None:
+    def _send(self, message: bytes, *limit: timedelta) -> None:
         # The thread keeps the message until it has left. The host does not wait for this.
-        self._group.send([flat(bytearray(message))], self._next, LATE_TAG).wait()
+        self._group.send([flat(bytearray(message))], self._next, LATE_TAG).wait(*limit)
 
     def _message(self, call: PostedCall) -> bytes:
         header = call.header

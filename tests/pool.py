@@ -236,9 +236,6 @@ def _forget_plans() -> None:
 def settle() -> None:
     """Make this process a worker: one thread, few instructions, and any warning is an error."""
     os.environ["OMP_NUM_THREADS"] = "1"
-    # A group is there when all ranks have made it. Else a rank whose run is short leaves while
-    # another one still connects, which gloo takes for a lost connection.
-    os.environ["TORCH_DIST_INIT_BARRIER"] = "1"
     torch.set_num_threads(1)
     # Else inductor compiles for each of them, and that of torch 2.11 starts Python, to find out.
     for name in ("_is_avx512_bf16_supported", "_is_vnni_supported", "_is_amx_tile_supported"):
@@ -294,14 +291,16 @@ def run_rank(
 ) -> Any:
     """What `function(*args)` returns as a rank of a fresh gloo group, which ends with it."""
     torch.manual_seed(0)
+    store, timeout = dist.PrefixStore(place.prefix, store), timedelta(seconds=place.timeout)
     dist.init_process_group(
-        "gloo",
-        store=dist.PrefixStore(place.prefix, store),
-        rank=rank,
-        world_size=place.world_size,
-        timeout=timedelta(seconds=place.timeout),
+        "gloo", store=store, rank=rank, world_size=place.world_size, timeout=timeout
     )
     try:
+        # A rank whose run is short must not leave while another one still connects: gloo takes that
+        # for a lost connection.
+        if store.add("connected", 1) == place.world_size:
+            store.set("all connected", "")
+        store.wait(["all connected"], timeout)
         with warnings.catch_warnings():  # what is ignored in one run is an error in the next
             return function(*args)
     finally:

@@ -66,6 +66,9 @@ MAX_KINDS = 256
 # Gloo has no wait without a limit, so a receive that may stand for long has this one, in days.
 _FOREVER = 365
 
+# Gloo takes no time for the time limit of the group.
+GROUP_LIMIT = timedelta(0)
+
 # How long a rank that ends waits for its last message to leave, and for a thread, in seconds.
 GOODBYE_TIMEOUT = 1.0
 
@@ -251,9 +254,9 @@ class LateRecords:
                 self._send(goodbye, timedelta(seconds=GOODBYE_TIMEOUT))
             self._said_goodbye.set()
 
-    def _send(self, message: bytes, *limit: timedelta) -> None:
+    def _send(self, message: bytes, limit: timedelta = GROUP_LIMIT) -> None:
         # The thread keeps the message until it has left. The host does not wait for this.
-        self._group.send([flat(bytearray(message))], self._next, LATE_TAG).wait(*limit)
+        self._group.send([flat(bytearray(message))], self._next, LATE_TAG).wait(limit)
 
     def _message(self, call: PostedCall) -> bytes:
         header = call.header
@@ -417,7 +420,7 @@ def make_record_group(
 def _all_are_well(
     group: dist.ProcessGroup, store: Any, key: str, is_well: bool, seconds: float
 ) -> bool:
-    """Return whether all ranks come here within so many seconds, and all of them are well."""
+    """Return whether all ranks arrive within that many seconds, and none of them failed."""
     end = time.monotonic() + seconds
     try:
         total = store.add(key, 1 if is_well else _FAILED)

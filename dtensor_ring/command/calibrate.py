@@ -42,11 +42,11 @@ def calibrate(
     """
     try:
         if compare:
-            compare_machines(*(as_machine(x) for x in compare))
+            _compare_machines(*(as_machine(x) for x in compare))
         elif path is None:
             raise ValueError("calibrate needs the file that it writes, or shows with --show")
         elif show:
-            show_machine(_of_kernel(as_machine(path), kernel))
+            _show_machine(_of_kernel(as_machine(path), kernel))
         else:
             _measure(path, kernel, heads, head_dim, dtype, QUICK_EFFORT if quick else FULL_EFFORT)
     except (OSError, ValueError) as error:
@@ -95,7 +95,7 @@ def _measure(
         machine = measure_machine(path.stem, watch, mesh_of_hosts(kind), problem)
         if dist.get_rank() == 0:
             path.write_text(machine.to_json())
-            show_machine(machine)
+            _show_machine(machine)
 
 
 def mesh_of_hosts(device_type: str) -> DeviceMesh:
@@ -166,7 +166,7 @@ def numbers_of(machine: Machine) -> dict[str, tuple[float, str]]:
     }
 
 
-def show_machine(machine: Machine) -> None:
+def _show_machine(machine: Machine) -> None:
     """Print what a machine is, its numbers, and the ends of its curves with the last rate."""
     print_table(_facts(machine))
     print()
@@ -196,7 +196,7 @@ def _ends(curve: Curve, unit: str) -> tuple[str, ...]:
     return *first, in_units(size, unit), in_units(seconds, "s"), rate
 
 
-def compare_machines(first: Machine, second: Machine) -> None:
+def _compare_machines(first: Machine, second: Machine) -> None:
     """Print two machines side by side, and the ratio of the second's numbers to the first's.
 
     Curves are compared at the smallest and the largest size of the first machine. What the

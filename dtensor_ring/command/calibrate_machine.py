@@ -125,7 +125,7 @@ def wait(works: Sequence[Work]) -> None:
         work.wait()
 
 
-def hop_seconds(watch: Stopwatch, messages: TimedMessages) -> float:
+def _hop_seconds(watch: Stopwatch, messages: TimedMessages) -> float:
     """Return the time of the host to start the messages of a hop."""
     return watch.host_seconds(messages.shift(1), wait)
 
@@ -167,7 +167,7 @@ class Beside(NamedTuple):
         return max(1.0, transfer), max(1.0, self.together / self.kernels)
 
 
-def measure_beside(
+def _measure_beside(
     watch: Stopwatch,
     messages: TimedMessages,
     p2p: Curve,
@@ -315,11 +315,11 @@ def _measured_links(
     axis: str,
     times: Mapping[str, Series],
 ) -> MeasuredLinks:
-    hop = hop_seconds(watch, messages)
+    hop = _hop_seconds(watch, messages)
     in_hop = 0.0 if watch.on_gpu else hop
     curves = {field.name: times[f"{field.name} {axis}"].curve(in_hop) for field in fields(Links)}
     links, (kernel, *_) = Links(**curves), problem.kernels(watch.device)
-    return MeasuredLinks(links, hop, *measure_beside(watch, messages, links.p2p, problem, kernel))
+    return MeasuredLinks(links, hop, *_measure_beside(watch, messages, links.p2p, problem, kernel))
 
 
 def _all_links(

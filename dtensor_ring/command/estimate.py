@@ -375,7 +375,7 @@ class FarInputs:
 
     def run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a checkpointed layer whose inputs are kept here."""
-        # The checkpoint has hooks of its own for all that its layer saves: these see inputs only.
+        # The checkpoint's own hooks see all that its layer saves; these hooks see its inputs only.
         with saved_tensors_hooks(self.pack, self.unpack), warnings.catch_warnings():
             # Of torch 2.15: what an attention returned may go through these hooks one day.
             warnings.filterwarnings("ignore", "A saved_tensors_hooks context", FutureWarning)

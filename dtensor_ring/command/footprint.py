@@ -236,7 +236,9 @@ class Footprint(Storages):
         mask, width = choice.call.scores.mask, selected.shape[3]
         self.attentions[Attention(heads, dims, mask, choice.plan.num_steps, width)] += 1
         self._send(choice.moved(rows, width, rest)[0])
-        self._add((query, rows, selected, *rest), lambda: forward_loop(query, rows, selected, rest))
+        self._add(
+            (query, rows, selected, *rest), lambda: _forward_loop(query, rows, selected, rest)
+        )
 
     def _attend_selected_backward(
         self, grad_out: Tensor, grad_lse: Any, query: Tensor, rows: Tensor, *rest: Any
@@ -248,7 +250,7 @@ class Footprint(Storages):
         saved = Saved(grad_out, out, lse, grad_lse)
         self._add(
             (grad_out, grad_lse, query, rows, *rest),
-            lambda: backward_loop(saved, query, rows, selected, how),
+            lambda: _backward_loop(saved, query, rows, selected, how),
         )
 
     def _send(self, cost: Cost) -> None:
@@ -380,7 +382,7 @@ def _one_chunk(step: Step, query: Tensor) -> Step:
     return replace(step, tiles=tuple(map(cut, step.tiles)))
 
 
-def forward_loop(query: Tensor, rows: Tensor, selected: Tensor, rest: Sequence[Any]) -> None:
+def _forward_loop(query: Tensor, rows: Tensor, selected: Tensor, rest: Sequence[Any]) -> None:
     """Bring all keys, and attend to them with a chunk of queries."""
     keys, moved, call = _all_keys(query, rows, rest, "forward")
     few = slice(min(query.shape[2], queries_at_once(selected, moved.residents.rows)))
@@ -390,7 +392,7 @@ def forward_loop(query: Tensor, rows: Tensor, selected: Tensor, rest: Sequence[A
     del results, keys
 
 
-def backward_loop(
+def _backward_loop(
     saved: Saved, query: Tensor, rows: Tensor, selected: Tensor, rest: Sequence[Any]
 ) -> None:
     """Bring all keys, and send their gradients home."""

@@ -142,10 +142,10 @@ def _swept(
     if html is not None or png is not None:
         winners = _winners(swept, asked)
         if html is not None:
-            html.write_text(drawn_by("html", lambda: winner_page(winners)))
+            html.write_text(drawn_by("html", lambda: _winner_page(winners)))
         if png is not None:
             path = png
-            drawn_by("png", lambda: save_figure(lambda x: draw_winners(x, winners), path))
+            drawn_by("png", lambda: save_figure(lambda x: _draw_winners(x, winners), path))
     return json.dumps([row.as_json() for row in found.rows]) if as_json else str(found)
 
 
@@ -281,7 +281,7 @@ def lanes_bar(
 
 
 def lanes_layout(number: int) -> dict[str, Any]:
-    """Return the layout of a time line with so many lanes."""
+    """Return the layout of a plot with this number of lanes."""
     return {
         "barmode": "overlay",
         "showlegend": False,
@@ -291,7 +291,7 @@ def lanes_layout(number: int) -> dict[str, Any]:
     }
 
 
-def winner_page(found: WinnerMap) -> str:
+def _winner_page(found: WinnerMap) -> str:
     """Return an HTML page with the winners."""
     number = len(found.strategies)
     edges = [(i / number, (i + 1) / number, COLORS[i % len(COLORS)]) for i in range(number)]
@@ -320,7 +320,7 @@ def winner_page(found: WinnerMap) -> str:
     return page_of(found.title, "", [("winners", "Which strategy wins", WINNERS, figure)])
 
 
-def draw_winners(figure: Any, found: WinnerMap) -> None:
+def _draw_winners(figure: Any, found: WinnerMap) -> None:
     """Draw the winners on an empty figure of matplotlib."""
     axes = figure.add_subplot()
     # A colour by number, as everywhere on these pages.

@@ -86,12 +86,12 @@ def ring_backward_dtensor(
         wrap(grad, tuple(x.shape), ring) for grad, x in zip(grads, (query, key, value), strict=True)
     )
     if isinstance(sinks, DTensor):
-        places = _of_sinks_gradient(sinks, ring)
+        places = placements_of_sinks_gradient(sinks, ring)
         grad_sinks = wrap(grad_sinks, tuple(sinks.shape), ring, places)
     return grad_query, grad_key, grad_value, grad_sinks
 
 
-def _of_sinks_gradient(sinks: DTensor, ring: Ring) -> Placements:
+def placements_of_sinks_gradient(sinks: DTensor, ring: Ring) -> Placements:
     """Return the placements of the gradient: each rank sums over only its own tokens or heads."""
     return tuple(
         Partial() if where in (Shard(BATCH), Shard(SEQUENCE)) else of_sinks
@@ -109,7 +109,7 @@ def ulysses_dtensors(
     ring = ring_of_call(query, key, value, call)
     local, sinks = local_call(call, query, key, value, ring), call.scores.sinks
     if isinstance(sinks, DTensor):
-        own = sinks.to_local(grad_placements=_of_sinks_gradient(sinks, ring))
+        own = sinks.to_local(grad_placements=placements_of_sinks_gradient(sinks, ring))
         local = local._replace(scores=local.scores._replace(sinks=own))
     tensors = query.to_local(), key.to_local(), value.to_local()
     out, lse = ulysses_attention(*tensors, local, with_lse)

@@ -420,12 +420,21 @@ class PagedBatch:
 
     def _check_current(self) -> None:
         """Refuse a batch whose sequences have changed."""
-        for sequence, version in zip(self.sequences, self._versions, strict=True):
-            if sequence.version != version:
-                raise ValueError(
-                    f"sequence {sequence.number} has changed since this batch was made; make a new "
-                    "one for each step"
-                )
+        check_current(self.sequences, self._versions, "batch")
+
+
+def check_current(sequences: Iterable[PooledSequence], versions: Iterable[int], what: str) -> None:
+    """Refuse sequences that are of other versions than when `what` was made of them.
+
+    Raises:
+        ValueError: naming the sequence.
+    """
+    for sequence, version in zip(sequences, versions, strict=True):
+        if sequence.version != version:
+            raise ValueError(
+                f"sequence {sequence.number} has changed since this {what} was made; make a new "
+                "one for each step"
+            )
 
 
 def check_new_tokens(cache: PagedCache, key: Tensor, value: Tensor, batch: int, num: int) -> None:

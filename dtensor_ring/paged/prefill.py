@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from dtensor_ring.compute.memory import Numbers
-from dtensor_ring.paged.api import PagedCache, check_new_tokens
+from dtensor_ring.paged.api import PagedCache, check_current, check_new_tokens
 from dtensor_ring.paged.blocks import PooledSequence
 from dtensor_ring.paged.plan import slots_of
 from dtensor_ring.planning.layout import Serpentine
@@ -297,9 +297,4 @@ class PagedPrefill:
         ]
 
     def _check_current(self) -> None:
-        for sequence, version in zip(self._sequences, self._versions, strict=True):
-            if sequence.version != version:
-                raise ValueError(
-                    f"sequence {sequence.number} has changed since this step was made; make a new "
-                    "one for each step"
-                )
+        check_current(self._sequences, self._versions, "step")

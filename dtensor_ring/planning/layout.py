@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
@@ -41,6 +42,12 @@ def shard_length(rank: int, world_size: int, seq_len: int) -> int:
     # All ranks get a full chunk until the tokens run out.
     chunk = -(-seq_len // world_size)
     return max(0, min(chunk, seq_len - rank * chunk))
+
+
+def run_positions(runs: Iterable[Run], dtype: type[np.integer] = np.int64) -> np.ndarray:
+    """Return the positions that runs hold, run by run."""
+    each = (run.start + run.stride * np.arange(run.length, dtype=dtype) for run in runs)
+    return np.concatenate([np.empty(0, dtype), *each])
 
 
 def joined(runs: list[Run]) -> tuple[Run, ...]:

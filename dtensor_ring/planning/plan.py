@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from dtensor_ring.planning.demand import Cols, KeyDemand, PairwiseDemand
-from dtensor_ring.planning.layout import Joined, Layout, Run
+from dtensor_ring.planning.layout import Joined, Layout, Run, run_positions
 from dtensor_ring.planning.lru import cached_bytes
 from dtensor_ring.planning.mask import Documents, Mask
 from dtensor_ring.planning.ranges import MAX_RANKS, as_count
@@ -92,9 +92,7 @@ class KeyOwners(NamedTuple):
         return table
 
     def _positions(self, rank: int) -> np.ndarray:
-        runs = self.layout.runs(rank, self.world_size, self.seq_len)
-        each = (run.start + run.stride * np.arange(run.length) for run in runs)
-        return np.concatenate([np.empty(0, dtype=np.int64), *each])
+        return run_positions(self.layout.runs(rank, self.world_size, self.seq_len))
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,16 +7,19 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from dtensor_ring.dtensor import call_check
 from dtensor_ring.dtensor.annotation import tag_compiled
 from dtensor_ring.dtensor.attention import placed_shards
-from dtensor_ring.dtensor.dispatch import handlers, local_call, ring_of_call
+from dtensor_ring.dtensor.dispatch import (
+    handlers,
+    local_call,
+    placements_of_sinks_gradient,
+    ring_of_call,
+)
 from dtensor_ring.dtensor.placement import (
     HEADS,
-    SEQUENCE,
-    Placements,
     Ring,
     local_of,
     placements_text,
@@ -110,7 +113,7 @@ def select_keys(
     mask = call_check.mask_of(mask, slices)
     batch = call_check.batch_of(cu_seqlens, None, runs, slices, key_runs)
     scores = call_check.scores_of(query, mask, scale, 0.0, None, None)
-    place = placed_call(query, key, mesh, batch, _route(route), seq_len)
+    place = _placed_call(query, key, mesh, batch, _route(route), seq_len)
     call = Call(batch, scores, place)
     call_check.check_options(query, call)
     arguments = query, key, weights, k, block_size, local_blocks, *flatten(call)
@@ -218,7 +221,7 @@ def selected_attention(
     rows, values = _rows(key, value)
     batch = call_check.batch_of(None, None, runs, None, key_runs)
     scores = call_check.scores_of(query, FULL, scale, 0.0, sinks, None)
-    place = placed_call(query, key, mesh, batch, Strategy.default, seq_len)
+    place = _placed_call(query, key, mesh, batch, Strategy.default, seq_len)
     call = Call(batch, scores, place)
     call_check.check_options(query, call)
     if route is not None and route not in KEY_ROUTES:
@@ -253,7 +256,7 @@ def _route(route: str | None) -> str:
     return route
 
 
-def placed_call(
+def _placed_call(
     query: Tensor,
     key: Tensor,
     mesh: DeviceMesh | None,
@@ -317,19 +320,13 @@ def _backward(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[A
     grad_query, grad_rows, of_sinks = selected_backward_op(*grads, *local, *how, *saved, *options)
     sinks: Any = call.scores.sinks
     if isinstance(sinks, DTensor):
-        of_sinks = wrap(of_sinks, tuple(sinks.shape), ring, _of_sinks(sinks, ring))
+        of_sinks = wrap(
+            of_sinks, tuple(sinks.shape), ring, placements_of_sinks_gradient(sinks, ring)
+        )
     wrapped = [
         wrap(grad, tuple(x.shape), ring) for grad, x in ((grad_query, query), (grad_rows, rows))
     ]
     return *wrapped, of_sinks
-
-
-def _of_sinks(sinks: DTensor, ring: Ring) -> Placements:
-    """Return the placements of the sinks' gradient: a rank sums over its own tokens and heads."""
-    return tuple(
-        Partial() if where in (Shard(0), Shard(SEQUENCE)) else of_sinks
-        for where, of_sinks in zip(ring.placements, sinks.placements, strict=True)
-    )
 
 
 def _selected(selected: Any, ring: Ring) -> Any:

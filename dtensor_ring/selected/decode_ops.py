@@ -39,7 +39,7 @@ from dtensor_ring.ops.attention_record import (
 )
 from dtensor_ring.ops.checks import CALLER, check_inputs, check_num_queries, unit_stride
 from dtensor_ring.ops.ring_op import check_batch
-from dtensor_ring.planning.layout import Layout
+from dtensor_ring.planning.layout import Layout, run_positions
 from dtensor_ring.planning.lru import cached_bytes
 from dtensor_ring.planning.plan import Step
 from dtensor_ring.selected.listed_attention import Residents, gathered_forward
@@ -58,9 +58,7 @@ from dtensor_ring.transport.transport import P2P, Transport
 @cached_bytes(2**26, lambda found: found.nbytes + 64)
 def own_positions(layout: Layout, rank: int, world_size: int, seq_len: int) -> np.ndarray:
     """Return the positions of a rank's columns, ascending, int32."""
-    runs = layout.runs(rank, world_size, seq_len)
-    each = [run.start + run.stride * np.arange(run.length, dtype=np.int32) for run in runs]
-    return np.concatenate([np.empty(0, np.int32), *each])
+    return run_positions(layout.runs(rank, world_size, seq_len), np.int32)
 
 
 def columns_at(positions: Tensor, own: Tensor) -> Tensor:
@@ -75,7 +73,7 @@ def columns_at(positions: Tensor, own: Tensor) -> Tensor:
     return columns.masked_fill(own[columns.long()] != positions, -1)
 
 
-def decode_select(
+def _decode_select(
     own: IndexQueries, key: Tensor, step: Step, choice: KeyChoice, at: np.ndarray
 ) -> tuple[Tensor, Tensor]:
     """Return scores and positions of the best keys among a rank's columns, `(B, G, M, k)`.
@@ -94,7 +92,7 @@ def decode_select(
     return found.lists
 
 
-def merged_lists(
+def _merged_lists(
     scores: Tensor, positions: Tensor, rank: int, world_size: int, transport: Transport | None
 ) -> Tensor:
     """Return the positions of the best keys of all ranks, `(B, G, M, k)`, -1 for none.
@@ -167,8 +165,8 @@ def decode_keys(
         at = own_positions(request.layout, request.rank, request.world_size, request.seq_len)
         # Blocks alone need the positions of queries, and are not decoded.
         own = IndexQueries(query, weights, query.new_empty(0, dtype=torch.int32))
-        scores, positions = decode_select(own, key, step, choice, at)
-        return merged_lists(scores, positions, request.rank, request.world_size, transport)
+        scores, positions = _decode_select(own, key, step, choice, at)
+        return _merged_lists(scores, positions, request.rank, request.world_size, transport)
 
 
 torch.library.impl(DECODE_SELECT, "CompositeExplicitAutograd")(decode_keys)

@@ -1,4 +1,4 @@
-"""Attention in which each query has a list of its own keys: by a package's kernel, or by chunks.
+"""Attention of each query to its own list of keys, by a package's kernel or chunk by chunk.
 
 A chunk of queries gathers the keys of its queries, so its memory is (queries of a chunk) x (keys of
 a list), whatever the length of the sequence. Memory is the same for the gradients. This is the

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import NamedTuple
 
 import numpy as np
 
 from dtensor_ring.planning.demand import Cols
-from dtensor_ring.planning.layout import Layout
+from dtensor_ring.planning.layout import Layout, run_positions
 from dtensor_ring.planning.lru import cached_bytes
 from dtensor_ring.planning.ranges import Span
 from dtensor_ring.planning.run_table import shard_table
@@ -73,13 +73,8 @@ def key_positions(layout: Layout, world_size: int, seq_len: int) -> KeyPositions
         ValueError: if the layout cannot shard the length.
     """
     table = shard_table(layout, world_size, seq_len)
-    parts = [
-        run.start + run.stride * np.arange(run.length, dtype=np.int32)
-        for shard in table.shards
-        for run in shard
-    ]
     offsets = accumulate((table.num_local(rank) for rank in range(world_size)), initial=0)
-    numbers = np.concatenate([np.empty(0, np.int32), *parts])
+    numbers = run_positions(chain.from_iterable(table.shards), np.int32)
     numbers.setflags(write=False)
     return KeyPositions(numbers, tuple(offsets), seq_len)
 

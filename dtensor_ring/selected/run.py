@@ -31,7 +31,7 @@ from dtensor_ring.transport.transport import Transport
 NO_KEY = 2**31 - 1
 
 
-def index_scores(query: Tensor, key: Tensor, weights: Tensor | None, scale: float) -> Tensor:
+def _index_scores(query: Tensor, key: Tensor, weights: Tensor | None, scale: float) -> Tensor:
     """Return the scores of a tile, `(B, G, R, C)`, in float32 or wider.
 
     With weights they are `sum_h weights[h] * relu(scale * query[h] . key)`, for all heads together
@@ -125,7 +125,7 @@ class BestKeys:
 
     @property
     def lists(self) -> tuple[Tensor, Tensor]:
-        """Scores and positions, `(B, G, L, k)`, in the order of the positions; `NO_KEY` is none."""
+        """Scores and positions, `(B, G, L, k)`, sorted by position; `NO_KEY` marks none."""
         return self._scores, self._positions
 
     def result(self) -> Tensor:
@@ -224,7 +224,7 @@ def score_tile(
     size = rows_at_once(query, num_cols)
     for block, seen in row_blocks(num_rows, num_cols, tile.mask, size):
         some = None if weights is None else weights[:, :, block]
-        scores = index_scores(query[:, :, block], keys[:, :, seen], some, choice.scale)
+        scores = _index_scores(query[:, :, block], keys[:, :, seen], some, choice.scale)
         outside = hidden((block, seen), tile.mask, scores.device)
         if outside is not None:
             scores = scores.masked_fill(outside, -torch.inf)

@@ -77,7 +77,7 @@ class KeptPartials:
         return found
 
     def add(self, rows: np.ndarray, active: np.ndarray) -> None:
-        """Add a partial of so many rows on active ranks."""
+        """Add a partial with this number of rows on the active ranks."""
         # A wide partial of all rows is a total already.
         is_total = active & self._is_wide & (self._num == 0) & (rows == self._size)
         self._has_total = self._has_total | is_total

@@ -72,7 +72,7 @@ class TensorSizes(NamedTuple):
         return query, key
 
 
-def tensor_sizes(
+def _tensor_sizes(
     heads: Any, head_dim: Any, batch: Any, dtype: Any, policy: Any
 ) -> tuple[TensorSizes, str]:
     """Check the arguments, and return the sizes and the name of the dtype, such as "bfloat16".
@@ -231,7 +231,7 @@ def problem_of(
     num_ranks = as_count("world_size", world_size, 1, MAX_RANKS)
     length = as_count("seq_len", seq_len)
     documents = as_documents(cu_seqlens)
-    sizes, name = tensor_sizes(heads, head_dim, batch, dtype, policy)
+    sizes, name = _tensor_sizes(heads, head_dim, batch, dtype, policy)
     # Boundaries or slices by row give the number of rows.
     rows = max(len(x) for x in (documents or (), slices or ()))
     sizes = sizes._replace(batch=max(sizes.batch, rows))

@@ -390,7 +390,7 @@ def step_trace(step: SimulatedStep) -> dict[str, Any]:
 
 
 def _moved(event: dict[str, Any], process: int, mask: str) -> dict[str, Any]:
-    """Return an event of an attention in a process of its own, whose name has the mask."""
+    """Return a trace event of an attention, which is a process named by its mask."""
     event = event | {"pid": event["pid"] + process}
     if event["name"] == "process_name":
         event["args"] = {"name": f"attention, {mask}, {event['args']['name']}"}

@@ -142,7 +142,7 @@ def most_backward(pieces: Sequence[Piece]) -> int:
     return max(below + x.backward for below, x in zip(kept, pieces, strict=True))
 
 
-def layer_pieces(
+def _layer_pieces(
     layer: LayerShape, hidden: int, shard: Shard, room: AttentionRoom, tile: int | None = None
 ) -> list[Piece]:
     """Return the pieces of a layer: a norm, its attention or state, another norm, its MLP.
@@ -154,7 +154,7 @@ def layer_pieces(
         room: what the attention needs while it runs.
         tile: tokens that norms and MLPs run on at once; `None` for all.
     """
-    norm = norm_piece(hidden, shard, tile)
+    norm = _norm_piece(hidden, shard, tile)
     if layer.state is None:
         mixing = [_projections(layer, hidden, shard), _attention(layer, hidden, shard, room)]
     else:
@@ -162,7 +162,7 @@ def layer_pieces(
     return [norm, *mixing, norm, _mlp(layer, hidden, shard, tile)]
 
 
-def stream_bytes(hidden: int, shard: Shard) -> float:
+def _stream_bytes(hidden: int, shard: Shard) -> float:
     """Return the bytes of a token between layers, where tensor parallelism shards tokens."""
     return hidden / shard.tp * shard.itemsize
 
@@ -177,10 +177,10 @@ def norm_kept(hidden: int, shard: Shard) -> float:
     return hidden * ((wide + shard.itemsize) / shard.tp + shard.itemsize)
 
 
-def norm_piece(hidden: int, shard: Shard, tile: int | None = None) -> Piece:
+def _norm_piece(hidden: int, shard: Shard, tile: int | None = None) -> Piece:
     """Return an RMSNorm of transformers, which computes in float32."""
     wide = max(KEPT_ITEMSIZE, shard.itemsize) * hidden / shard.tp
-    stream = stream_bytes(hidden, shard)
+    stream = _stream_bytes(hidden, shard)
     kept = norm_kept(hidden, shard)
     if tile is None:
         # Backward adds the gradient by way of the mean of squares: four tensors in float32.
@@ -202,7 +202,7 @@ def attention_kept(layer: LayerShape, shard: Shard) -> tuple[float, float]:
 
 
 def _projections(layer: LayerShape, hidden: int, shard: Shard) -> Piece:
-    """Return what is between projections and the attention, and a gate behind it."""
+    """Return the piece between projections and attention, with the gate after it."""
     wide = max(KEPT_ITEMSIZE, shard.itemsize)
     queries = layer.heads[0] * layer.head_dim / shard.tp
     both = sum(layer.heads) * layer.head_dim / shard.tp
@@ -215,7 +215,7 @@ def _projections(layer: LayerShape, hidden: int, shard: Shard) -> Piece:
         kept += 3 * queries * shard.itemsize
     # Rotary embeddings: the query before, its halves in the other order, and two products.
     rotary = 4 * queries * shard.itemsize
-    grads = stream_bytes(hidden, shard) + attention_kept(layer, shard)[0]
+    grads = _stream_bytes(hidden, shard) + attention_kept(layer, shard)[0]
     return _piece("projections", shard, kept, rotary, grads + max(rotary, normed))
 
 
@@ -223,7 +223,7 @@ def _attention(layer: LayerShape, hidden: int, shard: Shard, room: AttentionRoom
     inputs, results = attention_kept(layer, shard)
     query = layer.heads[0] * layer.head_dim * shard.itemsize / shard.tp
     # The gradient of the output beside that of the residual.
-    grads = int((stream_bytes(hidden, shard) + query) * shard.tokens)
+    grads = int((_stream_bytes(hidden, shard) + query) * shard.tokens)
     kept = int((inputs + results) * shard.tokens)
     return Piece("attention", kept, room.forward, grads + room.backward)
 
@@ -244,11 +244,11 @@ def _state(state: StateShape, hidden: int, shard: Shard) -> Piece:
     backward = states + 2 * state.values + mixed + 2 * state.values
     by_token = kept * width + kept_wide * wide, states * width, backward * width
     kept_all, forward, needed = (x / shard.tp for x in by_token)
-    return _piece("state", shard, kept_all, forward, stream_bytes(hidden, shard) + needed)
+    return _piece("state", shard, kept_all, forward, _stream_bytes(hidden, shard) + needed)
 
 
 def _mlp(layer: LayerShape, hidden: int, shard: Shard, tile: int | None) -> Piece:
-    stream = stream_bytes(hidden, shard)
+    stream = _stream_bytes(hidden, shard)
     kept, forward, backward = _mlp_bytes(layer, hidden, shard)
     if tile is None:
         return _piece("mlp", shard, kept, stream + forward, 2 * stream + backward)
@@ -350,7 +350,7 @@ def step_memory(
         attention, others = (there * max(x[i] for x in layers) for i in range(2))
         fetched = (attention + others) // there * (there - 1)
     # A last norm precedes the head; all layers share the tables of rotary embeddings.
-    norm = norm_piece(model.hidden, shard, setting.mlp_tile)
+    norm = _norm_piece(model.hidden, shard, setting.mlp_tile)
     tables = int(2 * max(x.head_dim for x in model.layers) * shard.itemsize * shard.tokens)
     kept = attention + others + norm.kept + tables
     moments = [kept + max(loss_room(model, shard), norm.backward)]
@@ -401,9 +401,9 @@ class _LayerBytes(NamedTuple):
         setting: MemorySetting,
         room: AttentionRoom,
     ) -> _LayerBytes:
-        pieces = layer_pieces(layer, hidden, shard, room, setting.mlp_tile)
+        pieces = _layer_pieces(layer, hidden, shard, room, setting.mlp_tile)
         most = max(most_backward(pieces), most_forward(pieces))
-        stream = int(stream_bytes(hidden, shard) * shard.tokens)
+        stream = int(_stream_bytes(hidden, shard) * shard.tokens)
         results = int(attention_kept(layer, shard)[1] * shard.tokens)
         # Tiles, and norms in float32, keep the input of the layer; in 16 bits it is a wide copy.
         is_kept = setting.mlp_tile is not None or shard.itemsize >= KEPT_ITEMSIZE

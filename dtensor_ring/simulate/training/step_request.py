@@ -77,7 +77,7 @@ def memory_setting(
     Raises:
         TypeError: if a field is of another type.
         ValueError: if a name is unknown or there twice, a number is out of range, or checkpoints
-            go to the host where there are none.
+            are offloaded and none are made.
 
     >>> memory_setting("full", offload=["checkpoints"]).offload
     ('checkpoints',)

@@ -280,7 +280,7 @@ def _with_links(machine: Machine, level: str, rate: float) -> Machine:
 
 
 def _attention(asked: StepRequest, tokens: int) -> float:
-    """Return the seconds of all attentions with so many tokens of a rank; infinite if none."""
+    """Return the seconds of all attentions by tokens of a rank; infinite if no strategy fits."""
     seq_len = tokens * asked.mesh.cp
     asked = asked._replace(seq_len=seq_len, shard=asked.shard._replace(tokens=tokens * asked.batch))
     try:

@@ -129,7 +129,7 @@ def joined(tables: Sequence[Tensor], num_rows: int, by_positions: bool) -> Start
     return Starts(table[table[:, 0].argsort(stable=True)], num_rows, by_positions)
 
 
-def starts_of_boundaries(cu_seqlens: Tensor, seq_len: int) -> Starts:
+def _starts_of_boundaries(cu_seqlens: Tensor, seq_len: int) -> Starts:
     """Return the starts of documents with given boundaries, `(D+1,)`, in one row."""
     begins = cu_seqlens.cpu().long().unique()
     begins = begins[begins < seq_len]
@@ -334,7 +334,7 @@ def _by_boundaries(
     bounds = torch.nn.functional.pad(cu_seqlens, (0, 1), value=seq_len).int().cpu()
     within = {}
     if chunks and has_content(cu_seqlens):
-        within = starts_of_boundaries(cu_seqlens, seq_len).chunk_boundaries(chunks, seq_len)
+        within = _starts_of_boundaries(cu_seqlens, seq_len).chunk_boundaries(chunks, seq_len)
     elif chunks:
         # One longer than the batch: the last boundary may be its end.
         starts = torch.zeros(seq_len + 1, dtype=torch.bool, device=cu_seqlens.device)

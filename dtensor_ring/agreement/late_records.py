@@ -66,9 +66,6 @@ MAX_KINDS = 256
 # Gloo has no wait without a limit, so a receive that may stand for long has this one, in days.
 _FOREVER = 365
 
-# Gloo takes no time for the time limit of the group.
-GROUP_LIMIT = timedelta(0)
-
 # How long a rank that ends waits for its last message to leave, and for a thread, in seconds.
 GOODBYE_TIMEOUT = 1.0
 
@@ -251,10 +248,12 @@ class LateRecords:
             with suppress(RuntimeError):  # the next rank may have ended before
                 goodbye = struct.pack(_HEADER, _GOODBYE, self._num_posted, 0, 0, 0, 0, 0)
                 # To a rank that closes now, gloo may send for ever.
-                self._send(goodbye, timedelta(seconds=GOODBYE_TIMEOUT))
+                self._send(goodbye, GOODBYE_TIMEOUT)
             self._said_goodbye.set()
 
-    def _send(self, message: bytes, limit: timedelta = GROUP_LIMIT) -> None:
+    def _send(self, message: bytes, seconds: float = 0.0) -> None:
+        # Gloo takes a limit of 0 seconds for that of the group.
+        limit = timedelta(seconds=seconds)
         # The thread keeps the message until it has left. The host does not wait for this.
         self._group.send([flat(bytearray(message))], self._next, LATE_TAG).wait(limit)
 

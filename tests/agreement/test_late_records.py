@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from dtensor_ring.agreement import late_records
 from dtensor_ring.agreement.call_record import CallRecord, CallSite
-from dtensor_ring.agreement.late_records import GROUP_LIMIT, Failed, LateRecords, PostedCall
+from dtensor_ring.agreement.late_records import Failed, LateRecords, PostedCall
 
 DEADLINE = 30.0
 """Seconds after which something hangs."""
@@ -38,9 +38,9 @@ class Rank(LateRecords):
         self.failures.append(failed)
         self.abort()
 
-    def _send(self, message: bytes, limit: timedelta = GROUP_LIMIT) -> None:
+    def _send(self, message: bytes, seconds: float = 0.0) -> None:
         self.sizes.append(len(message))
-        super()._send(message, limit)
+        super()._send(message, seconds)
 
     def call(self, record: CallRecord = ONE, site: tuple[str, str, str] = SITE) -> None:
         self.number += 1

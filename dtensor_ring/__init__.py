@@ -10,11 +10,10 @@ from dtensor_ring.dtensor.annotation import sequence_layout
 from dtensor_ring.dtensor.attention import ring_attention
 from dtensor_ring.dtensor.axis import SequenceAxis
 from dtensor_ring.dtensor.flex.block_mask import slices_of_block_mask
-from dtensor_ring.dtensor.gather import sum_over_sequence
+from dtensor_ring.dtensor.gather import sequence_runs, sum_over_sequence
 from dtensor_ring.dtensor.merge_attention import merge_attention
 from dtensor_ring.dtensor.sequence import (
     next_token_labels,
-    sequence_runs,
     sequence_slices,
     shard_sequence,
     unshard_sequence,

@@ -10,8 +10,9 @@ The axis of a mesh, and checks of options before there is an axis:
 What "auto" simulates:
     `AnyMachine`, `machine_on`.
 Layouts, and the tokens of a rank:
-    `Layout`, `as_layout`, `layout_names`, `append_runs`, `positions_of`, `from_local_tokens`,
-    `visible_pairs`.
+    `Layout`, `Padded`, `as_layout`, `layout_names`, `append_runs`, `positions_of`, `visible_pairs`.
+Sharded sequences, and what their meshes know of the order:
+    `from_local_tokens`, `token_mesh_of`, `tokens_of`, `axis_mesh`.
 Agreement of the ranks, so that an error on one rank is raised on all:
     `checked_barrier`, `check_agreement`, `check_strided`.
 Names of layers, which identify calls in errors and between ranks:
@@ -40,22 +41,20 @@ from dtensor_ring.compute.kernels import Kernel, Launch, Problem, Saved, Scores,
 from dtensor_ring.decode.cache import CacheUsage
 from dtensor_ring.decode.op import MAX_QUERIES
 from dtensor_ring.decode.plan import append_runs
-from dtensor_ring.dtensor.annotation import axis_group, check_axis_options
-from dtensor_ring.dtensor.axis import AnyMachine, machine_on
+from dtensor_ring.dtensor.annotation import axis_group, axis_mesh, check_axis_options, tokens_of
+from dtensor_ring.dtensor.axis import AnyMachine, machine_on, token_mesh_of
 from dtensor_ring.dtensor.call_check import check_agreement, checked_barrier
 from dtensor_ring.dtensor.gather import gather_rows, gathered, receive_state, send_state
 from dtensor_ring.dtensor.meta_model import MetaModel, ModelRequest
-from dtensor_ring.dtensor.sequence import (
-    IGNORE_INDEX,
-    from_local_tokens,
-    positions_of,
-)
+from dtensor_ring.dtensor.sequence import IGNORE_INDEX
+from dtensor_ring.dtensor.sequence_tensor import from_local_tokens
 from dtensor_ring.dtensor.style import number_layer
+from dtensor_ring.dtensor.whole_results import positions_of
 from dtensor_ring.ops.checks import check_strided, name_layer, within_layer
 from dtensor_ring.ops.nodes import autocast_dtype, register_gradient
 from dtensor_ring.paged.blocks import BlockCopy, PooledSequence
 from dtensor_ring.paged.prefill import PagedPrefill
-from dtensor_ring.planning.layout import Layout
+from dtensor_ring.planning.layout import Layout, Padded
 from dtensor_ring.planning.run_table import as_layout, layout_names
 from dtensor_ring.planning.strategy import check_strategy
 from dtensor_ring.quantised.kept_tokens import KeptTokens, format_named, no_tokens
@@ -75,6 +74,7 @@ __all__ = [
     "Layout",
     "MetaModel",
     "ModelRequest",
+    "Padded",
     "PagedPrefill",
     "PooledSequence",
     "Problem",
@@ -85,6 +85,7 @@ __all__ = [
     "autocast_dtype",
     "axis_group",
     "axis_group_options",
+    "axis_mesh",
     "check_agreement",
     "check_axis_options",
     "check_kernel",
@@ -105,6 +106,8 @@ __all__ = [
     "receive_state",
     "register_gradient",
     "send_state",
+    "token_mesh_of",
+    "tokens_of",
     "visible_pairs",
     "within_layer",
 ]

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from dtensor_ring import Balanced, Contiguous, SequenceAxis, unshard_sequence
 from dtensor_ring.compute.memory import in_order, order_of
-from dtensor_ring.dtensor.annotation import annotation_of
+from dtensor_ring.dtensor.annotation import annotation_of, group_of
 from dtensor_ring.planning.layout import Layout
 
 BATCH, HEADS, SEQUENCE = Shard(0), Shard(1), Shard(2)
@@ -73,7 +73,7 @@ def assert_same(actual: Any, expected: Tensor, placements: Sequence[Placement]) 
     assert actual.dtype == torch.float32
     if isinstance(actual, DTensor):
         assert actual.placements == tuple(placements)
-        axis = actual.device_mesh.get_group(list(placements).index(SEQUENCE))
+        axis = group_of(actual.device_mesh, list(placements).index(SEQUENCE))
         layout = annotation_of(axis).layout
         actual = unshard_sequence(actual, 2, layout if isinstance(layout, Balanced) else None)
     torch.testing.assert_close(actual.double(), expected, atol=1e-5, rtol=1e-5)

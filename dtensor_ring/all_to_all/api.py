@@ -13,9 +13,17 @@ from torch.distributed.tensor import DTensor, Shard
 from dtensor_ring.all_to_all.op import AllToAllArgs, BatchRuns, all_to_all_op, flatten_all_to_all
 from dtensor_ring.all_to_all.plan import head_shard_of
 from dtensor_ring.balanced.balanced import Balanced
-from dtensor_ring.dtensor.annotation import annotation_of, axis_group, config_of_call, group_of
-from dtensor_ring.dtensor.gather import all_to_all_tokens
-from dtensor_ring.dtensor.sequence import canonical, sequence_runs
+from dtensor_ring.dtensor.annotation import (
+    annotation_of,
+    axis_group,
+    config_of_call,
+    group_of,
+    tokens_of,
+)
+from dtensor_ring.dtensor.gather import all_to_all_tokens, sequence_runs
+from dtensor_ring.dtensor.sequence import canonical
+from dtensor_ring.dtensor.sequence_tensor import known
+from dtensor_ring.dtensor.token_mesh import token_mesh
 from dtensor_ring.ops.checks import called_by_user, check_all_to_all, check_strided
 from dtensor_ring.planning.layout import Contiguous, Layout
 from dtensor_ring.planning.ranges import as_count
@@ -205,7 +213,7 @@ def relayout(
         local, length = tensor, tensor.shape[dim] * group.size()
     if seq_len is not None:
         length = as_count("seq_len", seq_len)
-    now = _of_axis(group) if layout is None else layout
+    now = _order(tensor, group) if layout is None else layout
     before, after = _side("layout", now, length, group), _side("to", to, length, group)
     if before.layout == after.layout:
         return tensor
@@ -220,18 +228,26 @@ def relayout(
     result = called_by_user(all_to_all_tokens, local, dim, args)
     if not isinstance(tensor, DTensor):
         return result
-    return DTensor.from_local(
+    tokens = tokens_of(tensor.device_mesh)
+    on = tensor.device_mesh
+    if tokens is not None:
+        on = token_mesh(tokens.mesh, tokens.config, after.layout)
+    made = DTensor.from_local(
         result,
-        tensor.device_mesh,
+        on,
         tensor.placements,
         run_check=False,
         shape=tensor.shape,
         stride=tensor.stride(),
     )
+    return known(made)
 
 
-def _of_axis(group: ProcessGroup) -> Layout:
-    """Return the layout of the axis; refuse one of a batch, which may not be this batch."""
+def _order(tensor: Tensor, group: ProcessGroup) -> Layout:
+    """Return the layout of a tensor, else of the axis; that of a batch must be given."""
+    tokens = tokens_of(tensor.device_mesh) if isinstance(tensor, DTensor) else None
+    if tokens is not None:
+        return tokens.layout
     layout = annotation_of(group).config_or_default.layout
     return PerBatch() if layout.per_batch else layout
 

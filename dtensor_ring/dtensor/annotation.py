@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from hashlib import blake2b
 from importlib.metadata import PackageNotFoundError, version
+from itertools import count
 from os import PathLike
 from typing import Any
 from weakref import WeakKeyDictionary, ref
@@ -40,6 +41,9 @@ from dtensor_ring.transport.transport import DEFAULT_POLICY, TransferPolicy
 
 # Begins our part of the tag; only the text behind it is replaced.
 MARK = " dtensor_ring:"
+
+# Where a mesh keeps what it knows of the order of tokens, see Note [Token meshes].
+TOKENS = "_dtensor_ring_tokens"
 
 
 def tag_caches(rank: int, axes: Sequence[object]) -> None:
@@ -112,6 +116,14 @@ class AxisConfig:
         strategy = strategy or self.strategy
         return Place(self.spec, strategy, seq_len, key_seq_len, group_name, self.policy)
 
+    @property
+    def options(self) -> list[str]:
+        """Describe the options that are not the defaults; equal ones read the same on all ranks."""
+        named = {"strategy": self.strategy, "kernel": self.kernel, "policy": self.policy}
+        named["machine"] = self.machine and self.machine.label
+        defaults = {"strategy": "ring", "policy": DEFAULT_POLICY}
+        return [f"{name}={x}" for name, x in named.items() if x != defaults.get(name)]
+
     def check_runs(self, are_given: bool, how: str = "is annotated") -> None:
         """Refuse runs for a layout that needs none, and missing runs for one that needs them.
 
@@ -179,27 +191,58 @@ def configured(layout: Layout, **how: Any) -> AxisConfig:
     return AxisConfig(layout, **{name: value for name, value in how.items() if value is not None})
 
 
+@dataclass(frozen=True)
+class Tokens:
+    """What a token mesh knows, see Note [Token meshes].
+
+    Attributes:
+        mesh: the user's mesh of the axis.
+        config: how attention over the axis runs.
+        layout: the order of the tokens: that of the config, or of a batch, or `Padded`.
+    """
+
+    mesh: DeviceMesh
+    config: AxisConfig
+    layout: Layout
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tokens:
+        """Return itself: a copy of a tensor is on the same axis."""
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle nothing: a mesh that is loaded finds its order by its name."""
+        return _nothing, ()
+
+
+def _nothing() -> None:
+    return None
+
+
 @dataclass
 class Annotation:
     """The record of one axis.
 
     Attributes:
         ranks: the global ranks of the axis, in order.
+        world: the number of its default process group, 1 for the first one of this process.
         config: how attention runs over the axis; `None` until it is configured or used.
         is_assumed: whether the config is a default that the first use assumed.
         group_name: the group that was last used over these ranks.
         num_layers: the number of modules that attend over the axis; ranks call them by number.
         choices: the configuration that "auto" has chosen by, and what, see `choice_of`.
         machines: those read for the axis, by the names that were given, and "" for the default.
+        token_meshes: those of its sequences, by device type and name, see `token_mesh`.
     """
 
     ranks: tuple[int, ...]
+    world: int
     config: AxisConfig | None = None
     is_assumed: bool = False
     group_name: str | None = None
     num_layers: int = 0
     choices: tuple[AxisConfig | None, dict[Any, Any]] = field(default_factory=lambda: (None, {}))
     machines: dict[str, Machine] = field(default_factory=dict)
+    token_meshes: dict[tuple[str, str], DeviceMesh] = field(default_factory=dict)
 
     @property
     def how(self) -> str:
@@ -237,6 +280,9 @@ _AXES: WeakKeyDictionary[ProcessGroup, dict[tuple[int, ...], Annotation]] = Weak
 # The same records by group, so that a call looks one up without listing its ranks.
 _BY_GROUP: WeakKeyDictionary[ProcessGroup, Annotation] = WeakKeyDictionary()
 
+# Numbers the default process groups of this process.
+_WORLDS = count(1)
+
 # The default process group that numbers the ranks of the last record, if there is one.
 _LAST: list[ref[ProcessGroup]] = []
 
@@ -253,8 +299,11 @@ def _new_record(group: ProcessGroup) -> Annotation:
     world = dist.group.WORLD
     assert world is not None, "a mesh has a world"
     _begin(world)
-    ranks = tuple(dist.get_process_group_ranks(group))
-    found = _AXES.setdefault(world, {}).setdefault(ranks, Annotation(ranks))
+    ranks, axes = tuple(dist.get_process_group_ranks(group)), _AXES.setdefault(world, {})
+    if ranks not in axes:
+        number = next((other.world for other in axes.values()), 0) or next(_WORLDS)
+        axes[ranks] = Annotation(ranks, number)
+    found = axes[ranks]
     # Two meshes over the same ranks have two groups, but are one axis.
     _BY_GROUP[group], found.group_name = found, group.group_name
     return found
@@ -285,11 +334,12 @@ def _begin(world: ProcessGroup) -> None:
 def annotate(mesh: DeviceMesh, layout: Layout, **how: Any) -> AxisConfig:
     """Record the layout and the options of a 1-D mesh.
 
-    `None` stands for the recorded value, or the default. A layout that belongs to a batch is
-    recorded again for each batch.
+    `None` stands for the recorded value, or the default. Other values replace those recorded: plain
+    calls go by the last ones, and what `shard_sequence` made before keeps its own.
 
     Raises:
-        ValueError: if the mesh is not 1-D, a value is unknown, or another value was recorded.
+        ValueError: if the mesh is not 1-D, a value is unknown, or the axis was used with an order
+            that nobody chose.
     """
     here = annotation_of(axis_group(mesh))
     before = here.config
@@ -300,10 +350,10 @@ def annotate(mesh: DeviceMesh, layout: Layout, **how: Any) -> AxisConfig:
         given["strategy"] = as_strategy(given["strategy"], len(here.ranks)).spec
     # This checks the values, so it runs before anything is recorded.
     config = configured(layout, **_recorded(before) | given)
-    if before is not None:
-        _check_same(mesh, here, before, config)
-    if here.is_assumed and config != before:
-        drop_graphs()
+    if here.is_assumed and before is not None:
+        _check_assumed(mesh, here, before, config)
+    if before is not None and _differ(before, config):
+        drop_graphs()  # graphs have what they were traced with as constants
     here.config, here.is_assumed = config, False
     return config
 
@@ -336,26 +386,20 @@ def _recorded(config: AxisConfig | None) -> dict[str, Any]:
     return {} if config is None else {name: getattr(config, name) for name in names}
 
 
-def _check_same(mesh: DeviceMesh, here: Annotation, old: AxisConfig, new: AxisConfig) -> None:
+def _check_assumed(mesh: DeviceMesh, here: Annotation, old: AxisConfig, new: AxisConfig) -> None:
+    """Refuse another order for tokens that were taken as contiguous without a word of the user."""
     if _contradict(old.layout, new.layout, len(here.ranks)):
-        same = "use the same layout, or a mesh of other ranks"
-        again = "annotate it first" if here.is_assumed else same
         raise ValueError(
             f"{mesh} {here}, it cannot become {new.layout.spec}: tensors may already be sharded in "
-            f"that order; {again}"
+            "that order; annotate it first"
         )
-    # An assumed configuration was not chosen by the user, so any other may replace it.
-    for name, value in {} if here.is_assumed else _recorded(old).items():
-        if getattr(new, name) != value:
-            old_text, new_text = map(_text, (value, getattr(new, name)))
-            raise ValueError(
-                f"{mesh} was configured with {name}={old_text}, it cannot get {name}={new_text}: "
-                f"an axis is configured once; use the same {name}, or a mesh of other ranks"
-            )
 
 
-def _text(option: Any) -> str:
-    return option.label if isinstance(option, Machine) else repr(option)
+def _differ(old: AxisConfig, new: AxisConfig) -> bool:
+    """Return whether a graph of one configuration is wrong for the other."""
+    # The layouts of two batches differ, but graphs take their runs as inputs.
+    same = old.layout.per_batch and new.layout.per_batch
+    return old != (replace(new, layout=old.layout) if same else new)
 
 
 def _contradict(one: Layout, other: Layout, num_ranks: int) -> bool:
@@ -383,12 +427,47 @@ def sequence_layout(mesh: DeviceMesh) -> Layout | None:
     return annotation_of(axis_group(mesh)).layout
 
 
-def config_of_call(group: ProcessGroup, with_runs: bool) -> AxisConfig:
-    """Return the configuration for a call over the axis; `with_runs` if its batch has runs.
+def tokens_of(mesh: DeviceMesh) -> Tokens | None:
+    """Return what a mesh knows of the order of tokens, `None` if it is no token mesh.
+
+    Raises:
+        ValueError: if the mesh was loaded, and no axis here has its order.
+    """
+    # A compiler that traces wraps meshes.
+    fields = getattr(mesh, "real_obj", mesh).__dict__
+    found = fields.get(TOKENS)
+    if found is not None or TOKENS not in fields:
+        return found
+    name = mesh.mesh_dim_names[0]
+    group = _found(mesh, 0)
+    known = annotation_of(group).token_meshes.get((mesh.device_type, name))
+    if known is None:
+        raise ValueError(
+            f"a loaded tensor has its tokens in another order than those known here: {name}; make "
+            "the axis first, by a SequenceAxis with the layout and the options that it was saved "
+            "with"
+        )
+    fields[TOKENS] = known.__dict__[TOKENS]
+    return fields[TOKENS]
+
+
+def config_of_call(
+    group: ProcessGroup, with_runs: bool, mesh: DeviceMesh | None = None
+) -> AxisConfig:
+    """Return the configuration for a call over the axis.
+
+    Args:
+        group: the group of the axis.
+        with_runs: whether the batch of the call has runs.
+        mesh: the mesh of its tensors; a token mesh knows the configuration, else it is the axis's.
 
     Raises:
         ValueError: if the layout belongs to a batch and there are no runs, or vice versa.
     """
+    tokens = None if mesh is None else tokens_of(mesh)
+    if tokens is not None:
+        tokens.config.check_runs(with_runs)
+        return tokens.config
     here = annotation_of(group)
     if here.config is None:
         # Module constants, because a compiler cannot trace how a configuration is made; nor does
@@ -431,7 +510,11 @@ def group_of(mesh: DeviceMesh, axis: int) -> ProcessGroup:
     """
     if torch.compiler.is_dynamo_compiling():
         tag_compiled()
-        return mesh.get_group(axis)  # the mesh is an input of the graph
+        # The mesh is an input of the graph.
+        return (axis_mesh(mesh) if _has_tokens(mesh) else mesh).get_group(axis)
+    tokens = tokens_of(mesh)
+    if tokens is not None:
+        mesh = tokens.mesh
     # Cached on the mesh: looking up the name takes longer than resolving its group.
     kept = mesh.__dict__.setdefault("_dtensor_ring_groups", _Groups())
     if axis in kept:
@@ -444,6 +527,20 @@ def group_of(mesh: DeviceMesh, axis: int) -> ProcessGroup:
     return group
 
 
+def _has_tokens(mesh: DeviceMesh) -> bool:
+    return tokens_of(mesh) is not None
+
+
+def axis_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """Return the user's mesh of the axis of a mesh."""
+    tokens = tokens_of(mesh)
+    return mesh if tokens is None else tokens.mesh
+
+
+for _constant in (_has_tokens, axis_mesh):
+    _constant._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 class _Groups(dict[int, tuple[str, Any]]):
     """Maps an axis to the name and a weak reference of its group; it is not pickled."""
 
@@ -454,6 +551,9 @@ class _Groups(dict[int, tuple[str, Any]]):
 def layout_of(mesh: DeviceMesh, axis: int) -> Layout | None:
     """Return the layout that an axis was annotated with, `None` without one or without a group."""
     try:
+        tokens = tokens_of(mesh)
+        if tokens is not None:
+            return tokens.config.layout
         return annotation_of(group_of(mesh, axis)).layout
     except ValueError:
         return None
@@ -476,7 +576,9 @@ def _found(mesh: DeviceMesh, axis: int) -> ProcessGroup:
     world = dist.group.WORLD
     if world is not None:
         here = _AXES.get(world, {}).get(ranks)
-        for name in (mesh._dim_group_names[axis], None if here is None else here.group_name):
+        # A token mesh that was loaded has no names.
+        own = mesh._dim_group_names[axis] if len(mesh._dim_group_names) else None
+        for name in (own, None if here is None else here.group_name):
             group = None if name is None else _registered(name)
             # A new world reuses names, so compare the ranks, too.
             if group is not None and tuple(dist.get_process_group_ranks(group)) == ranks:

@@ -27,6 +27,9 @@ from dtensor_ring.dtensor.call_check import checked_barrier
 from dtensor_ring.dtensor.choice import device_name, machine_of
 from dtensor_ring.dtensor.gather import sum_over_sequence
 from dtensor_ring.dtensor.placement import dtensor_of
+from dtensor_ring.dtensor.sequence_tensor import from_local_tokens
+from dtensor_ring.dtensor.token_mesh import token_mesh
+from dtensor_ring.dtensor.whole_results import local_tokens
 from dtensor_ring.ops.options import Call, on_dtensors
 from dtensor_ring.planning.layout import Layout
 from dtensor_ring.planning.mask import Mask
@@ -76,12 +79,13 @@ class SequenceAxis:
             previous rank has made the same call, and nothing is computed from other data. Calls on
             CPUs always do. For debugging: the device may run out of work. See `docs/failures.md`.
 
-    An omitted option is taken from another object of the same axis, else from the default. Later
-    objects of the axis must agree with it.
+    An omitted option is taken from another object of the same axis, else from the default. Objects
+    of one axis may differ: what `shard` makes goes by its own object, and tensors of two objects
+    cannot be mixed. Other calls, such as plain SDPA on DTensors that you made, go by the last one.
 
     Raises:
-        ValueError: if the mesh is not 1-D, a value is unknown, another object configured the axis
-            differently, or, on all ranks, if the first one cannot read the file of the machine.
+        ValueError: if the mesh is not 1-D, a value is unknown, the axis was used before without
+            a layout, or, on all ranks, if the first one cannot read the file of the machine.
         TypeError: if the mesh, the layout, the policy or the machine has a wrong type.
 
     Example:
@@ -119,6 +123,8 @@ class SequenceAxis:
         sequence.install_handlers()
         self.mesh = mesh
         self._group_name, self._size, self._strict = group.group_name, group.size(), strict
+        # Graphs take them as constants, so they are made here.
+        self.token_mesh = mesh if self.layout.per_batch else token_mesh(mesh, self._config)
 
     def __reduce__(self) -> tuple[partial[SequenceAxis], tuple[DeviceMesh, Layout]]:
         """Pickle the arguments: loading the object configures the axis there."""
@@ -275,8 +281,15 @@ class SequenceAxis:
         plan(*call.request(num_rows))
 
     def shard(self, tensor: Tensor, dim: int, layout: Balanced | None = None) -> DTensor:
-        """Shard a tensor that every rank holds whole, see `shard_sequence`."""
-        return sequence.shard_sequence(tensor, self.mesh, dim, layout)
+        """Shard a tensor that every rank holds whole, see `shard_sequence`.
+
+        What is computed from it goes by this object, also after another one of the same ranks.
+        """
+        dim = sequence.check_whole(tensor, dim)
+        chosen = sequence.order_of(self._config, layout, f"is annotated {self.layout.spec}")
+        local = local_tokens(tensor, self.mesh.get_local_rank(), self._size, dim, chosen)
+        on = token_mesh(self.mesh, self._config, chosen)
+        return from_local_tokens(local, on, dim, tensor.shape[dim])
 
     def unshard(self, dtensor: DTensor, dim: int, layout: Balanced | None = None) -> Tensor:
         """Gather a DTensor whole, in the original order, see `unshard_sequence`."""
@@ -296,6 +309,16 @@ class SequenceAxis:
         # The layout of one batch would be wrong for another one; `PerBatch` refuses.
         layout = PerBatch() if self.layout.per_batch else self.layout
         return sequence.local_positions(self.mesh, layout, seq_len)
+
+
+def token_mesh_of(axis: SequenceAxis, layout: Layout) -> DeviceMesh:
+    """Return the mesh of sequences over an axis whose tokens are in another order than its own.
+
+    Args:
+        axis: the axis.
+        layout: the order: that of a batch, or `Padded`. The tensors go by the axis's options.
+    """
+    return token_mesh(axis.mesh, axis._config, layout)
 
 
 # A machine, the name of a preset, or the path of a file.

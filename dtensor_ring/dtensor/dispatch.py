@@ -22,6 +22,7 @@ from dtensor_ring.decode.op import (
     flatten_decode,
     unflatten_decode,
 )
+from dtensor_ring.dtensor.annotation import axis_mesh
 from dtensor_ring.dtensor.choice import chosen
 from dtensor_ring.dtensor.placement import (
     BATCH,
@@ -36,6 +37,7 @@ from dtensor_ring.dtensor.placement import (
     without,
     wrap,
 )
+from dtensor_ring.dtensor.sequence_tensor import known
 from dtensor_ring.ops.boundaries import on_host
 from dtensor_ring.ops.options import LEAVES, Call, Place, flatten, unflatten
 from dtensor_ring.ops.ring_op import ring_backward_op, ring_op
@@ -123,9 +125,10 @@ def ulysses_dtensors(
 def _from_local(local: Tensor, shape: tuple[int, ...], ring: Ring) -> DTensor:
     """Wrap a local tensor like `wrap`, but differentiably."""
     stride = strides(shape, order_of(local))
-    return DTensor.from_local(
+    made = DTensor.from_local(
         local, ring.mesh, ring.placements, run_check=False, shape=torch.Size(shape), stride=stride
     )
+    return known(made)
 
 
 def _has_all_to_all(call: Call) -> bool:
@@ -224,7 +227,8 @@ def _local_sinks(sinks: Any, ring: Ring) -> Any:
         expected = tuple(
             Shard(0) if where == Shard(HEADS) else Replicate() for where in ring.placements
         )
-        if sinks.device_mesh != ring.mesh or tuple(sinks.placements) != expected:
+        on = axis_mesh(sinks.device_mesh)
+        if on != axis_mesh(ring.mesh) or tuple(sinks.placements) != expected:
             raise ValueError(
                 f"sinks must be {expected} on {ring.mesh}, as the query's heads are, "
                 f"got {describe(sinks)}"
@@ -237,6 +241,8 @@ def _batch_rows(query: DTensor, ring: Ring) -> tuple[int, int]:
     """Return the first batch row and the number of batch rows that this rank holds."""
     # Several axes may shard the batch, each the shard of the axis before it.
     start, length = 0, query.shape[BATCH]
+    if ring.mesh.ndim == 1:  # the axis of the sequence
+        return start, length
     coordinate = ring.mesh.get_coordinate()
     assert coordinate is not None, "this rank has a ring in the mesh"
     for axis, where in enumerate(ring.placements):

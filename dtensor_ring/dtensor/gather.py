@@ -7,15 +7,17 @@ from math import prod
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import DeviceMesh, ProcessGroup
 from torch.distributed.tensor import DTensor, Replicate
 
 from dtensor_ring.all_to_all.op import AllToAllArgs, BatchRuns, all_to_all_op, flatten_all_to_all
+from dtensor_ring.balanced.balanced import Balanced
 from dtensor_ring.dtensor.annotation import axis_group, group_of
 from dtensor_ring.ops.axis_ops import attached, gather_rows_op, receive_op, send_op, sum_ranks_op
 from dtensor_ring.ops.checks import check_strided
-from dtensor_ring.planning.layout import Contiguous
+from dtensor_ring.planning.layout import Contiguous, Layout, Padded
 
 
 def sum_over_sequence(local: Tensor, mesh: DeviceMesh) -> Tensor:
@@ -85,6 +87,24 @@ def gathered(
     whole = all_to_all_tokens(local, dim, args)
     # A compiled graph defines all gradients by itself.
     return whole if torch.compiler.is_compiling() else _DefinedGradient.apply(whole)
+
+
+def whole_sequence(
+    local: Tensor, dim: int, group: ProcessGroup, seq_len: int, layout: Layout
+) -> Tensor:
+    """Gather the tokens of all ranks in their order; see `gathered` for arguments and errors."""
+    length = seq_len
+    if isinstance(layout, Padded):
+        length, layout = layout.whole_length(seq_len, group.size()), layout.layout
+        missing = layout.num_tokens(group.rank(), group.size(), length) - local.shape[dim]
+        # `pad` counts dims from the last one.
+        local = F.pad(local, (0, 0) * (local.ndim - dim - 1) + (0, missing))
+    sharded = layout.spec, None
+    if layout.per_batch:
+        layout.runs(group.rank(), group.size(), length)  # refuses another length
+        sharded = layout.name, sequence_runs(layout)
+    whole = gathered(local, dim, group, length, *sharded)
+    return whole if length == seq_len else whole.narrow(dim, 0, seq_len)
 
 
 def all_to_all_tokens(local: Tensor, dim: int, args: AllToAllArgs) -> Tensor:
@@ -196,3 +216,39 @@ def send_state(state: Tensor, output: Tensor, mesh: DeviceMesh, *, received: Ten
     # `attached` then still orders the two in backward.
     token = send_op(attached(state, received), 1, axis_group(mesh).group_name)
     return attached(output, token)
+
+
+def sequence_runs(layout: Balanced) -> Tensor:
+    """Return the runs of a layout that belongs to one batch, as `ring_attention` takes them.
+
+    Returns:
+        `(W, R, 2)`, int32, on the CPU: start and length, in tokens, of the runs of each rank,
+        padded with empty runs. R is the largest number of runs for this length, world size and
+        block, so that other documents do not recompile a graph.
+
+    Raises:
+        TypeError: if the layout is not `Balanced`: other layouts need no runs.
+
+    Example:
+        >>> layout = Balanced(Mask.causal(), seq_len=8, world_size=2, block=4)
+        >>> sequence_runs(layout).tolist()
+        [[[0, 2], [6, 2]], [[2, 4], [0, 0]]]
+    """
+    check_balanced(layout)
+    world_size, table = layout.world_size, []
+    for rank in range(world_size):
+        sharded = layout.runs(rank, world_size, layout.seq_len)
+        # Padding gives all batches one shape, so that a graph is compiled once.
+        filling = [(0, 0)] * (layout.max_runs - len(sharded))
+        table.append([(run.start, run.length) for run in sharded] + filling)
+    runs = torch.tensor(table, dtype=torch.int32, device="cpu")
+    return runs.view(world_size, layout.max_runs, 2)
+
+
+def check_balanced(layout: Any) -> None:
+    """Refuse what is no `Balanced` layout."""
+    if not isinstance(layout, Balanced):
+        raise TypeError(
+            f"only a Balanced layout is passed with its batch, got {layout!r}; of any other, the "
+            "mesh knows: leave it out"
+        )

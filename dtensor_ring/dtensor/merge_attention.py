@@ -14,6 +14,7 @@ from dtensor_ring.compute.memory import empty, order_of, region
 from dtensor_ring.compute.merge import merge_gradients
 from dtensor_ring.dtensor.annotation import tag_compiled
 from dtensor_ring.dtensor.placement import describe
+from dtensor_ring.dtensor.sequence_tensor import known
 from dtensor_ring.ops.checks import check_strided, unit_stride
 from dtensor_ring.ops.nodes import register_gradient, register_samples
 
@@ -69,7 +70,7 @@ def _local(x: Any) -> Tensor:
 def _placed(local: Tensor, like: Any) -> DTensor:
     # Pass the global shape: shards may differ in length, so it cannot be derived.
     how = {"run_check": False, "shape": like.shape, "stride": like.stride()}
-    return DTensor.from_local(local, like.device_mesh, like.placements, **how)
+    return known(DTensor.from_local(local, like.device_mesh, like.placements, **how))
 
 
 def _checked(parts: Any) -> tuple[list[Tensor], list[Tensor]]:

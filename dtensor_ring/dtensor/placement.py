@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,7 +23,9 @@ from dtensor_ring.dtensor.annotation import (
     group_of,
     layout_of,
     tag_compiled,
+    tokens_of,
 )
+from dtensor_ring.dtensor.sequence_tensor import known
 from dtensor_ring.ops.checks import CALLER
 
 BATCH, HEADS, SEQUENCE = 0, 1, 2
@@ -70,7 +72,7 @@ def ring_of(query: Any, key: Any, value: Any, with_runs: bool) -> Ring:
             )
     axis = _checked_axis(tensors, spec)
     group = group_of(spec.mesh, axis)
-    return _ring(query, spec, group, config_of_call(group, with_runs))
+    return _ring(query, spec, group, config_of_call(group, with_runs, spec.mesh))
 
 
 def dtensor_of(x: Any) -> DTensor | None:
@@ -92,8 +94,11 @@ def strategy_of(x: DTensor) -> str | None:
     """
     spec = x._spec
     axis, _ = _axes(spec.placements)
-    if spec.mesh.get_coordinate() is None:  # this rank is not in the mesh; the op raises
+    if not spec.mesh._is_current_rank_part_of_mesh():  # the op raises
         return None
+    tokens = tokens_of(spec.mesh)
+    if tokens is not None:
+        return tokens.config.strategy
     config = annotation_of(group_of(spec.mesh, axis)).config
     return None if config is None else config.strategy
 
@@ -123,7 +128,7 @@ def ring_of_keys(query: Any, key: Any, value: Any, with_runs: bool) -> Ring:
             f"over the axis of the sequence, got {_by_name(describe, tensors)}"
         )
     group = group_of(spec.mesh, axis)
-    return _ring(query, spec, group, _config_of_keys(group, with_runs))
+    return _ring(query, spec, group, _config_of_keys(spec.mesh, group, with_runs))
 
 
 def _ring(query: Any, spec: Any, group: ProcessGroup, config: AxisConfig) -> Ring:
@@ -138,7 +143,7 @@ def _ring(query: Any, spec: Any, group: ProcessGroup, config: AxisConfig) -> Rin
 def on_annotated_axis(x: Any, dim: int) -> bool:
     """Return whether `x` is a DTensor, sharded in `dim` over an axis that has a layout."""
     dtensor = dtensor_of(x)
-    if dtensor is None or dtensor.device_mesh.get_coordinate() is None:
+    if dtensor is None or not dtensor.device_mesh._is_current_rank_part_of_mesh():
         return False
     mesh = dtensor.device_mesh
     return any(
@@ -162,15 +167,16 @@ def without(placements: Placements) -> Placements:
     return tuple(Replicate() if where == Shard(SEQUENCE) else where for where in placements)
 
 
-def _config_of_keys(group: ProcessGroup, with_runs: bool) -> AxisConfig:
+def _config_of_keys(mesh: DeviceMesh, group: ProcessGroup, with_runs: bool) -> AxisConfig:
     """Return the configuration for a decode call; runs of keys are allowed with any layout.
 
     Raises:
         ValueError: if there are no runs, but the layout belongs to a batch.
     """
     if with_runs:
-        return annotation_of(group).config_or_default
-    return config_of_call(group, False)
+        tokens = tokens_of(mesh)
+        return annotation_of(group).config_or_default if tokens is None else tokens.config
+    return config_of_call(group, False, mesh)
 
 
 def check_kinds(query: Any, key: Any, value: Any) -> None:
@@ -185,7 +191,7 @@ def _checked_axis(tensors: tuple[DTensor, DTensor, DTensor], spec: DTensorSpec) 
     axis, by_head = _axes(spec.placements)
     if by_head:
         _check_heads(tensors, prod(map(spec.mesh.size, by_head)))
-    if spec.mesh.get_coordinate() is None:
+    if not spec.mesh._is_current_rank_part_of_mesh():
         raise ValueError(f"this rank is not part of {spec.mesh}: it has no ring there")
     return axis
 
@@ -244,7 +250,7 @@ def wrap_on(
     what = placements, shape, order_of(local), local.dtype
     # A compiler's tensors have other types, and each of them needs its own spec.
     spec = _known_spec(mesh, *what) if type(local) is Tensor else _spec(mesh, *what)
-    return cast(DTensor, DTensor._op_dispatcher.wrap(local, spec))
+    return known(DTensor._op_dispatcher.wrap(local, spec))
 
 
 def _spec(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,20 +11,24 @@ from torch.distributed import DeviceMesh, ProcessGroup
 from torch.distributed.tensor import DTensor, Shard
 
 from dtensor_ring.balanced.balanced import Balanced
-from dtensor_ring.compute.memory import strides
 from dtensor_ring.dtensor import varlen_attention as _varlen  # noqa: F401 - registers its rules
 from dtensor_ring.dtensor.annotation import (
     UNANNOTATED,
+    AxisConfig,
     annotate,
     annotation_of,
     axis_group,
     group_of,
+    tokens_of,
 )
 from dtensor_ring.dtensor.flex.flex_attention import install_flex
-from dtensor_ring.dtensor.gather import gathered, whole_of
+from dtensor_ring.dtensor.gather import check_balanced, whole_of, whole_sequence
 from dtensor_ring.dtensor.sdpa import install_sdpa
+from dtensor_ring.dtensor.sequence_tensor import from_local_tokens
+from dtensor_ring.dtensor.token_mesh import token_mesh
+from dtensor_ring.dtensor.whole_results import local_tokens, positions_of
 from dtensor_ring.ops.checks import check_strided
-from dtensor_ring.planning.layout import Layout, Run
+from dtensor_ring.planning.layout import Layout
 from dtensor_ring.planning.ranges import as_count, as_int
 from dtensor_ring.planning.run_table import as_layout
 from dtensor_ring.planning.slice_tables import MAX_SLICES
@@ -62,49 +65,25 @@ def shard_sequence(
         >>> shard_sequence(torch.arange(4), mesh, 0, "zigzag").to_local()
         tensor([0, 1, 2, 3])
     """
+    dim, group = check_whole(tensor, dim), axis_group(mesh)
+    chosen = _chosen_layout(group, None) if layout is None else as_layout(layout)
+    local = local_tokens(tensor, mesh.get_local_rank(), mesh.size(), dim, chosen)
+    if layout is not None:  # annotate only now, when the layout is known to fit the length
+        annotate(mesh, chosen)
+        install_handlers()
+    on = token_mesh(mesh, annotation_of(group).config_or_default, chosen)
+    return from_local_tokens(local, on, dim, tensor.shape[dim])
+
+
+def check_whole(tensor: Any, dim: int) -> int:
+    """Refuse what is no plain strided tensor; return the dimension, counted from the front."""
     if not isinstance(tensor, Tensor) or isinstance(tensor, DTensor):
         raise TypeError(
             "tensor must be a plain tensor that every rank holds whole, got "
             f"{type(tensor).__name__}"
         )
     check_strided("tensor", tensor)
-    dim, group = canonical(dim, "tensor", tensor), axis_group(mesh)
-    chosen = _chosen_layout(group, None) if layout is None else as_layout(layout)
-    local = local_tokens(tensor, mesh, dim, chosen)
-    if layout is not None:  # annotate only now, when the layout is known to fit the length
-        annotate(mesh, chosen)
-        install_handlers()
-    return from_local_tokens(local, mesh, dim, tensor.shape[dim])
-
-
-def local_tokens(tensor: Tensor, mesh: DeviceMesh, dim: int, layout: Layout) -> Tensor:
-    """Return this rank's tokens of a whole tensor, in contiguous memory."""
-    runs = layout.runs(mesh.get_local_rank(), mesh.size(), tensor.shape[dim])
-    parts = [
-        # Runs are strided views, so `cat` makes the only copy.
-        tensor.narrow(dim, run.start, (run.length - 1) * run.stride + 1)[
-            (slice(None),) * (dim % tensor.ndim) + (slice(None, None, run.stride),)
-        ]
-        for run in runs
-    ]
-    return torch.cat(parts or [tensor.narrow(dim, 0, 0)], dim)
-
-
-def from_local_tokens(local: Tensor, mesh: DeviceMesh, dim: int, seq_len: int) -> DTensor:
-    """Make the DTensor of `seq_len` tokens whose local shard is `local`."""
-    dim %= local.ndim
-    # Pass the global shape: `from_local` would assume shards of equal length.
-    shape = (*local.shape[:dim], seq_len, *local.shape[dim + 1 :])
-    # Those of PyTorch, which torch 2.11 does not trace: an empty dim counts as one of length 1.
-    stride = strides([max(length, 1) for length in shape], tuple(range(len(shape))))
-    return DTensor.from_local(
-        local,
-        mesh,
-        [Shard(dim)],
-        run_check=False,
-        shape=torch.Size(shape),
-        stride=stride,
-    )
+    return canonical(dim, "tensor", tensor)
 
 
 def unshard_sequence(dtensor: DTensor, dim: int, layout: Balanced | None = None) -> Tensor:
@@ -113,7 +92,8 @@ def unshard_sequence(dtensor: DTensor, dim: int, layout: Balanced | None = None)
     Args:
         dtensor: sharded in `dim` over one axis of its mesh, with any placements over the others.
         dim: the dimension of the sequence.
-        layout: the layout that it was sharded with, if that was a `Balanced` one.
+        layout: the layout of the batch, if the axis has a `Balanced` one and `dtensor` was made by
+            other means than `shard_sequence`.
 
     Returns:
         The global tensor, on every rank. Backward sums the gradients of the ranks of the axis and
@@ -140,7 +120,7 @@ def unshard_sequence(dtensor: DTensor, dim: int, layout: Balanced | None = None)
             "a plain tensor does not say how it is sharded"
         )
     if layout is not None:
-        _check_balanced(layout)
+        check_balanced(layout)
     dim = canonical(dim, "dtensor", dtensor)
     axes = [axis for axis, where in enumerate(dtensor.placements) if where == Shard(dim)]
     if len(axes) != 1:
@@ -148,59 +128,28 @@ def unshard_sequence(dtensor: DTensor, dim: int, layout: Balanced | None = None)
             f"dim {dim} of dtensor must be sharded over one mesh axis, got {dtensor.placements}; a "
             "tensor that was gathered by other means keeps the order of its layout"
         )
-    group = group_of(dtensor.device_mesh, axes[0])
-    chosen = _chosen_layout(group, layout)
-    seq_len, sharded = dtensor.shape[dim], (chosen.spec, None)
-    if layout is not None:
-        layout.runs(group.rank(), group.size(), seq_len)  # refuses another length
-        sharded = layout.name, sequence_runs(layout)
-    local = gathered(dtensor.to_local(), dim, group, seq_len, *sharded)
+    group, tokens = group_of(dtensor.device_mesh, axes[0]), tokens_of(dtensor.device_mesh)
+    if tokens is None:
+        chosen = _chosen_layout(group, layout)
+    else:
+        chosen = tokens.layout
+        _check_order(chosen, layout)
+    local = whole_sequence(dtensor.to_local(), dim, group, dtensor.shape[dim], chosen)
     return whole_of(dtensor, axes[0], local)
+
+
+def _check_order(order: Layout, given: Balanced | None) -> None:
+    """Refuse another layout than the one that a tensor was sharded with."""
+    if given is not None and given != order:
+        raise ValueError(
+            f"dtensor was sharded with the layout {order.spec}, which it knows, got another one, "
+            f"{given.name}: leave the layout out"
+        )
 
 
 def local_positions(mesh: DeviceMesh, layout: Layout, seq_len: int) -> Tensor:
     """Return the global positions of this rank's tokens, int64, `(L,)`."""
     return positions_of(layout.runs(mesh.get_local_rank(), axis_group(mesh).size(), seq_len))
-
-
-def positions_of(runs: Sequence[Run], device: torch.device | None = None) -> Tensor:
-    """Return the positions of runs, see `Layout.runs`, int64, `(L,)`.
-
-    Example:
-        >>> positions_of(Striped().runs(rank=1, world_size=2, seq_len=6)).tolist()
-        [1, 3, 5]
-    """
-    parts = [
-        torch.arange(x.start, x.start + x.length * x.stride, x.stride, device=device) for x in runs
-    ]
-    return torch.cat(parts) if parts else torch.arange(0, device=device)
-
-
-def sequence_runs(layout: Balanced) -> Tensor:
-    """Return the runs of a layout that belongs to one batch, as `ring_attention` takes them.
-
-    Returns:
-        `(W, R, 2)`, int32, on the CPU: start and length, in tokens, of the runs of each rank,
-        padded with empty runs. R is the largest number of runs for this length, world size and
-        block, so that other documents do not recompile a graph.
-
-    Raises:
-        TypeError: if the layout is not `Balanced`: other layouts need no runs.
-
-    Example:
-        >>> layout = Balanced(Mask.causal(), seq_len=8, world_size=2, block=4)
-        >>> sequence_runs(layout).tolist()
-        [[[0, 2], [6, 2]], [[2, 4], [0, 0]]]
-    """
-    _check_balanced(layout)
-    world_size, table = layout.world_size, []
-    for rank in range(world_size):
-        sharded = layout.runs(rank, world_size, layout.seq_len)
-        # Padding gives all batches one shape, so that a graph is compiled once.
-        filling = [(0, 0)] * (layout.max_runs - len(sharded))
-        table.append([(run.start, run.length) for run in sharded] + filling)
-    runs = torch.tensor(table, dtype=torch.int32, device="cpu")
-    return runs.view(world_size, layout.max_runs, 2)
 
 
 def sequence_slices(slices: Slices, num_slices: int | None = None) -> Tensor:
@@ -237,29 +186,32 @@ def sequence_slices(slices: Slices, num_slices: int | None = None) -> Tensor:
     return F.pad(numbers, (0, 0, 0, filling))
 
 
-def _check_balanced(layout: Any) -> None:
-    if not isinstance(layout, Balanced):
-        raise TypeError(
-            f"only a Balanced layout is passed with its batch, got {layout!r}; of any other, the "
-            "mesh knows: leave it out"
-        )
-
-
 def _chosen_layout(group: ProcessGroup, given: Balanced | None) -> Layout:
     """Return the given layout of a batch, else that of the axis."""
     here = annotation_of(group)
-    is_per_batch = here.config is not None and here.config.layout.per_batch
-    if given is not None and here.config is not None and not is_per_batch:
+    if here.config is None:
+        return given or here.assumed(UNANNOTATED).layout
+    return order_of(here.config, given, str(here))
+
+
+def order_of(config: AxisConfig, given: Balanced | None, how: str) -> Layout:
+    """Return the layout of a tensor: that of the axis, or the given one of a batch.
+
+    Raises:
+        ValueError: if the layout of the axis belongs to a batch and none is given, or vice versa;
+            `how` says what the axis is.
+    """
+    if given is not None and not config.layout.per_batch:
         raise ValueError(
-            f"the axis {here}, so its tokens are in that order: leave the layout out, or use a "
-            "mesh of other ranks, annotated with a Balanced one"
+            f"the axis {how}, so its tokens are in that order: leave the layout out, or use a "
+            "SequenceAxis with a Balanced one"
         )
-    if given is None and is_per_batch:
+    if given is None and config.layout.per_batch:
         raise ValueError(
-            f"the axis {here}, so the order of its tokens belongs to a batch: pass the Balanced "
+            f"the axis {how}, so the order of its tokens belongs to a batch: pass the Balanced "
             "layout of this one, layout=..."
         )
-    return given or here.assumed(UNANNOTATED).layout
+    return given or config.layout
 
 
 def canonical(dim: int, name: str, x: Tensor) -> int:

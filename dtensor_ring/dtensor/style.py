@@ -17,6 +17,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from dtensor_ring.dtensor.annotation import annotation_of, axis_group, check_axis_options
 from dtensor_ring.dtensor.axis import AnyMachine, SequenceAxis
 from dtensor_ring.dtensor.placement import SEQUENCE
+from dtensor_ring.dtensor.sequence_tensor import known
 from dtensor_ring.ops.checks import CALLER, check_strided, layer_of, name_layer, within_layer
 from dtensor_ring.planning.layout import Layout
 from dtensor_ring.planning.mask import Mask
@@ -193,7 +194,7 @@ def _shard(name: str, x: Any, *, axis: SequenceAxis, defaults: dict[str, Any]) -
             "dtensor_ring.ring_attention(query, key, value, mesh=mesh) in the module instead"
         )
     # No check: comparing shapes over the ranks would cost a collective for each tensor.
-    return DTensor.from_local(x, axis.mesh, [Shard(SEQUENCE)], run_check=False)
+    return known(DTensor.from_local(x, axis.token_mesh, [Shard(SEQUENCE)], run_check=False))
 
 
 def _local_outputs(module: nn.Module, args: Any, output: Any) -> Any:

@@ -390,3 +390,52 @@ class Joined(Layout):
     def _ranks(self, group: int) -> range:
         """Return the ranks of a group."""
         return range(group * self.heads, (group + 1) * self.heads)
+
+
+@dataclass(frozen=True)
+class Padded(Layout):
+    """The tokens of a sequence that another layout shards with padding at its end, without it.
+
+    Args:
+        layout: shards the padded sequence.
+        is_even: whether it was padded until all ranks have as many tokens, at least two each, in
+            equal pieces; else until no rank is without.
+
+    >>> Padded(Contiguous(), is_even=True).positions(rank=2, world_size=3, seq_len=10)
+    [8, 9]
+    """
+
+    name: ClassVar[str] = "padded"
+
+    layout: Layout
+    is_even: bool = False
+
+    @property
+    def per_batch(self) -> bool:  # type: ignore[override]
+        """Whether the other layout belongs to a batch."""
+        return self.layout.per_batch
+
+    @property
+    def spec(self) -> str:
+        return f"{'evenly ' * self.is_even}padded {self.layout.spec}"
+
+    @property
+    def seq_len(self) -> int | None:
+        """The length of the padded sequence, if the other layout is made for one."""
+        return getattr(self.layout, "seq_len", None)
+
+    def whole_length(self, seq_len: int, world_size: int) -> int:
+        """Return the length of the padded sequence, in tokens."""
+        if self.seq_len is not None:
+            return self.seq_len
+        if self.is_even:
+            return self.layout.padded_length(max(seq_len, 2 * world_size), world_size)
+        return self.layout.dealt_length(seq_len, world_size)
+
+    def runs(self, rank: int, world_size: int, seq_len: int) -> tuple[Run, ...]:
+        runs = self.layout.runs(rank, world_size, self.whole_length(seq_len, world_size))
+        # Padding is at the end of the sequence, and so at the end of each run.
+        return non_empty(*(Run(run.start, run.indices(0, seq_len)[1], run.stride) for run in runs))
+
+    def num_tokens(self, rank: int, world_size: int, seq_len: int) -> int:
+        return sum(run.length for run in self.runs(rank, world_size, seq_len))

@@ -23,7 +23,7 @@ from dtensor_ring import (
     sum_over_sequence,
     unshard_sequence,
 )
-from dtensor_ring.dtensor.sequence import from_local_tokens
+from dtensor_ring.dtensor.sequence_tensor import from_local_tokens
 from tests.meshes import eager_and_compiled
 from tests.pool import Pool
 

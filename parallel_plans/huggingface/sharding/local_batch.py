@@ -20,7 +20,9 @@ from dtensor_ring.extension import (
     IGNORE_INDEX,
     Layout,
     axis_group,
+    axis_mesh,
     check_agreement,
+    tokens_of,
 )
 from parallel_plans.huggingface.core.documents import Starts, find_starts, joined, text_positions
 from parallel_plans.huggingface.core.modules import backbone_of, language_model_of
@@ -90,12 +92,18 @@ def _local(name: str, x: Any, axis: SequenceAxis) -> Any:
         return x
     dim = x.ndim - 1 if name == POSITIONS else 1
     axes = [i for i, where in enumerate(x.placements) if where == Shard(dim)]
-    over = [dist.get_process_group_ranks(x.device_mesh.get_group(i)) for i in axes]
+    over = [dist.get_process_group_ranks(axis_mesh(x.device_mesh).get_group(i)) for i in axes]
     if over != [dist.get_process_group_ranks(axis_group(axis.mesh))]:
         raise ValueError(
             f"{name} must be Shard({dim}) over the axis of the plan, {axis.mesh}, got "
             f"{tuple(x.placements)} on {x.device_mesh}; shard_sequence({name}, mesh, {dim}) shards "
             "so, or give the whole tensor"
+        )
+    tokens = tokens_of(x.device_mesh)
+    if tokens is not None and tokens.layout != axis.layout:
+        raise ValueError(
+            f"{name} must be in the order of the plan, {axis.layout.spec}, got "
+            f"{tokens.layout.spec}; shard it by the axis of the plan, or give the whole tensor"
         )
     return x.to_local()
 

@@ -13,14 +13,17 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from dtensor_ring import Balanced, Mask, SequenceAxis, sequence_runs, unshard_sequence
 from dtensor_ring.extension import (
     Layout,
+    Padded,
     axis_group,
     checked_barrier,
     from_local_tokens,
     positions_of,
+    token_mesh_of,
 )
 from parallel_plans.huggingface.activations.token_tiles import join_tiles
 from parallel_plans.huggingface.core.attention_function import RingInputs, check_implementation
@@ -94,8 +97,11 @@ class Outputs:
     loss uses the loss, so the other outputs are detached then.
     """
 
-    def __init__(self, axis: SequenceAxis, unshard_outputs: bool) -> None:
+    def __init__(self, axis: SequenceAxis, unshard_outputs: bool, is_even: bool) -> None:
         self.axis, self.unshards = axis, unshard_outputs
+        self._padded = None if axis.layout.per_batch else Padded(axis.layout, is_even)
+        # A graph takes the mesh as a constant.
+        self._padded_mesh = self._padded and token_mesh_of(axis, self._padded)
 
     def joined(self, output: Any, spec: OutputSpec, losses: Tensor | None = None) -> Any:
         """Return the loss over all ranks, and other outputs as sharded DTensors or whole.
@@ -160,13 +166,50 @@ class Outputs:
         local = x.detach() if detaches else x
         if self.unshards:
             return self.whole(local, spec.plan)
-        return from_local_tokens(local, self.axis.mesh, 1, spec.plan.sharded_length)
+        own = self._num_own(spec.plan)
+        return self._placed(local if own == num_tokens else local.narrow(1, 0, own), spec.plan)
+
+    def _num_own(self, plan: BatchPlan) -> int:
+        """Return how many tokens of a row this rank has, without padding, which is at the end."""
+        if plan.sharded_length == plan.seq_len:
+            return len(plan.indices)
+        padded, mesh = self._padded or Padded(plan.layout), self.axis.mesh
+        return padded.num_tokens(mesh.get_local_rank(), mesh.size(), plan.seq_len)
+
+    def _placed(self, local: Tensor, plan: BatchPlan) -> Tensor:
+        """Make a sharded sequence of this rank's tokens `(B, L, ...)`, without padding."""
+        if plan.sharded_length == plan.seq_len:
+            on = self._mesh(plan.layout)
+        else:
+            on = self._padded_mesh or token_mesh_of(self.axis, Padded(plan.layout))
+        return from_local_tokens(local, on, 1, plan.seq_len)
+
+    def _mesh(self, layout: Layout) -> DeviceMesh:
+        """Return the mesh of sequences in the layout of a batch."""
+        return token_mesh_of(self.axis, layout) if layout.per_batch else self.axis.token_mesh
 
     def whole(self, local: Tensor, plan: BatchPlan) -> Tensor:
         """Gather the local tokens `(B, L, ...)` of all ranks, in the order of the batch."""
-        layout = plan.layout if isinstance(plan.layout, Balanced) else None
-        sharded = from_local_tokens(local, self.axis.mesh, 1, plan.sharded_length)
-        return unshard_sequence(sharded, 1, layout)[:, : plan.seq_len]
+        sharded = from_local_tokens(local, self._mesh(plan.layout), 1, plan.sharded_length)
+        return self._unsharded(sharded, plan)[:, : plan.seq_len]
+
+    def join(self, local: Tensor, plan: BatchPlan) -> Tensor:
+        """Gather the local tokens of all ranks, which have no padding.
+
+        Raises:
+            RuntimeError: if they are those of another batch.
+        """
+        if local.shape[1] != self._num_own(plan):
+            raise RuntimeError(
+                f"a head ran on {local.shape[1]} tokens of another batch than the last, whose part "
+                f"on this rank has {self._num_own(plan)}; run it once, right after its backbone"
+            )
+        return self._unsharded(self._placed(local, plan), plan)
+
+    def _unsharded(self, sharded: Any, plan: BatchPlan) -> Tensor:
+        # A single rank has no token mesh.
+        is_batch = plan.layout.per_batch and self.axis.mesh.size() == 1
+        return unshard_sequence(sharded, 1, plan.layout if is_batch else None)
 
 
 class Sharding:
@@ -191,7 +234,10 @@ class Sharding:
     ) -> None:
         self.cache_dtype, self.local_batch = cache_dtype, local_batch
         self.axis, self.layer_masks, self.loss, self.passing = axis, layer_masks, loss, passing
-        self.outputs, self.agreement = Outputs(axis, unshard_outputs), Agreement()
+        self.outputs, self.agreement = (
+            Outputs(axis, unshard_outputs, passing is not None),
+            Agreement(),
+        )
         self.largest = LargestPosition(model)
         self.returns_logits = False  # together with a loss, even if the call does not request them
         self.generates = False  # in a call of `generate`
@@ -411,13 +457,7 @@ class Sharding:
     def join(self, local: Tensor) -> Tensor:
         """Gather what a head computed for each of this rank's tokens of the last batch."""
         assert self._spec is not None, "nothing was sharded yet"
-        plan = self._spec.plan
-        if local.shape[1] != len(plan.indices):
-            raise RuntimeError(
-                f"a head ran on {local.shape[1]} tokens of another batch than the last, whose part "
-                f"on this rank has {len(plan.indices)}; run it once, right after its backbone"
-            )
-        return self.outputs.whole(local, plan)
+        return self.outputs.join(local, self._spec.plan)
 
 
 def forward_by_name(model: nn.Module, arguments_of: Callable[..., Any], run: Any) -> MethodType:

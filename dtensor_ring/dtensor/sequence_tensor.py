@@ -1,0 +1,180 @@
+"""The class of a sharded sequence, which answers what a user does with it, or refuses.
+
+Note [Right or refused]: the mesh of a sharded sequence makes DTensor refuse what would be computed
+in rank order, wherever the tensor goes (see Note [Token meshes]). In eager calls this class does
+more. What is cheap and meant is right: a token, a range or a list of tokens, a sum or a mean over
+the sequence, the loss of all tokens, the tensor as a whole. Such a result is a plain tensor, the
+same on every rank, and its gradient is that of `unshard_sequence`. What acts on each token alone
+gives another sharded sequence. Everything else raises. Graphs have DTensors in its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.overrides import get_default_nowrap_functions
+from torch.utils._python_dispatch import return_and_correct_aliasing
+from torch.utils._pytree import tree_map_only
+
+from dtensor_ring.compute.memory import strides
+from dtensor_ring.dtensor import checkpoint, whole_results
+from dtensor_ring.dtensor.annotation import tokens_of
+from dtensor_ring.dtensor.whole_results import refusal
+
+
+class SequenceTensor(DTensor):
+    """A DTensor on a token mesh: a sequence that is sharded over an axis, and knows its order."""
+
+    __slots__ = ()
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunctionSubclass():
+            if torch.compiler.is_compiling() or func in _ATTRIBUTES:
+                return func(*args, **kwargs)
+            return _computed(func, args, kwargs)
+
+    @classmethod
+    def __torch_dispatch__(  # pyrefly: ignore[bad-override]
+        cls, op: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        handler = DTensor._op_dispatcher._custom_op_handlers.get(op)
+        if getattr(handler, "is_ours", False):
+            return tree_map_only(DTensor, known, handler(op, args, kwargs))
+        out = op(*tree_map_only(cls, _plain, args), **tree_map_only(cls, _plain, kwargs))
+        if op._schema.is_mutable and isinstance(args[0], cls):
+            return args[0]
+        out = tree_map_only(DTensor, known, out)
+        return return_and_correct_aliasing(op, args, kwargs, out) if _is_view(op) else out
+
+    def full_tensor(self, *, grad_placements: Any = None) -> Tensor:
+        """Return the whole sequence in its order, see `unshard_sequence`.
+
+        Raises:
+            ValueError: if `grad_placements` are given: backward sums the gradients of all ranks.
+        """
+        if grad_placements is not None:
+            raise ValueError(
+                "grad_placements are not for a sharded sequence: backward sums the gradients of "
+                "the ranks, as that of unshard_sequence does; leave them out"
+            )
+        return whole_results.whole(self)
+
+    def redistribute(
+        self, device_mesh: DeviceMesh | None = None, placements: Any = None, **how: Any
+    ) -> DTensor:
+        """Return the whole sequence as a DTensor on the mesh of the axis; refuse another order."""
+        wanted = tuple(placements) if placements is not None else (Replicate(),)
+        if wanted == tuple(self.placements):
+            return self
+        tokens = tokens_of(self.device_mesh)
+        if wanted != (Replicate(),) or tokens is None:
+            raise refusal(self, f"redistribute to {wanted}")
+        return DTensor.from_local(self.full_tensor(), tokens.mesh, wanted, run_check=False)
+
+    def __create_write_items__(self, fqn: str, object: Any) -> Any:
+        return checkpoint.write_items(self, fqn)
+
+    def __create_chunk_list__(self) -> Any:
+        return checkpoint.chunks(self)
+
+    def __get_tensor_shard__(self, index: Any) -> Tensor:
+        return checkpoint.piece(self, index)
+
+    def __repr__(self, **how: Any) -> str:
+        order = self.device_mesh.mesh_dim_names
+        return (
+            f"SequenceTensor({self._local_tensor}, {tuple(self.shape)}, {order}, {self.placements})"
+        )
+
+    def __coerce_same_metadata_as_tangent__(self, spec: Any, expected_type: Any = None) -> Any:
+        return _plain(self)
+
+
+# What only reads an attribute.
+_ATTRIBUTES = get_default_nowrap_functions() | {Tensor.shape.__get__, Tensor.requires_grad.__get__}
+
+
+def known(x: Any) -> Any:
+    """Give a DTensor on a token mesh the class that goes with it, in place; not in a graph."""
+    # A compiler's tensors have other types.
+    if (
+        torch.compiler.is_compiling()
+        or type(x) is not DTensor
+        or type(x._local_tensor) is not Tensor
+    ):
+        return x
+    if tokens_of(x._spec.mesh) is not None:
+        # The class adds no field, and a new object would have no gradient.
+        x.__class__ = SequenceTensor
+    return x
+
+
+def _plain(x: Any) -> Any:
+    """Return a DTensor of the same shard; below autograd, where nothing hangs on the object."""
+    return DTensor(x._local_tensor, x._spec, requires_grad=x.requires_grad)
+
+
+def _is_view(op: Any) -> bool:
+    return op._schema._is_view_op()
+
+
+def _computed(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Return the result of a function on sharded sequences, or refuse it."""
+    rule: Callable[..., Any] | None = whole_results.RULES.get(func)
+    if rule is not None:
+        out = rule(func, *args, **kwargs)
+        if out is not NotImplemented:
+            return out
+    args, kwargs = whole_results.aligned(func, args, kwargs)
+    length = whole_results.length_of(args)
+    try:
+        out = func(*args, **kwargs)
+    except (RuntimeError, NotImplementedError) as error:
+        error.add_note(str(refusal(whole_results.first_of(args), _named(func))))
+        raise
+    return tree_map_only(DTensor, lambda x: _checked(x, length, func), out)
+
+
+def _checked(x: DTensor, length: int | None, func: Any) -> Any:
+    """Return a result as a sharded sequence, if it is still one with the same tokens."""
+    if tokens_of(x._spec.mesh) is None:
+        return x
+    where = x.placements[0]
+    if where.is_replicate() and not x.requires_grad:
+        return x._local_tensor  # new tensors, such as those of `new_zeros`
+    is_other = where.is_shard() and length not in (None, x.shape[where.dim])
+    if is_other or where.is_replicate() or where.is_partial():
+        raise refusal(x, _named(func))
+    return known(x)
+
+
+def _named(func: Any) -> str:
+    return getattr(func, "__name__", str(func))
+
+
+def from_local_tokens(local: Tensor, mesh: DeviceMesh, dim: int, seq_len: int) -> DTensor:
+    """Make the DTensor of `seq_len` tokens whose local shard is `local`, on a token mesh."""
+    dim %= local.ndim
+    # Pass the global shape: `from_local` would assume shards of equal length.
+    shape = (*local.shape[:dim], seq_len, *local.shape[dim + 1 :])
+    # Those of PyTorch, which torch 2.11 does not trace: an empty dim counts as one of length 1.
+    stride = strides([max(length, 1) for length in shape], tuple(range(len(shape))))
+    made = DTensor.from_local(
+        local,
+        mesh,
+        [Shard(dim)],
+        run_check=False,
+        shape=torch.Size(shape),
+        stride=stride,
+    )
+    return known(made)

@@ -12,7 +12,7 @@ What "auto" simulates:
 Layouts, and the tokens of a rank:
     `Layout`, `Padded`, `as_layout`, `layout_names`, `append_runs`, `positions_of`, `visible_pairs`.
 Sharded sequences, and what their meshes know of the order:
-    `from_local_tokens`, `token_mesh_of`, `tokens_of`, `axis_mesh`.
+    `from_local_tokens`, `output_mesh`, `tokens_of`, `axis_mesh`.
 Agreement of the ranks, so that an error on one rank is raised on all:
     `checked_barrier`, `check_agreement`, `check_strided`.
 Names of layers, which identify calls in errors and between ranks:
@@ -42,7 +42,7 @@ from dtensor_ring.decode.cache import CacheUsage
 from dtensor_ring.decode.op import MAX_QUERIES
 from dtensor_ring.decode.plan import append_runs
 from dtensor_ring.dtensor.annotation import axis_group, axis_mesh, check_axis_options, tokens_of
-from dtensor_ring.dtensor.axis import AnyMachine, machine_on, token_mesh_of
+from dtensor_ring.dtensor.axis import AnyMachine, machine_on, output_mesh
 from dtensor_ring.dtensor.call_check import check_agreement, checked_barrier
 from dtensor_ring.dtensor.gather import gather_rows, gathered, receive_state, send_state
 from dtensor_ring.dtensor.meta_model import MetaModel, ModelRequest
@@ -102,11 +102,11 @@ __all__ = [
     "name_layer",
     "no_tokens",
     "number_layer",
+    "output_mesh",
     "positions_of",
     "receive_state",
     "register_gradient",
     "send_state",
-    "token_mesh_of",
     "tokens_of",
     "visible_pairs",
     "within_layer",

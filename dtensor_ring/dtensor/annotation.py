@@ -199,11 +199,14 @@ class Tokens:
         mesh: the user's mesh of the axis.
         config: how attention over the axis runs.
         layout: the order of the tokens: that of the config, or of a batch, or `Padded`.
+        averages: whether gradients average over the axis, as those of a plan's outputs do; else
+            they are those of DTensor.
     """
 
     mesh: DeviceMesh
     config: AxisConfig
     layout: Layout
+    averages: bool = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tokens:
         """Return itself: a copy of a tensor is on the same axis."""
@@ -224,7 +227,6 @@ class Annotation:
 
     Attributes:
         ranks: the global ranks of the axis, in order.
-        world: the number of its default process group, 1 for the first one of this process.
         config: how attention runs over the axis; `None` until it is configured or used.
         is_assumed: whether the config is a default that the first use assumed.
         group_name: the group that was last used over these ranks.
@@ -232,10 +234,10 @@ class Annotation:
         choices: the configuration that "auto" has chosen by, and what, see `choice_of`.
         machines: those read for the axis, by the names that were given, and "" for the default.
         token_meshes: those of its sequences, by device type and name, see `token_mesh`.
+        world: the number of its default process group, 1 for the first one of this process.
     """
 
     ranks: tuple[int, ...]
-    world: int
     config: AxisConfig | None = None
     is_assumed: bool = False
     group_name: str | None = None
@@ -243,6 +245,7 @@ class Annotation:
     choices: tuple[AxisConfig | None, dict[Any, Any]] = field(default_factory=lambda: (None, {}))
     machines: dict[str, Machine] = field(default_factory=dict)
     token_meshes: dict[tuple[str, str], DeviceMesh] = field(default_factory=dict)
+    world: int = 1
 
     @property
     def how(self) -> str:
@@ -302,7 +305,7 @@ def _new_record(group: ProcessGroup) -> Annotation:
     ranks, axes = tuple(dist.get_process_group_ranks(group)), _AXES.setdefault(world, {})
     if ranks not in axes:
         number = next((other.world for other in axes.values()), 0) or next(_WORLDS)
-        axes[ranks] = Annotation(ranks, number)
+        axes[ranks] = Annotation(ranks, world=number)
     found = axes[ranks]
     # Two meshes over the same ranks have two groups, but are one axis.
     _BY_GROUP[group], found.group_name = found, group.group_name
@@ -465,10 +468,11 @@ def config_of_call(
         ValueError: if the layout belongs to a batch and there are no runs, or vice versa.
     """
     tokens = None if mesh is None else tokens_of(mesh)
-    if tokens is not None:
-        tokens.config.check_runs(with_runs)
-        return tokens.config
     here = annotation_of(group)
+    if tokens is not None:
+        is_assumed = here.is_assumed and here.config == tokens.config
+        tokens.config.check_runs(with_runs, here.how if is_assumed else "is annotated")
+        return tokens.config
     if here.config is None:
         # Module constants, because a compiler cannot trace how a configuration is made; nor does
         # that of torch 2.11 trace one as the default of an argument.

@@ -311,14 +311,14 @@ class SequenceAxis:
         return sequence.local_positions(self.mesh, layout, seq_len)
 
 
-def token_mesh_of(axis: SequenceAxis, layout: Layout) -> DeviceMesh:
-    """Return the mesh of sequences over an axis whose tokens are in another order than its own.
+def output_mesh(axis: SequenceAxis, layout: Layout) -> DeviceMesh:
+    """Return the mesh of what a model on local shards returns, whose gradients average.
 
     Args:
-        axis: the axis.
-        layout: the order: that of a batch, or `Padded`. The tensors go by the axis's options.
+        axis: the axis; the tensors go by its options.
+        layout: the order of the tokens: that of the axis, of a batch, or `Padded`.
     """
-    return token_mesh(axis.mesh, axis._config, layout)
+    return token_mesh(axis.mesh, axis._config, layout, averages=True)
 
 
 # A machine, the name of a preset, or the path of a file.

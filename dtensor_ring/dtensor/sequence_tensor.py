@@ -4,7 +4,7 @@ Note [Right or refused]: the mesh of a sharded sequence makes DTensor refuse wha
 in rank order, wherever the tensor goes (see Note [Token meshes]). In eager calls this class does
 more. What is cheap and meant is right: a token, a range or a list of tokens, a sum or a mean over
 the sequence, the loss of all tokens, the tensor as a whole. Such a result is a plain tensor, the
-same on every rank, and its gradient is that of `unshard_sequence`. What acts on each token alone
+same on every rank. What acts on each token alone
 gives another sharded sequence. Everything else raises. Graphs have DTensors in its place.
 """
 
@@ -56,6 +56,23 @@ class SequenceTensor(DTensor):
         out = tree_map_only(DTensor, known, out)
         return return_and_correct_aliasing(op, args, kwargs, out) if _is_view(op) else out
 
+    @staticmethod
+    def __tensor_unflatten__(inner: Any, spec: Any, size: Any, stride: Any) -> DTensor:
+        made = DTensor.__tensor_unflatten__(inner, spec, size, stride)
+        made.__class__ = SequenceTensor
+        return made
+
+    def __coerce_same_metadata_as_tangent__(self, spec: Any, expected_type: Any = None) -> Any:
+        if expected_type is None:
+            return super().__coerce_same_metadata_as_tangent__(spec)
+        return _plain(self) if expected_type is DTensor else None
+
+    def to_local(self, *, grad_placements: Any = None) -> Tensor:
+        """Return this rank's tokens, in the order of its runs."""
+        if torch.compiler.is_compiling() or grad_placements is not None:
+            return super().to_local(grad_placements=grad_placements)
+        return _ToLocal.apply(self) if torch.is_grad_enabled() else self._local_tensor
+
     def full_tensor(self, *, grad_placements: Any = None) -> Tensor:
         """Return the whole sequence in its order, see `unshard_sequence`.
 
@@ -96,8 +113,20 @@ class SequenceTensor(DTensor):
             f"SequenceTensor({self._local_tensor}, {tuple(self.shape)}, {order}, {self.placements})"
         )
 
-    def __coerce_same_metadata_as_tangent__(self, spec: Any, expected_type: Any = None) -> Any:
-        return _plain(self)
+
+class _ToLocal(torch.autograd.Function):
+    """`DTensor.to_local`, whose gradient is a sharded sequence again, as a graph expects."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any) -> Tensor:
+        ctx.spec = x._spec
+        return x._local_tensor.view_as(x._local_tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        spec = ctx.spec
+        how = {"run_check": False, "shape": spec.shape, "stride": spec.stride}
+        return known(DTensor.from_local(grads[0], spec.mesh, spec.placements, **how))
 
 
 # What only reads an attribute.

@@ -37,13 +37,16 @@ REFUSED = (
 )
 
 
-def token_mesh(mesh: DeviceMesh, config: AxisConfig, layout: Layout | None = None) -> DeviceMesh:
+def token_mesh(
+    mesh: DeviceMesh, config: AxisConfig, layout: Layout | None = None, averages: bool = False
+) -> DeviceMesh:
     """Return the mesh of sequences that are sharded over an axis in an order.
 
     Args:
         mesh: the 1-D mesh of the axis.
         config: how attention over it runs.
         layout: the order; by default that of the config.
+        averages: whether gradients average over the axis, see `Tokens`.
 
     Returns:
         A token mesh, the same one for equal arguments. Of a single rank, the mesh itself: there all
@@ -52,24 +55,25 @@ def token_mesh(mesh: DeviceMesh, config: AxisConfig, layout: Layout | None = Non
     group = axis_group(mesh)
     if group.size() == 1:
         return mesh
-    layout = layout or config.layout
-    here = annotation_of(group)
-    known, name = here.token_meshes, _name(mesh, config, layout, here.world)
+    tokens, here = Tokens(mesh, config, layout or config.layout, averages), annotation_of(group)
+    known, name = here.token_meshes, _name(tokens, here.world)
     key = mesh.device_type, name
     if key not in known:
         if len(known) >= MAX_MESHES:
             known.pop(next(iter(known)))
-        known[key] = _made(mesh, group, name, Tokens(mesh, config, layout))
+        known[key] = _made(group, name, tokens)
     return known[key]
 
 
-def _name(mesh: DeviceMesh, config: AxisConfig, layout: Layout, number: int) -> str:
-    """Return the name of the axis of a token mesh; it is the same on all ranks."""
+def _name(tokens: Tokens, number: int) -> str:
+    """Return the name of the axis of a token mesh; `number` is that of the world."""
+    mesh, layout = tokens.mesh, tokens.layout
     axis = mesh.mesh_dim_names[0] if mesh.mesh_dim_names else "tokens"
     order = f"{layout.name} {_digest(layout, mesh.size())}" if layout.per_batch else layout.spec
     # A tensor of a world that is gone must not be taken for one of the next.
     worlds = [f"world {number}"] if number > 1 else []
-    return ", ".join([f"{axis} in {order} order", *config.options, *worlds])
+    averages = ["gradients averaged"] if tokens.averages else []
+    return ", ".join([f"{axis} in {order} order", *tokens.config.options, *averages, *worlds])
 
 
 def _digest(layout: Layout, world_size: int) -> str:
@@ -79,8 +83,8 @@ def _digest(layout: Layout, world_size: int) -> str:
     return blake2b(repr(runs).encode(), digest_size=8).hexdigest()
 
 
-def _made(mesh: DeviceMesh, group: ProcessGroup, name: str, tokens: Tokens) -> DeviceMesh:
-    made = DeviceMesh.from_group(group, mesh.device_type, mesh_dim_names=(name,))
+def _made(group: ProcessGroup, name: str, tokens: Tokens) -> DeviceMesh:
+    made = DeviceMesh.from_group(group, tokens.mesh.device_type, mesh_dim_names=(name,))
     why = REFUSED.format(layout=tokens.layout.spec, size=group.size())
     made._dim_group_names = _NoGroups(why)
     vars(made)[TOKENS] = tokens

@@ -7,6 +7,7 @@ that were asked for; of a sum, the sum of each rank. See Note [Right or refused]
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from inspect import signature
 from typing import Any
 
@@ -69,7 +70,32 @@ def whole(x: DTensor) -> Tensor:
     if dim < 0:
         raise refusal(x, "full_tensor")
     group = group_of(x.device_mesh, 0)
-    return whole_sequence(x.to_local(), dim, group, x.shape[dim], _tokens(x).layout)
+    found = whole_sequence(x.to_local(), dim, group, x.shape[dim], _tokens(x).layout)
+    return _with_gradient(found, x)
+
+
+def _with_gradient(result: Tensor, x: DTensor) -> Tensor:
+    """Give a whole result the gradient that the sequence is to have.
+
+    What made it sums the gradients of all ranks, which then average over the axis. Of a tensor that
+    no model on local shards made, it is that of DTensor: of one loss, not of one for each rank.
+    """
+    if _tokens(x).averages or not result.requires_grad:
+        return result
+    return _Scaled.apply(result, 1 / x.device_mesh.size())
+
+
+class _Scaled(torch.autograd.Function):
+    """The identity, with a scaled gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return grads[0] * ctx.factor, None
 
 
 def local_tokens(tensor: Tensor, rank: int, size: int, dim: int, layout: Layout) -> Tensor:
@@ -124,12 +150,44 @@ def take(x: DTensor, positions: Sequence[int] | np.ndarray) -> Tensor:
     return _summed(result, x)
 
 
+class TokenCopy(Tensor):
+    """Tokens of a sharded sequence where PyTorch has a view: what is written would be lost."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = getattr(func, "__name__", "")
+        is_written = isinstance(args[0] if args else None, cls) and (
+            name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+        )
+        if is_written and name != "requires_grad_" and not torch.compiler.is_compiling():
+            raise ValueError(
+                f"{name} would change a copy of tokens, and not the sharded sequence that they "
+                "were taken from: clone() them first, or change the sequence as a whole, "
+                "unshard_sequence(x, dim)"
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            out = func(*args, **(kwargs or {}))
+            return out.as_subclass(cls) if _is_view_of(out, args) else out
+
+
+def _is_view_of(out: Any, args: Any) -> bool:
+    """Return whether a result has the memory of the first argument."""
+    first = args[0] if args else None
+    return (
+        isinstance(out, Tensor)
+        and isinstance(first, TokenCopy)
+        and out.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+    )
+
+
 def _summed(local: Tensor, x: DTensor) -> Tensor:
     """Sum over the ranks of the axis of a sharded sequence."""
     mesh, dtype = _tokens(x).mesh, local.dtype
     if dtype == torch.bool:
         return sum_over_sequence(local.to(torch.uint8), mesh).to(dtype)
-    return sum_over_sequence(local, mesh)
+    return _with_gradient(sum_over_sequence(local, mesh), x)
 
 
 RULES: dict[Any, Callable[..., Any]] = {}
@@ -163,7 +221,8 @@ def _getitem(func: Any, x: Any, index: Any) -> Any:
         tokens, entries[place] = take(x, range(*entry.indices(x.shape[dim]))), slice(None)
     else:
         tokens, entries[place] = take(x, _listed(x, entry)), slice(None)
-    return tokens[tuple(entries)]
+    result = tokens[tuple(entries)]
+    return result.as_subclass(TokenCopy) if isinstance(entry, (int, slice)) else result
 
 
 def _entries(index: Any, ndim: int) -> list[Any]:
@@ -211,12 +270,12 @@ def _of_rows(x: DTensor, entries: list[Any], dim: int) -> Tensor:
 
 @_rule(Tensor.select, torch.select)
 def _select(func: Any, x: Any, dim: int, index: int) -> Any:
-    return _along(x, dim, lambda: take(x, [index]).squeeze(sequence_dim(x)))
+    return _along(x, dim, lambda: take(x, [index]).squeeze(sequence_dim(x)).as_subclass(TokenCopy))
 
 
 @_rule(Tensor.narrow, torch.narrow)
 def _narrow(func: Any, x: Any, dim: int, start: int, length: int) -> Any:
-    return _along(x, dim, lambda: take(x, range(start, start + length)))
+    return _along(x, dim, lambda: take(x, range(start, start + length)).as_subclass(TokenCopy))
 
 
 @_rule(Tensor.index_select, torch.index_select)
@@ -390,7 +449,7 @@ RULES.update(
 def _own_tokens(given: Any, x: DTensor, dim: int) -> Tensor:
     """Return this rank's tokens of another argument: a sharded sequence, or a whole tensor."""
     if isinstance(given, DTensor):
-        if given.device_mesh != x.device_mesh or sequence_dim(given) != dim:
+        if not same_order(given, x) or sequence_dim(given) != dim:
             raise refusal(x, "a function of this and of a DTensor that is placed otherwise")
         return given.to_local()
     size = x.shape[sequence_dim(x)]
@@ -416,7 +475,7 @@ ELEMENTWISE = frozenset(
     """
     add sub mul div truediv rsub radd rmul rtruediv true_divide floor_divide pow remainder fmod
     eq ne lt le gt ge isclose maximum minimum fmax fmin clamp where masked_fill lerp atan2
-    logical_and logical_or logical_xor and or xor
+    logical_and logical_or logical_xor and or xor gather take_along_dim
     """.split()  # noqa: SIM905 - a line for each family
 )
 
@@ -431,9 +490,31 @@ def aligned(
     """
     name = getattr(func, "__name__", "").strip("_").removeprefix("i")
     x = first_of(args)
-    if name not in ELEMENTWISE or x is None or sequence_dim(x) < 0:
+    if x is None or sequence_dim(x) < 0:
         return args, kwargs
-    return tuple(_lined_up(given, x) for given in args), kwargs
+    args = tuple(_on_mesh_of(given, x) for given in args)
+    return tuple(_lined_up(given, x) for given in args) if name in ELEMENTWISE else args, kwargs
+
+
+def same_order(x: DTensor, y: DTensor) -> bool:
+    """Return whether two sequences have the same tokens on each rank."""
+    one, other = tokens_of(x.device_mesh), tokens_of(y.device_mesh)
+    if one is None or other is None:
+        return False
+    return one.mesh == other.mesh and one.layout == other.layout
+
+
+def _on_mesh_of(given: Any, x: DTensor) -> Any:
+    """Put a sequence of the same order on the mesh of another, if it needs no gradient."""
+    if not isinstance(given, DTensor) or given.device_mesh == x.device_mesh:
+        return given
+    if not same_order(given, x) or (given.requires_grad and torch.is_grad_enabled()):
+        return given
+    made = DTensor(
+        given._local_tensor, replace(given._spec, mesh=x.device_mesh), requires_grad=False
+    )
+    made.__class__ = type(x)
+    return made
 
 
 def _lined_up(given: Any, x: DTensor) -> Any:

@@ -6,42 +6,66 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 
 from dtensor_ring import (
     BlockCyclic,
     SequenceAxis,
+    Striped,
     TransferPolicy,
+    ring_attention,
     sequence_layout,
+    unshard_sequence,
 )
 from tests.dtensor.test_axis import POLICY
 from tests.pool import Pool
 
 
-def test_configured_once(pool: Pool) -> None:
-    pool.run(2, _check_once)
+def test_objects_of_one_axis(pool: Pool) -> None:
+    pool.run(2, _check_objects)
 
 
-def _check_once() -> None:
+def _check_objects() -> None:
+    """What a new object leaves out is taken from the last one; each keeps its own."""
     mesh = init_device_mesh("cpu", (2,))
     axis = SequenceAxis(mesh, BlockCyclic(4), kernel="reference", policy=POLICY)
     again = SequenceAxis(mesh, "block_cyclic:4")
     assert (again.kernel, again.policy, again.strategy) == ("reference", POLICY, "ring")
     assert repr(again) == repr(axis)
     assert sequence_layout(mesh) == BlockCyclic(4)
-    for layout, options, match in (
-        ("block_cyclic:2", {}, r"annotated block_cyclic:4, it cannot become block_cyclic:2: tens"),
-        ("block_cyclic:4", {"kernel": "cpu_flash"}, "kernel='reference', it .* kernel='cpu_flash'"),
-        ("block_cyclic:4", {"strategy": "direct"}, "strategy='ring', it .* get strategy='direct'"),
-        (
-            "block_cyclic:4",
-            {"policy": TransferPolicy()},
-            r"policy=.*=torch.bfloat16, .*\), it cannot get policy=.*=torch.float32, .*\)",
-        ),
+    for name, value in (
+        ("layout", Striped()),
+        ("kernel", "cpu_flash"),
+        ("strategy", "direct"),
+        ("policy", TransferPolicy()),
     ):
-        with pytest.raises(ValueError, match=match):
-            SequenceAxis(mesh, layout, **options)
-    assert (axis.layout, axis.kernel) == (BlockCyclic(4), "reference")
+        other = SequenceAxis(mesh, **({"layout": "block_cyclic:4"} | {name: value}))
+        assert getattr(other, name) == value
+    assert sequence_layout(mesh) == BlockCyclic(4)
+    assert (axis.layout, axis.kernel, axis.strategy) == (BlockCyclic(4), "reference", "ring")
+    assert axis.policy == POLICY
+
+
+def test_tensors_of_two_objects(pool: Pool) -> None:
+    pool.run(2, _check_two_objects)
+
+
+def _check_two_objects() -> None:
+    """Each goes by its own, in any order of the calls; mixed, both are named."""
+    mesh, whole = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)), torch.randn(1, 2, 24, 8)
+    how: list[dict[str, Any]] = [{"layout": "zigzag"}, {"layout": "striped", "policy": POLICY}]
+    axes = [SequenceAxis(mesh, **options) for options in how]
+    inputs = [axis.shard(whole, 2) for axis in axes]
+    for x in inputs[::-1]:
+        out = unshard_sequence(ring_attention(x, x, x), 2)
+        dense = F.scaled_dot_product_attention(whole, whole, whole, is_causal=True)
+        torch.testing.assert_close(out, dense, atol=1e-2, rtol=0)  # keys in bfloat16
+        assert torch.equal(unshard_sequence(x, 2), whole)
+    zigzag, striped = inputs
+    for mix in (lambda: zigzag + striped, lambda: ring_attention(zigzag, striped, striped)):
+        with pytest.raises((ValueError, RuntimeError), match=r"(?s)in zigzag order.*in striped"):
+            mix()
 
 
 REFUSALS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {

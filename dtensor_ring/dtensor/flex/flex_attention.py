@@ -50,6 +50,7 @@ from dtensor_ring.dtensor.flex.block_mask import (
 )
 from dtensor_ring.dtensor.placement import BATCH, SEQUENCE, describe, on_annotated_axis
 from dtensor_ring.dtensor.sdpa import Handler, add_handlers, as_before
+from dtensor_ring.dtensor.sequence_tensor import SequenceTensor
 from dtensor_ring.ops.options import ON_DTENSORS, Batch, Call
 from dtensor_ring.planning.slice_tables import NUM_FIELDS
 from dtensor_ring.planning.tile import FULL
@@ -69,7 +70,7 @@ def install_flex() -> None:
     if not getattr(kernels.get(DispatchKey.Autograd), "is_ours", False):
         kernels[DispatchKey.Autograd] = _kernel(kernels.get(DispatchKey.Autograd))
         rules: dict[Any, Any] = flex_attention_op.python_key_table
-        rules[DTensor] = _kernel(rules.get(DTensor))
+        rules[DTensor] = rules[SequenceTensor] = _kernel(rules.get(DTensor))
         flex_attention_op._dispatch_cache.clear()  # it holds the kernels of earlier calls
     add_handlers((torch.ops.aten.new_empty.default,), _new_empty_handler)
 

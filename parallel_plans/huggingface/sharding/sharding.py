@@ -22,8 +22,8 @@ from dtensor_ring.extension import (
     axis_group,
     checked_barrier,
     from_local_tokens,
+    output_mesh,
     positions_of,
-    token_mesh_of,
 )
 from parallel_plans.huggingface.activations.token_tiles import join_tiles
 from parallel_plans.huggingface.core.attention_function import RingInputs, check_implementation
@@ -101,7 +101,8 @@ class Outputs:
         self.axis, self.unshards = axis, unshard_outputs
         self._padded = None if axis.layout.per_batch else Padded(axis.layout, is_even)
         # A graph takes the mesh as a constant.
-        self._padded_mesh = self._padded and token_mesh_of(axis, self._padded)
+        self._padded_mesh = self._padded and output_mesh(axis, self._padded)
+        self._own_mesh = None if axis.layout.per_batch else output_mesh(axis, axis.layout)
 
     def joined(self, output: Any, spec: OutputSpec, losses: Tensor | None = None) -> Any:
         """Return the loss over all ranks, and other outputs as sharded DTensors or whole.
@@ -181,12 +182,12 @@ class Outputs:
         if plan.sharded_length == plan.seq_len:
             on = self._mesh(plan.layout)
         else:
-            on = self._padded_mesh or token_mesh_of(self.axis, Padded(plan.layout))
+            on = self._padded_mesh or output_mesh(self.axis, Padded(plan.layout))
         return from_local_tokens(local, on, 1, plan.seq_len)
 
     def _mesh(self, layout: Layout) -> DeviceMesh:
         """Return the mesh of sequences in the layout of a batch."""
-        return token_mesh_of(self.axis, layout) if layout.per_batch else self.axis.token_mesh
+        return self._own_mesh or output_mesh(self.axis, layout)
 
     def whole(self, local: Tensor, plan: BatchPlan) -> Tensor:
         """Gather the local tokens `(B, L, ...)` of all ranks, in the order of the batch."""

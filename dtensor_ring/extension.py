@@ -41,15 +41,16 @@ from dtensor_ring.compute.kernels import Kernel, Launch, Problem, Saved, Scores,
 from dtensor_ring.decode.cache import CacheUsage
 from dtensor_ring.decode.op import MAX_QUERIES
 from dtensor_ring.decode.plan import append_runs
-from dtensor_ring.dtensor.annotation import axis_group, axis_mesh, check_axis_options, tokens_of
+from dtensor_ring.dtensor.annotation import axis_group, axis_mesh, tokens_of
 from dtensor_ring.dtensor.axis import AnyMachine, machine_on, output_mesh
+from dtensor_ring.dtensor.axis_config import check_axis_options
 from dtensor_ring.dtensor.call_check import check_agreement, checked_barrier
 from dtensor_ring.dtensor.gather import gather_rows, gathered, receive_state, send_state
 from dtensor_ring.dtensor.meta_model import MetaModel, ModelRequest
 from dtensor_ring.dtensor.sequence import IGNORE_INDEX
+from dtensor_ring.dtensor.sequence_order import positions_of
 from dtensor_ring.dtensor.sequence_tensor import from_local_tokens
 from dtensor_ring.dtensor.style import number_layer
-from dtensor_ring.dtensor.whole_results import positions_of
 from dtensor_ring.ops.checks import check_strided, name_layer, within_layer
 from dtensor_ring.ops.nodes import autocast_dtype, register_gradient
 from dtensor_ring.paged.blocks import BlockCopy, PooledSequence

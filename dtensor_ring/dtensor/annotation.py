@@ -1,224 +1,33 @@
-"""The record of a mesh axis: its layout, how attention over it runs, and compilers' tag.
-
-Note [Compile caches]: torch keeps compiled graphs on disk, for later runs and for other ranks of
-the host. The key of a graph contains the mesh, the placements and the global shape of a DTensor. It
-contains neither the annotation of an axis, nor the name of its group, nor the rank, which decides
-the length of its shard. All of these are constants of the graph. So a graph for one layout would
-silently run for another one, and the graph of one rank would fail on the next. torch has a tag that
-is part of all keys of a thread. While a ring is traced, before torch looks up a graph, we add the
-missing facts to the tag. Graphs in memory have no tag and outlive the process group, so they are
-dropped when there is a new group.
-"""
+"""The record of a mesh axis: its layout, and how attention over it runs."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from functools import cache
-from hashlib import blake2b
-from importlib.metadata import PackageNotFoundError, version
+from dataclasses import dataclass, field
 from itertools import count
-from os import PathLike
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
 import torch
-import torch.compiler.config as compiler
 import torch.distributed as dist
 from torch._guards import TracingContext
 from torch.distributed import DeviceMesh, ProcessGroup
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.utils._python_dispatch import _disable_current_modes
 
-from dtensor_ring.compute.kernels import check_kernel
-from dtensor_ring.ops.options import Place, group_named
-from dtensor_ring.planning.layout import Contiguous, Layout
-from dtensor_ring.planning.run_table import PerBatch
-from dtensor_ring.planning.strategy import AUTO, as_strategy, check_strategy
+from dtensor_ring.dtensor.axis_config import (
+    PER_BATCH,
+    TOKENS,
+    UNANNOTATED,
+    AxisConfig,
+    Tokens,
+    configured,
+    differ,
+)
+from dtensor_ring.dtensor.cache_tag import drop_graphs, tag_caches
+from dtensor_ring.ops.options import group_named
+from dtensor_ring.planning.layout import Layout
+from dtensor_ring.planning.strategy import AUTO, as_strategy
 from dtensor_ring.simulate.machine import Machine
-from dtensor_ring.transport.transport import DEFAULT_POLICY, TransferPolicy
-
-# Begins our part of the tag; only the text behind it is replaced.
-MARK = " dtensor_ring:"
-
-# Where a mesh keeps what it knows of the order of tokens, see Note [Token meshes].
-TOKENS = "_dtensor_ring_tokens"
-
-
-def tag_caches(rank: int, axes: Sequence[object]) -> None:
-    """Make the cache keys of this thread depend on the rank and its axes from now on.
-
-    Args:
-        rank: the rank of this process.
-        axes: facts about the axes; equal facts must have an equal `repr` in each process.
-    """
-    # Another version of the package may compile to a different graph.
-    facts = repr((_version(), rank, axes)).encode()
-    others, _, _ = compiler.cache_key_tag.partition(MARK)
-    compiler.cache_key_tag = others + MARK + blake2b(facts, digest_size=8).hexdigest()
-
-
-@cache
-def _version() -> str:
-    try:
-        return version("dtensor-ring")
-    except PackageNotFoundError:  # a checkout that is not installed
-        return ""
-
-
-def drop_graphs() -> None:
-    """Drop all graphs in memory; other functions compile again, too."""
-    if "torch._dynamo" in sys.modules:  # otherwise nothing was compiled
-        torch._dynamo.reset_code_caches()
-
-
-@dataclass(frozen=True)
-class AxisConfig:
-    """How attention over an axis runs; the same on all ranks of the axis.
-
-    Attributes:
-        layout: how tokens are sharded.
-        strategy: the spec of the strategy.
-        kernel: name of the block kernel.
-        policy: the dtypes in which messages travel.
-        machine: by which the strategy "auto" chooses; `None` for the data sheet of the device.
-        spec: the spec of the layout for the ops, computed once.
-    """
-
-    layout: Layout
-    strategy: str = "ring"
-    kernel: str | None = None
-    policy: TransferPolicy = DEFAULT_POLICY
-    machine: Machine | None = None
-    spec: str = field(init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        check_strategy(self.strategy)
-        check_kernel(self.kernel)
-        if not isinstance(self.policy, TransferPolicy):
-            raise TypeError(
-                f"policy must be a TransferPolicy, such as TransferPolicy(), got {self.policy!r}"
-            )
-        object.__setattr__(self, "spec", self.layout.spec)
-
-    def place(
-        self,
-        group_name: str,
-        seq_len: int | None,
-        key_seq_len: int | None,
-        strategy: str | None = None,
-    ) -> Place:
-        """Return the place of a call; lengths are global, `None` if they follow from runs.
-
-        The call's own strategy, if given, replaces that of the axis.
-        """
-        strategy = strategy or self.strategy
-        return Place(self.spec, strategy, seq_len, key_seq_len, group_name, self.policy)
-
-    @property
-    def options(self) -> list[str]:
-        """Describe the options that are not the defaults; equal ones read the same on all ranks."""
-        named = {"strategy": self.strategy, "kernel": self.kernel, "policy": self.policy}
-        named["machine"] = self.machine and self.machine.label
-        defaults = {"strategy": "ring", "policy": DEFAULT_POLICY}
-        return [f"{name}={x}" for name, x in named.items() if x != defaults.get(name)]
-
-    def check_runs(self, are_given: bool, how: str = "is annotated") -> None:
-        """Refuse runs for a layout that needs none, and missing runs for one that needs them.
-
-        Raises:
-            ValueError: says how the axis got its layout.
-        """
-        if are_given and not self.layout.per_batch:
-            raise ValueError(
-                f"the axis {how} {self.layout.name}, so its tokens are in that order: leave runs "
-                "out, or annotate the axis, before its first use, with the Balanced layout of a "
-                "batch"
-            )
-        if self.layout.per_batch and not are_given:
-            raise ValueError(
-                f"the axis {how} {self.layout.name}, so the order of its tokens belongs to a "
-                "batch: call ring_attention(..., runs=sequence_runs(layout)), no other attention "
-                "can take it"
-            )
-
-
-# The configuration of an axis that nobody configured.
-UNANNOTATED: AxisConfig = AxisConfig(Contiguous())
-
-# The same for calls with the runs of their batch.
-PER_BATCH: AxisConfig = AxisConfig(PerBatch())
-
-
-def check_axis_options(
-    layout: Layout,
-    *,
-    strategy: str | None = None,
-    kernel: str | None = None,
-    policy: TransferPolicy | None = None,
-    machine: Any = None,
-) -> None:
-    """Refuse options that no axis accepts, before there is an axis; `None` is the default.
-
-    Raises:
-        TypeError: if one has a wrong type.
-        ValueError: if one is unknown.
-    """
-    check_machine(machine)
-    configured(layout, strategy=strategy, kernel=kernel, policy=policy)
-
-
-def check_machine(given: Any) -> None:
-    """Refuse what cannot name a machine, without reading a file.
-
-    Raises:
-        TypeError: if it is neither a machine nor a name.
-    """
-    if given is not None and not isinstance(given, Machine | str | PathLike):
-        raise TypeError(
-            f"machine must be a Machine, a name such as 'h100', or a file, got {given!r}"
-        )
-
-
-def configured(layout: Layout, **how: Any) -> AxisConfig:
-    """Make the configuration of a layout and the options of an axis; `None` is the default.
-
-    Raises:
-        TypeError: if one has a wrong type.
-        ValueError: if one is unknown.
-    """
-    return AxisConfig(layout, **{name: value for name, value in how.items() if value is not None})
-
-
-@dataclass(frozen=True)
-class Tokens:
-    """What a token mesh knows, see Note [Token meshes].
-
-    Attributes:
-        mesh: the user's mesh of the axis.
-        config: how attention over the axis runs.
-        layout: the order of the tokens: that of the config, or of a batch, or `Padded`.
-        averages: whether gradients average over the axis, as those of a plan's outputs do; else
-            they are those of DTensor.
-    """
-
-    mesh: DeviceMesh
-    config: AxisConfig
-    layout: Layout
-    averages: bool = False
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Tokens:
-        """Return itself: a copy of a tensor is on the same axis."""
-        return self
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle nothing: a mesh that is loaded finds its order by its name."""
-        return _nothing, ()
-
-
-def _nothing() -> None:
-    return None
 
 
 @dataclass
@@ -355,7 +164,7 @@ def annotate(mesh: DeviceMesh, layout: Layout, **how: Any) -> AxisConfig:
     config = configured(layout, **_recorded(before) | given)
     if here.is_assumed and before is not None:
         _check_assumed(mesh, here, before, config)
-    if before is not None and _differ(before, config):
+    if before is not None and differ(before, config):
         drop_graphs()  # graphs have what they were traced with as constants
     here.config, here.is_assumed = config, False
     return config
@@ -398,13 +207,6 @@ def _check_assumed(mesh: DeviceMesh, here: Annotation, old: AxisConfig, new: Axi
         )
 
 
-def _differ(old: AxisConfig, new: AxisConfig) -> bool:
-    """Return whether a graph of one configuration is wrong for the other."""
-    # The layouts of two batches differ, but graphs take their runs as inputs.
-    same = old.layout.per_batch and new.layout.per_batch
-    return old != (replace(new, layout=old.layout) if same else new)
-
-
 def _contradict(one: Layout, other: Layout, num_ranks: int) -> bool:
     """Return whether tokens cannot be in both orders; on a single rank all orders are the same."""
     # Layouts of different batches do not contradict each other.
@@ -441,7 +243,7 @@ def tokens_of(mesh: DeviceMesh) -> Tokens | None:
     found = fields.get(TOKENS)
     if found is not None or TOKENS not in fields:
         return found
-    name = mesh.mesh_dim_names[0]
+    (name,) = mesh.mesh_dim_names or ("",)
     group = _found(mesh, 0)
     known = annotation_of(group).token_meshes.get((mesh.device_type, name))
     if known is None:

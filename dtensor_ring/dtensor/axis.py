@@ -15,21 +15,16 @@ from torch.distributed.tensor import DTensor
 from dtensor_ring.agreement.group_state import meet
 from dtensor_ring.balanced.balanced import Balanced
 from dtensor_ring.dtensor import call_check, sequence
-from dtensor_ring.dtensor.annotation import (
-    annotate,
-    annotation_of,
-    axis_group,
-    check_axis_options,
-    check_machine,
-)
+from dtensor_ring.dtensor.annotation import annotate, annotation_of, axis_group
 from dtensor_ring.dtensor.attention import attend
+from dtensor_ring.dtensor.axis_config import check_axis_options, check_machine
 from dtensor_ring.dtensor.call_check import checked_barrier
 from dtensor_ring.dtensor.choice import device_name, machine_of
 from dtensor_ring.dtensor.gather import sum_over_sequence
 from dtensor_ring.dtensor.placement import dtensor_of
+from dtensor_ring.dtensor.sequence_order import local_tokens
 from dtensor_ring.dtensor.sequence_tensor import from_local_tokens
 from dtensor_ring.dtensor.token_mesh import token_mesh
-from dtensor_ring.dtensor.whole_results import local_tokens
 from dtensor_ring.ops.options import Call, on_dtensors
 from dtensor_ring.planning.layout import Layout
 from dtensor_ring.planning.mask import Mask

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from dtensor_ring.dtensor.annotation import tokens_of
-from dtensor_ring.dtensor.whole_results import sequence_dim
+from dtensor_ring.dtensor.sequence_order import sequence_dim
 from dtensor_ring.planning.layout import Run, joined
 
 

@@ -17,7 +17,6 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from dtensor_ring.compute.memory import Order, order_of, strides
 from dtensor_ring.dtensor.annotation import (
-    AxisConfig,
     annotation_of,
     config_of_call,
     group_of,
@@ -25,6 +24,7 @@ from dtensor_ring.dtensor.annotation import (
     tag_compiled,
     tokens_of,
 )
+from dtensor_ring.dtensor.axis_config import AxisConfig
 from dtensor_ring.dtensor.sequence_tensor import known
 from dtensor_ring.ops.checks import CALLER
 

@@ -12,21 +12,14 @@ from torch.distributed.tensor import DTensor, Shard
 
 from dtensor_ring.balanced.balanced import Balanced
 from dtensor_ring.dtensor import varlen_attention as _varlen  # noqa: F401 - registers its rules
-from dtensor_ring.dtensor.annotation import (
-    UNANNOTATED,
-    AxisConfig,
-    annotate,
-    annotation_of,
-    axis_group,
-    group_of,
-    tokens_of,
-)
+from dtensor_ring.dtensor.annotation import annotate, annotation_of, axis_group, group_of, tokens_of
+from dtensor_ring.dtensor.axis_config import UNANNOTATED, AxisConfig
 from dtensor_ring.dtensor.flex.flex_attention import install_flex
 from dtensor_ring.dtensor.gather import check_balanced, whole_of, whole_sequence
 from dtensor_ring.dtensor.sdpa import install_sdpa
+from dtensor_ring.dtensor.sequence_order import local_tokens, positions_of
 from dtensor_ring.dtensor.sequence_tensor import from_local_tokens
 from dtensor_ring.dtensor.token_mesh import token_mesh
-from dtensor_ring.dtensor.whole_results import local_tokens, positions_of
 from dtensor_ring.ops.checks import check_strided
 from dtensor_ring.planning.layout import Layout
 from dtensor_ring.planning.ranges import as_count, as_int

@@ -17,14 +17,16 @@ import torch
 from torch import Tensor
 from torch.distributed import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.overrides import get_default_nowrap_functions
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_map_only
 
 from dtensor_ring.compute.memory import strides
-from dtensor_ring.dtensor import checkpoint, whole_results
+from dtensor_ring.dtensor import checkpoint
+from dtensor_ring.dtensor.aligned import aligned
 from dtensor_ring.dtensor.annotation import tokens_of
-from dtensor_ring.dtensor.whole_results import refusal
+from dtensor_ring.dtensor.sequence_order import first_of, length_of, refusal, whole
+from dtensor_ring.dtensor.token_index import INDEXING
+from dtensor_ring.dtensor.whole_results import RESULTS
 
 
 class SequenceTensor(DTensor):
@@ -38,8 +40,10 @@ class SequenceTensor(DTensor):
     ) -> Any:
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
-            if torch.compiler.is_compiling() or func in _ATTRIBUTES:
+            if torch.compiler.is_compiling():
                 return func(*args, **kwargs)
+            if getattr(func, "__name__", "") == "__get__":  # an attribute
+                return known(func(*args))
             return _computed(func, args, kwargs)
 
     @classmethod
@@ -47,7 +51,7 @@ class SequenceTensor(DTensor):
         cls, op: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        handler = DTensor._op_dispatcher._custom_op_handlers.get(op)
+        handler: Any = DTensor._op_dispatcher._custom_op_handlers.get(op)
         if getattr(handler, "is_ours", False):
             return tree_map_only(DTensor, known, handler(op, args, kwargs))
         out = op(*tree_map_only(cls, _plain, args), **tree_map_only(cls, _plain, kwargs))
@@ -57,14 +61,18 @@ class SequenceTensor(DTensor):
         return return_and_correct_aliasing(op, args, kwargs, out) if _is_view(op) else out
 
     @staticmethod
-    def __tensor_unflatten__(inner: Any, spec: Any, size: Any, stride: Any) -> DTensor:
-        made = DTensor.__tensor_unflatten__(inner, spec, size, stride)
+    def __tensor_unflatten__(
+        inner_tensors: Any, flatten_spec: Any, outer_size: Any, outer_stride: Any
+    ) -> DTensor:
+        made = DTensor.__tensor_unflatten__(inner_tensors, flatten_spec, outer_size, outer_stride)
         made.__class__ = SequenceTensor
         return made
 
-    def __coerce_same_metadata_as_tangent__(self, spec: Any, expected_type: Any = None) -> Any:
+    def __coerce_same_metadata_as_tangent__(
+        self, flatten_spec: Any, expected_type: Any = None
+    ) -> Any:
         if expected_type is None:
-            return super().__coerce_same_metadata_as_tangent__(spec)
+            return super().__coerce_same_metadata_as_tangent__(flatten_spec)
         return _plain(self) if expected_type is DTensor else None
 
     def to_local(self, *, grad_placements: Any = None) -> Tensor:
@@ -84,7 +92,7 @@ class SequenceTensor(DTensor):
                 "grad_placements are not for a sharded sequence: backward sums the gradients of "
                 "the ranks, as that of unshard_sequence does; leave them out"
             )
-        return whole_results.whole(self)
+        return whole(self)
 
     def redistribute(
         self, device_mesh: DeviceMesh | None = None, placements: Any = None, **how: Any
@@ -129,8 +137,7 @@ class _ToLocal(torch.autograd.Function):
         return known(DTensor.from_local(grads[0], spec.mesh, spec.placements, **how))
 
 
-# What only reads an attribute.
-_ATTRIBUTES = get_default_nowrap_functions() | {Tensor.shape.__get__, Tensor.requires_grad.__get__}
+_RULES = INDEXING | RESULTS
 
 
 def known(x: Any) -> Any:
@@ -159,17 +166,17 @@ def _is_view(op: Any) -> bool:
 
 def _computed(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Return the result of a function on sharded sequences, or refuse it."""
-    rule: Callable[..., Any] | None = whole_results.RULES.get(func)
+    rule: Callable[..., Any] | None = _RULES.get(func)
     if rule is not None:
         out = rule(func, *args, **kwargs)
         if out is not NotImplemented:
             return out
-    args, kwargs = whole_results.aligned(func, args, kwargs)
-    length = whole_results.length_of(args)
+    args, kwargs = aligned(func, args, kwargs)
+    length = length_of(args)
     try:
         out = func(*args, **kwargs)
     except (RuntimeError, NotImplementedError) as error:
-        error.add_note(str(refusal(whole_results.first_of(args), _named(func))))
+        error.add_note(str(refusal(first_of(args), _named(func))))
         raise
     return tree_map_only(DTensor, lambda x: _checked(x, length, func), out)
 
@@ -178,7 +185,7 @@ def _checked(x: DTensor, length: int | None, func: Any) -> Any:
     """Return a result as a sharded sequence, if it is still one with the same tokens."""
     if tokens_of(x._spec.mesh) is None:
         return x
-    where = x.placements[0]
+    where: Any = x.placements[0]
     if where.is_replicate() and not x.requires_grad:
         return x._local_tensor  # new tensors, such as those of `new_zeros`
     is_other = where.is_shard() and length not in (None, x.shape[where.dim])

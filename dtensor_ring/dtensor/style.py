@@ -14,8 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from dtensor_ring.dtensor.annotation import annotation_of, axis_group, check_axis_options
+from dtensor_ring.dtensor.annotation import annotation_of, axis_group
 from dtensor_ring.dtensor.axis import AnyMachine, SequenceAxis
+from dtensor_ring.dtensor.axis_config import check_axis_options
 from dtensor_ring.dtensor.placement import SEQUENCE
 from dtensor_ring.dtensor.sequence_tensor import known
 from dtensor_ring.ops.checks import CALLER, check_strided, layer_of, name_layer, within_layer

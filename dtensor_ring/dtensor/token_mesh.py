@@ -17,13 +17,8 @@ from typing import Any, NoReturn
 
 from torch.distributed import DeviceMesh, ProcessGroup
 
-from dtensor_ring.dtensor.annotation import (
-    TOKENS,
-    AxisConfig,
-    Tokens,
-    annotation_of,
-    axis_group,
-)
+from dtensor_ring.dtensor.annotation import annotation_of, axis_group
+from dtensor_ring.dtensor.axis_config import TOKENS, AxisConfig, Tokens
 from dtensor_ring.planning.layout import Layout, Padded
 
 # Layouts of batches that an axis remembers; older ones are made again.
@@ -78,7 +73,7 @@ def _name(tokens: Tokens, number: int) -> str:
 
 def _digest(layout: Layout, world_size: int) -> str:
     """Return a name for the runs of a layout that belongs to a batch."""
-    seq_len = layout.seq_len
+    seq_len = getattr(layout, "seq_len", 0)
     runs = [layout.runs(rank, world_size, seq_len) for rank in range(world_size)]
     return blake2b(repr(runs).encode(), digest_size=8).hexdigest()
 
@@ -86,7 +81,7 @@ def _digest(layout: Layout, world_size: int) -> str:
 def _made(group: ProcessGroup, name: str, tokens: Tokens) -> DeviceMesh:
     made = DeviceMesh.from_group(group, tokens.mesh.device_type, mesh_dim_names=(name,))
     why = REFUSED.format(layout=tokens.layout.spec, size=group.size())
-    made._dim_group_names = _NoGroups(why)
+    vars(made)["_dim_group_names"] = _NoGroups(why)
     vars(made)[TOKENS] = tokens
     if isinstance(tokens.layout, Padded):
         # Shards have other lengths than those that DTensor computes from the coordinate.

@@ -1,0 +1,79 @@
+"""Lines up what is computed together with a sharded sequence: plain tensors, other sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate
+
+from dtensor_ring.dtensor.annotation import tokens_of
+from dtensor_ring.dtensor.sequence_order import (
+    first_of,
+    order_of,
+    own_tokens,
+    refusal,
+    same_order,
+    sequence_dim,
+    wrapped,
+)
+
+# Functions of elements that line up by broadcasting, by name without underscores.
+ELEMENTWISE = """
+    add sub mul div truediv rsub radd rmul rtruediv true_divide floor_divide pow remainder fmod
+    eq ne lt le gt ge isclose maximum minimum fmax fmin clamp where masked_fill lerp atan2
+    logical_and logical_or logical_xor and or xor gather take_along_dim
+"""
+
+
+def aligned(
+    func: Any, args: Sequence[Any], kwargs: dict[str, Any]
+) -> tuple[Sequence[Any], dict[str, Any]]:
+    """Shard the whole plain tensors among the arguments of an elementwise function.
+
+    A plain tensor is the same on every rank. A DTensor cannot be combined with one, and DTensor
+    would take its tokens in rank order.
+    """
+    name = getattr(func, "__name__", "").strip("_").removeprefix("i")
+    x = first_of(args)
+    if x is None or sequence_dim(x) < 0:
+        return args, kwargs
+    args = tuple(_on_mesh_of(given, x) for given in args)
+    return tuple(
+        _lined_up(given, x) for given in args
+    ) if name in ELEMENTWISE.split() else args, kwargs
+
+
+def _on_mesh_of(given: Any, x: DTensor) -> Any:
+    """Put a sequence of the same order on the mesh of another, if it needs no gradient."""
+    if not isinstance(given, DTensor) or given.device_mesh == x.device_mesh:
+        return given
+    if not same_order(given, x) or (given.requires_grad and torch.is_grad_enabled()):
+        return given
+    made = DTensor(
+        given._local_tensor, replace(given._spec, mesh=x.device_mesh), requires_grad=False
+    )
+    made.__class__ = type(x)
+    return made
+
+
+def _lined_up(given: Any, x: DTensor) -> Any:
+    """Return an argument beside a sharded sequence as one that DTensor can combine with it."""
+    if isinstance(given, DTensor):
+        is_whole = tokens_of(given.device_mesh) is None and all(
+            where.is_replicate() for where in given.placements
+        )
+        if not is_whole or given.device_mesh != order_of(x).mesh:
+            return given
+        given = given.to_local()
+    if not isinstance(given, Tensor) or given.ndim == 0 or given.numel() == 1:
+        return given
+    dim = sequence_dim(x) - (x.ndim - given.ndim)
+    if dim < 0 or given.shape[dim] == 1:
+        if given.requires_grad:
+            raise refusal(x, "a function of this and of a plain tensor that requires gradients")
+        return DTensor.from_local(given, x.device_mesh, [Replicate()], run_check=False)
+    return wrapped(own_tokens(given, x, dim), x, dim)

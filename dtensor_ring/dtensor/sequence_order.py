@@ -1,0 +1,160 @@
+"""What a sharded sequence knows: its order, the tokens of this rank, the whole of it.
+
+Results as a whole are plain tensors, the same on every rank, see Note [Right or refused].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
+
+from dtensor_ring.dtensor.annotation import group_of, tokens_of
+from dtensor_ring.dtensor.axis_config import Tokens
+from dtensor_ring.dtensor.gather import sum_over_sequence, whole_sequence
+from dtensor_ring.planning.layout import Layout, Run
+
+
+def refusal(x: Any, what: str) -> ValueError:
+    """Return the error of an operation that reaches along a sharded sequence."""
+    tokens = tokens_of(x.device_mesh)
+    order = f"{tokens.layout.spec} order over {x.device_mesh.size()} ranks" if tokens else "shards"
+    where = x.placements[0]
+    dim = where.dim if where.is_shard() else "dim"
+    return ValueError(
+        f"{what} reaches along a sequence that is sharded in {order}, of {tuple(x.shape)}: make it "
+        f"whole first, unshard_sequence(x, {dim}), or take the tokens of this rank, x.to_local(); "
+        "of logits, the last ones are logits_to_keep="
+    )
+
+
+def sequence_dim(x: DTensor) -> int:
+    """Return the dimension of the sequence; -1 if it was flattened with others."""
+    where = x.placements[0]
+    return where.dim if type(where) is Shard else -1
+
+
+def first_of(args: Any) -> Any:
+    """Return the first argument that is a sharded sequence, also of a list."""
+    for x in args:
+        if isinstance(x, DTensor) and tokens_of(x._spec.mesh) is not None:
+            return x
+        found = first_of(x) if isinstance(x, (list, tuple)) else None
+        if found is not None:
+            return found
+    return None
+
+
+def length_of(args: Any) -> int | None:
+    """Return the number of tokens of the first sharded sequence among arguments."""
+    x = first_of(args)
+    return None if x is None or sequence_dim(x) < 0 else x.shape[sequence_dim(x)]
+
+
+def order_of(x: DTensor) -> Tokens:
+    """Return what a sharded sequence knows."""
+    tokens = tokens_of(x.device_mesh)
+    assert tokens is not None, "a sharded sequence is on a token mesh"
+    return tokens
+
+
+def whole(x: DTensor) -> Tensor:
+    """Return the whole sequence in its order, see `unshard_sequence`."""
+    dim = sequence_dim(x)
+    if dim < 0:
+        raise refusal(x, "full_tensor")
+    group = group_of(x.device_mesh, 0)
+    found = whole_sequence(x.to_local(), dim, group, x.shape[dim], order_of(x).layout)
+    return with_gradient(found, x)
+
+
+def with_gradient(result: Tensor, x: DTensor) -> Tensor:
+    """Give a whole result the gradient that the sequence is to have.
+
+    What made it sums the gradients of all ranks, which then average over the axis. Of a tensor that
+    no model on local shards made, it is that of DTensor: of one loss, not of one for each rank.
+    """
+    if order_of(x).averages or not result.requires_grad:
+        return result
+    return _Scaled.apply(result, 1 / x.device_mesh.size())
+
+
+class _Scaled(torch.autograd.Function):
+    """The identity, with a scaled gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return grads[0] * ctx.factor, None
+
+
+def local_tokens(tensor: Tensor, rank: int, size: int, dim: int, layout: Layout) -> Tensor:
+    """Return the tokens of a rank of a whole tensor, in contiguous memory."""
+    parts = [
+        # Runs are strided views, so `cat` makes the only copy.
+        tensor.narrow(dim, run.start, (run.length - 1) * run.stride + 1)[
+            (slice(None),) * (dim % tensor.ndim) + (slice(None, None, run.stride),)
+        ]
+        for run in layout.runs(rank, size, tensor.shape[dim])
+    ]
+    return torch.cat(parts or [tensor.narrow(dim, 0, 0)], dim)
+
+
+def positions_of(runs: Sequence[Run], device: torch.device | None = None) -> Tensor:
+    """Return the positions of runs, see `Layout.runs`, int64, `(L,)`.
+
+    Example:
+        >>> positions_of(Striped().runs(rank=1, world_size=2, seq_len=6)).tolist()
+        [1, 3, 5]
+    """
+    parts = [
+        torch.arange(x.start, x.start + x.length * x.stride, x.stride, device=device) for x in runs
+    ]
+    return torch.cat(parts) if parts else torch.arange(0, device=device)
+
+
+def same_order(x: DTensor, y: DTensor) -> bool:
+    """Return whether two sequences have the same tokens on each rank."""
+    one, other = tokens_of(x.device_mesh), tokens_of(y.device_mesh)
+    if one is None or other is None:
+        return False
+    return one.mesh == other.mesh and one.layout == other.layout
+
+
+def own_tokens(given: Any, x: DTensor, dim: int) -> Tensor:
+    """Return this rank's tokens of another argument: a sharded sequence, or a whole tensor."""
+    if isinstance(given, DTensor):
+        if not same_order(given, x) or sequence_dim(given) != dim:
+            raise refusal(x, "a function of this and of a DTensor that is placed otherwise")
+        return given.to_local()
+    size = x.shape[sequence_dim(x)]
+    if given.ndim <= dim or given.shape[dim] != size:
+        raise refusal(x, f"a function of this and of a plain tensor of {tuple(given.shape)}")
+    mesh = order_of(x).mesh
+    return local_tokens(given, mesh.get_local_rank(), mesh.size(), dim, order_of(x).layout)
+
+
+def wrapped(local: Tensor, x: DTensor, dim: int) -> DTensor:
+    """Make a sharded sequence of local results with the tokens of `x`."""
+    shape = list(local.shape)
+    shape[dim] = x.shape[sequence_dim(x)]
+    meta = torch.empty(shape, device="meta")
+    how = {"run_check": False, "shape": meta.shape, "stride": meta.stride()}
+    made = DTensor.from_local(local, x.device_mesh, [Shard(dim)], **how)
+    made.__class__ = type(x)
+    return made
+
+
+def summed(local: Tensor, x: DTensor) -> Tensor:
+    """Sum over the ranks of the axis of a sharded sequence."""
+    mesh, dtype = order_of(x).mesh, local.dtype
+    if dtype == torch.bool:
+        return sum_over_sequence(local.to(torch.uint8), mesh).to(dtype)
+    return with_gradient(sum_over_sequence(local, mesh), x)

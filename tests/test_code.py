@@ -229,6 +229,10 @@ CONSTRUCTORS = {
 CONSTRUCTORS |= {"place_of_sinks", "causal", "full", "index", "join", "tuple"}
 """Functions that modules call at import for a value that nothing changes."""
 TABLES = {
+    "INDEXING",
+    "RESULTS",
+    "_REDUCTIONS",
+    "_RULES",
     "LAYOUTS",
     "ROUTES",
     "PRESETS",

@@ -35,6 +35,7 @@ from dtensor_ring.simulate.schedule import compare_layouts, describe_schedule
 from dtensor_ring.simulate.simulated_attention import simulate_attention
 from dtensor_ring.simulate.training.longest import longest_sequences
 from dtensor_ring.simulate.training.step import simulate_step
+from dtensor_ring.states.api import StateMap, exclusive_scan
 from dtensor_ring.transport.transport import TransferPolicy, Transport
 
 __version__ = "0.1.0"
@@ -54,6 +55,7 @@ __all__ = [
     "SequenceAxis",
     "ShardedCache",
     "Slices",
+    "StateMap",
     "Striped",
     "TransferPolicy",
     "Transport",
@@ -67,6 +69,7 @@ __all__ = [
     "decode_selected_attention",
     "describe_schedule",
     "exchange",
+    "exclusive_scan",
     "longest_sequences",
     "merge_attention",
     "next_token_labels",

@@ -149,9 +149,10 @@ def _check_maps(maps: Sequence[StateMap]) -> None:
         raise TypeError(f"maps must be a list of StateMap, got {maps!r}; write [map] for one")
     if not maps:
         raise ValueError("maps must hold a map for each run of this rank's tokens, got none")
-    kinds = [
-        tuple(None if x is None else (tuple(x.shape), x.dtype) for x in vars(y).values())
-        for y in maps
-    ]
+    kinds = [[_kind(getattr(x, name)) for name in FIELDS] for x in maps]
     if any(kind != kinds[0] for kind in kinds):
         raise ValueError(f"maps must have one kind, shape and dtype, got {kinds}")
+
+
+def _kind(x: Tensor | None) -> str:
+    return "none" if x is None else f"{x.dtype} {tuple(x.shape)}"

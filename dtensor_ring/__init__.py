@@ -34,6 +34,7 @@ from dtensor_ring.simulate.schedule import compare_layouts, describe_schedule
 from dtensor_ring.simulate.simulated_attention import simulate_attention
 from dtensor_ring.simulate.training.longest import longest_sequences
 from dtensor_ring.simulate.training.step import simulate_step
+from dtensor_ring.states.api import StateMap, exclusive_scan
 from dtensor_ring.transport.transport import TransferPolicy, Transport
 
 __version__ = "0.1.0"
@@ -53,6 +54,7 @@ __all__ = [
     "SequenceAxis",
     "ShardedCache",
     "Slices",
+    "StateMap",
     "Striped",
     "TransferPolicy",
     "Transport",
@@ -66,6 +68,7 @@ __all__ = [
     "decode_selected_attention",
     "describe_schedule",
     "exchange",
+    "exclusive_scan",
     "longest_sequences",
     "merge_attention",
     "next_token_labels",

@@ -18,7 +18,7 @@ Agreement of the ranks, so that an error on one rank is raised on all:
 Names of layers, which identify calls in errors and between ranks:
     `name_layer`, `number_layer`, `within_layer`.
 Messages between the ranks of an axis:
-    `gathered`, `gather_rows`, `receive_state`, `send_state`.
+    `attached`, `gathered`, `gather_rows`, `receive_state`, `send_state`.
 Losses, and ops that a plan defines:
     `IGNORE_INDEX`, `autocast_dtype`, `register_gradient`.
 Caches, and attention of a few tokens to a cache:
@@ -51,6 +51,7 @@ from dtensor_ring.dtensor.sequence import IGNORE_INDEX
 from dtensor_ring.dtensor.sequence_order import positions_of
 from dtensor_ring.dtensor.sequence_tensor import from_local_tokens
 from dtensor_ring.dtensor.style import number_layer
+from dtensor_ring.ops.axis_ops import attached
 from dtensor_ring.ops.checks import check_strided, name_layer, within_layer
 from dtensor_ring.ops.nodes import autocast_dtype, register_gradient
 from dtensor_ring.paged.blocks import BlockCopy, PooledSequence
@@ -83,6 +84,7 @@ __all__ = [
     "Scores",
     "append_runs",
     "as_layout",
+    "attached",
     "autocast_dtype",
     "axis_group",
     "axis_group_options",

@@ -20,15 +20,16 @@ from tests.test_public import ROOT
 # A feature's `plan`, `run` and `op` stand beside the planner, the transport and the ops.
 # Its other files know DTensors and stand above `dtensor`.
 WITHOUT_TORCH = ("planning", "all_to_all.plan", "decode.plan", "balanced", "paged.plan")
-WITHOUT_TORCH += ("paged.blocks", "paged.block_pool", "selected.plan")
+WITHOUT_TORCH += ("paged.blocks", "paged.block_pool", "selected.plan", "states.plan")
 WITHOUT_TORCH += ("simulate.machine", "simulate.presets")
 LAYERS = (*WITHOUT_TORCH, "compute", "quantised", "transport", "all_to_all.run")
 LAYERS += ("all_to_all.rounded_keys", "decode.run")
-LAYERS += ("selected.listed_attention", "selected.run", "selected.moved_keys")
+LAYERS += ("selected.listed_attention", "selected.run", "selected.moved_keys", "states.run")
 LAYERS += ("simulate", "agreement")
 LAYERS += ("ring", "ops", "all_to_all.op", "all_to_all.ulysses", "decode.op", "selected.op")
+LAYERS += ("states.op",)
 LAYERS += ("selected.decode_ops", "dtensor")
-LAYERS += ("all_to_all", "decode", "paged", "selected", "extension", "command")
+LAYERS += ("all_to_all", "decode", "paged", "selected", "states", "extension", "command")
 """A module imports from its own layer and those before it, and never in a circle."""
 FOLDERS = ("core", "states", "selecting", "probing", "activations", "losses", "sharding")
 FOLDERS += ("generation", "serving", "vision", "trainers")

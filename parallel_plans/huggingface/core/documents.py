@@ -23,6 +23,8 @@ from parallel_plans.sequences import filled_boundaries, traced_boundaries
 BLOCK = 8192
 # Number of documents that boundaries have room for at least: few batches need another shape.
 MIN_ROOM = 1024
+# Positions of one document follow one another, and no two positions are this far apart.
+FAR = 2**40
 
 
 def has_content(*values: Any) -> bool:
@@ -84,7 +86,7 @@ class Starts(NamedTuple):
         ends = begins.roll(-1).masked_fill(is_last, seq_len)
         # A single document may begin at any position; its chunks count from its first token.
         is_packed = self.by_positions and len(rows) > self.num_rows
-        firsts = begins + (-values % chunk if is_packed else 0)
+        firsts = begins + (-(values % FAR) % chunk if is_packed else 0)
         counts = (ends - firsts + chunk - 1).clamp(min=0) // chunk
         numbers = torch.arange(int(counts.sum()))
         numbers = numbers - (counts.cumsum(0) - counts).repeat_interleave(counts)
@@ -187,13 +189,16 @@ def find_documents(
     position_ids: Tensor | None = None,
     cu_seq_lens_q: Tensor | None = None,
     cu_seq_lens_k: Tensor | None = None,
+    seq_idx: Tensor | None = None,
     starts: Starts | None = None,
+    for_all: bool = False,
 ) -> DocumentBounds:
     """Return the documents of a batch of `seq_len` tokens, by its arguments.
 
     `cu_seq_lens_q` holds for all layers, as in flash attention. Without it, an `attention_mask`
     makes padding a document of its own. Without both, documents begin where `position_ids` do not
-    continue, in layers whose own masks follow positions.
+    continue, in layers whose own masks follow positions. With `seq_idx`, they also begin where that
+    changes, in all layers.
 
     Args:
         seq_len: tokens of a row.
@@ -202,37 +207,65 @@ def find_documents(
         position_ids: `(B, S)`, or of several axes.
         cu_seq_lens_q: boundaries, `(D+1,)`.
         cu_seq_lens_k: the same boundaries for keys.
+        seq_idx: the number of each token's document, `(B, S)`.
         starts: where documents start by the mask or the positions, if the ranks found it together:
             then the tensors are those of this rank's tokens.
+        for_all: whether positions separate documents in all layers, whatever their own masks do.
 
     Raises:
         ValueError: if an attention mask has more than one stretch of tokens in a row, or the
             boundaries are not one row.
     """
     positions, has_axes = text_positions(position_ids)
+    if seq_idx is not None:
+        if attention_mask is not None and starts is None:
+            _check_no_padding("seq_idx", attention_mask)
+        attention_mask = None  # without padding it says nothing
+        positions, for_all = numbered_positions(positions, seq_idx), True
     is_given = cu_seq_lens_q is not None
     values = positions if attention_mask is None and not is_given else attention_mask
     if starts is None and values is not None and has_content(values):
         starts = find_starts(values, attention_mask is None)
     if cu_seq_lens_q is not None:
         if attention_mask is not None:
-            _require(
-                (attention_mask.bool() if starts is None else starts.table[:, 2]).all(),
-                "cu_seq_lens_q and an attention_mask with padding both say where documents are; "
-                "leave one of them out",
-            )
+            is_token = attention_mask if starts is None else starts.table[:, 2]
+            _check_no_padding("cu_seq_lens_q", is_token)
         return _by_boundaries(cu_seq_lens_q, cu_seq_lens_k, seq_len, chunks)
     if starts is not None:
-        return _by_starts(starts, seq_len, chunks, has_axes)
-    return _traced(seq_len, chunks, attention_mask, positions, has_axes)
+        return _by_starts(starts, seq_len, chunks, has_axes, for_all)
+    return _traced(seq_len, chunks, attention_mask, positions, has_axes, for_all)
 
 
-def _by_starts(starts: Starts, seq_len: int, chunks: Set[int], has_axes: bool) -> DocumentBounds:
+def _check_no_padding(name: str, is_token: Tensor) -> None:
+    """Refuse padding beside an argument that says where documents are."""
+    _require(
+        is_token.bool().all(),
+        f"{name} and an attention_mask with padding both say where documents are; leave one of "
+        "them out",
+    )
+
+
+def numbered_positions(positions: Tensor | None, seq_idx: Tensor, begin: int = 0) -> Tensor:
+    """Return positions, `(B, L)`, that also jump where the number of the document changes.
+
+    Args:
+        positions: position ids of consecutive tokens, `(B, L)`; `None` counts from `begin`.
+        seq_idx: the number of each token's document, `(B, L)`.
+        begin: the position in the sequence of the first of these tokens.
+    """
+    if positions is None:
+        positions = torch.arange(begin, begin + seq_idx.shape[1], device=seq_idx.device)
+    return positions + FAR * seq_idx.long()
+
+
+def _by_starts(
+    starts: Starts, seq_len: int, chunks: Set[int], has_axes: bool, for_all: bool
+) -> DocumentBounds:
     """Return the documents that start there."""
     _require(starts.by_positions or starts.has_one_stretch(), ONE_STRETCH)
     bounds = starts.boundaries(seq_len)
     # Masks by padding hold in all layers, masks by positions in some.
-    others = None if starts.by_positions else bounds
+    others = None if starts.by_positions and not for_all else bounds
     within = starts.chunk_boundaries(chunks, seq_len)
     return DocumentBounds(bounds, others, within, has_axes=has_axes)
 
@@ -243,6 +276,7 @@ def _traced(
     attention_mask: Tensor | None,
     positions: Tensor | None,
     has_axes: bool,
+    for_all: bool,
 ) -> DocumentBounds:
     """Return the documents of a batch whose content is unknown, in tensors of fixed shapes."""
     if attention_mask is not None:
@@ -254,8 +288,9 @@ def _traced(
     bounds = traced_boundaries(starts)
     # Masks by padding hold in all layers, masks by positions in some.
     by_positions = attention_mask is None
-    within = _within(starts, chunks, positions if by_positions else None)
-    others = None if by_positions else bounds
+    counted = positions % FAR if by_positions and positions is not None else None
+    within = _within(starts, chunks, counted)
+    others = None if by_positions and not for_all else bounds
     return DocumentBounds(bounds, others, within, has_axes=has_axes)
 
 

@@ -28,6 +28,8 @@ from parallel_plans.huggingface.losses.loss import LossFunction
 
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+# The number of each token's document, `(B, S)`, for kernels of Mamba.
+DOCUMENT_NUMBERS = "seq_idx"
 # Positions of several axes have the sequence in the last dim; other inputs have it in dim 1.
 POSITIONS, NUM_AXES = "position_ids", (3, 4)
 SHAPES = {"inputs_embeds": "(B, S, H)", "per_layer_inputs": "(B, S, num_layers, H)"}
@@ -63,6 +65,7 @@ class ModelBatch:
         num_items: divisor of the loss, the number of labels of the whole batch.
         cu_seq_lens_q: boundaries of documents in the whole batch, `(D+1,)`.
         cu_seq_lens_k: the same boundaries for keys.
+        seq_idx: the number of each token's document, `(B, S)`.
         others: the other arguments, passed on by name; tensors have the tokens in dim 1.
     """
 
@@ -76,6 +79,7 @@ class ModelBatch:
     num_items: Any = None
     cu_seq_lens_q: Tensor | None = None
     cu_seq_lens_k: Tensor | None = None
+    seq_idx: Tensor | None = None
     others: dict[str, Any] = field(default_factory=dict)
 
 
@@ -119,10 +123,12 @@ def parse(model: Any, arguments: dict[str, Any], loss: LossFunction) -> ModelBat
         loss.check(model)
         shift = int(loss.predicts_next and shifted is None)
         labels = labels if shifted is None else shifted
+    seq_idx = others.pop(DOCUMENT_NUMBERS, None)
     if seen is not None:
-        if cu_seq_lens_q is not None:
+        if cu_seq_lens_q is not None or seq_idx is not None:
+            name = DOCUMENT_NUMBERS if cu_seq_lens_q is None else BOUNDARIES[0]
             raise ValueError(
-                "cu_seq_lens_q say where documents are, and the model has made its masks without "
+                f"{name} say where documents are, and the model has made its masks without "
                 "them; give position_ids that start again instead"
             )
         seen = precomputed_masks(seen, seq_len)
@@ -139,6 +145,7 @@ def parse(model: Any, arguments: dict[str, Any], loss: LossFunction) -> ModelBat
         num_items=num_items,
         cu_seq_lens_q=cu_seq_lens_q,
         cu_seq_lens_k=cu_seq_lens_k,
+        seq_idx=seq_idx,
         others=others,
     )
 
@@ -238,6 +245,9 @@ def checksum_of(x: Tensor) -> int:
     return crc32(x.detach().cpu().contiguous().numpy().data)
 
 
+_OF_INTEGERS = ("input_ids", "labels", POSITIONS, DOCUMENT_NUMBERS)
+
+
 def check_batch(model: Any, arguments: dict[str, Any]) -> int:
     """Refuse what would be computed wrongly; return the length of the sequence, in tokens.
 
@@ -247,7 +257,7 @@ def check_batch(model: Any, arguments: dict[str, Any]) -> int:
     _check_model(model)
     if arguments.get("input_ids") is None and arguments.get("inputs_embeds") is None:
         raise ValueError("a context-parallel model needs input_ids or inputs_embeds, got none")
-    for name in ("input_ids", "inputs_embeds", "labels", "position_ids", "attention_mask"):
+    for name in ("inputs_embeds", "attention_mask", *_OF_INTEGERS):
         x = arguments.get(name)
         if x is not None and (not isinstance(x, Tensor) or isinstance(x, DTensor)):
             raise ValueError(
@@ -307,7 +317,7 @@ def _check_kept(arguments: dict[str, Any]) -> None:
 def _check_dtype(name: str, x: Tensor) -> None:
     """Refuse dtypes that cannot be tokens, positions, labels, embeddings or masks."""
     is_float = x.is_floating_point()
-    if name in ("input_ids", "labels", "position_ids") and x.dtype not in INTEGERS:
+    if name in _OF_INTEGERS and x.dtype not in INTEGERS:
         raise ValueError(f"{name} must be integers, got {x.dtype}; use .long()")
     if name == "labels" and x.dtype == torch.uint8:
         raise ValueError(f"labels must be able to hold {IGNORE_INDEX}, got {x.dtype}; use .long()")
@@ -385,7 +395,8 @@ def _check_shape(model: Any, name: str, x: Tensor) -> None:
 def _check_rows(arguments: dict[str, Any]) -> None:
     """Refuse wrong row counts: masks and positions may have one row for all, labels may not."""
     tokens = arguments["input_ids"] if "input_ids" in arguments else arguments["inputs_embeds"]
-    for name, rows in (("attention_mask", 1), (POSITIONS, 1), ("labels", len(tokens))):
+    own_rows = dict.fromkeys(("attention_mask", POSITIONS, DOCUMENT_NUMBERS), 1)
+    for name, rows in (own_rows | {"labels": len(tokens)}).items():
         x = arguments.get(name)
         if x is not None and x.shape[-2] not in (rows, len(tokens)):
             raise ValueError(

@@ -24,7 +24,13 @@ from dtensor_ring.extension import (
     check_agreement,
     tokens_of,
 )
-from parallel_plans.huggingface.core.documents import Starts, find_starts, joined, text_positions
+from parallel_plans.huggingface.core.documents import (
+    Starts,
+    find_starts,
+    joined,
+    numbered_positions,
+    text_positions,
+)
 from parallel_plans.huggingface.core.modules import backbone_of, language_model_of
 from parallel_plans.huggingface.losses.loss import LossFunction
 from parallel_plans.huggingface.sharding.batch import (
@@ -194,6 +200,11 @@ class LocalBatches:
         batch = parse(model, arguments, self._loss)
         if batch.seen is not None:
             raise ValueError("attention_mask must be (B, L), of this rank's tokens")
+        if batch.seq_idx is not None and batch.mask is not None:
+            raise ValueError(
+                "seq_idx and an attention_mask both say where documents of a sharded batch are; "
+                "leave one of them out"
+            )
         if batch.positions is None and not self._counts_from_zero:
             raise ValueError(
                 f"{type(model).__name__} counts positions in the whole batch, and no rank has it; "
@@ -245,6 +256,10 @@ class LocalBatches:
         if by_positions and batch.cu_seq_lens_q is None:
             positions, _ = text_positions(batch.positions)
             values = None if positions is None else order.contiguous(positions.long())
+            if batch.seq_idx is not None:
+                values = numbered_positions(
+                    values, order.contiguous(batch.seq_idx.long()), order.begin
+                )
         if values is not None:
             before = order.of_neighbour(values[:, -1:], -1)
             told["starts"] = find_starts(values, by_positions, order.begin, before)

@@ -163,7 +163,9 @@ class Sharding:
             position_ids=batch.positions,
             cu_seq_lens_q=batch.cu_seq_lens_q,
             cu_seq_lens_k=batch.cu_seq_lens_k,
+            seq_idx=batch.seq_idx,
             starts=starts,
+            for_all=self.passing is not None,
         )
 
     def _indices(self, layout: Layout, length: int, batch: ModelBatch) -> Tensor:
@@ -202,10 +204,8 @@ class Sharding:
 
     def _boundaries(self, batch: ModelBatch, documents: DocumentBounds) -> Tensor | None:
         """Return the document boundaries for stateful layers, which mask padding themselves."""
-        known = self._known_masks
-        restarts = not known or any(x.restarts(documents.has_axes) for x in known)
-        is_packed = restarts and batch.mask is None
-        return documents.packed if is_packed or batch.cu_seq_lens_q is not None else None
+        is_marked = batch.cu_seq_lens_q is not None or batch.seq_idx is not None
+        return documents.packed if batch.mask is None or is_marked else None
 
     def _balanced(self, documents: DocumentBounds, seq_len: int, seen: Any) -> Balanced:
         """Return a layout with equal work for the documents and the most frequent mask."""

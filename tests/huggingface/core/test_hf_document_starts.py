@@ -56,7 +56,7 @@ def test_documents_are_those_of_tensors_of_fixed_shapes(num_rows: int) -> None:
     for seed in range(20):
         mask, positions = drawn_mask(seed, num_rows), drawn_positions(seed, num_rows)
         for given in ((mask, None), (None, positions), (mask, positions)):
-            expected = _traced(SEQ_LEN, CHUNKS, *given, has_axes=False)
+            expected = _traced(SEQ_LEN, CHUNKS, *given, has_axes=False, for_all=False)
             with patch.object(documents, "BLOCK", 4):
                 named = dict(zip(("attention_mask", "position_ids"), given, strict=True))
                 found = find_documents(SEQ_LEN, CHUNKS, **named)

@@ -59,6 +59,21 @@ CASES: dict[str, tuple[dict[str, Any], Any, Any]] = {
         [[0, 1, 4, 6]],
         [[0, 1, 4, 6]],
     ),
+    "numbers of documents": (
+        {"seq_idx": [[0, 0, 1, 1, 2, 2], [3, 3, 3, 3, -1, -1]]},
+        [[0, 2, 4, 6], [0, 4, 6]],
+        [[0, 2, 4, 6], [0, 4, 6]],
+    ),
+    "numbers and positions": (
+        {"seq_idx": [[0, 0, 0, 0, 1, 1]], "position_ids": [[0, 1, 0, 1, 2, 3]]},
+        [[0, 2, 4, 6]],
+        [[0, 2, 4, 6]],
+    ),
+    "numbers and a mask of ones": (
+        {"seq_idx": [[0, 0, 0, 0, 1, 1]], "attention_mask": [[1] * 6]},
+        [[0, 4, 6]],
+        [[0, 4, 6]],
+    ),
 }
 
 
@@ -67,6 +82,19 @@ def test_documents(given: dict[str, Any], packed: Any, others: Any) -> None:
     found = find_documents(SEQ_LEN, set(), **{k: torch.tensor(x) for k, x in given.items()})
     assert bounds(found.of(BY_POSITIONS)[0]) == packed
     assert bounds(found.of(OTHER)[0]) == others
+
+
+def test_positions_may_separate_documents_in_all_layers() -> None:
+    positions = torch.tensor([[0, 1, 0, 1, 2, 0]])
+    found = find_documents(SEQ_LEN, set(), position_ids=positions, for_all=True)
+    assert bounds(found.of(OTHER)[0]) == bounds(found.of(BY_POSITIONS)[0]) == [[0, 2, 5, 6]]
+
+
+def test_chunks_of_numbered_documents_count_by_positions() -> None:
+    given = {"position_ids": [[4, 5, 6, 7, 8, 9]], "seq_idx": [[1, 1, 1, 2, 2, 2]]}
+    documents = find_documents(SEQ_LEN, {3}, **{k: torch.tensor(x) for k, x in given.items()})
+    chunked = LayerMask(Mask.chunked(3), True)
+    assert bounds(documents.of(chunked)[0]) == [[0, 2, 3, 5, 6]]
 
 
 def test_chunks_count_from_where_a_document_begins() -> None:
@@ -98,6 +126,7 @@ def test_tokens_that_were_added_are_not_seen() -> None:
         ("never decrease", {"cu_seq_lens_q": [0, 4, 2, 6]}),
         ("at or before 6 tokens", {"cu_seq_lens_q": [0, 7]}),
         ("the same", {"cu_seq_lens_q": [0, 3, 6], "cu_seq_lens_k": [0, 2, 6]}),
+        ("seq_idx .* both say", {"seq_idx": [[0] * 6], "attention_mask": [[0, 1, 1, 1, 1, 1]]}),
         ("both say", {"cu_seq_lens_q": [0, 6], "attention_mask": [[0, 1, 1, 1, 1, 1]]}),
         ("one row of boundaries", {"cu_seq_lens_q": [0, 6], "cu_seq_lens_k": [0, 1, 6]}),
     ],

@@ -20,16 +20,16 @@ from tests.huggingface.test_families import batches
 from tests.pool import Pool
 from tests.results import difference, results_of
 
-KINDS = ("plain", "padded left", "packed", "boundaries", "counted")
+KINDS = ("plain", "padded left", "packed", "boundaries", "numbered", "counted")
 OF_BATCH = ("cu_seq_lens_q", "cu_seq_lens_k", "num_items_in_batch")
 """Arguments that are the same on all ranks."""
 
 
 def whole_batch(kind: str, seq_len: int) -> dict[str, Any]:
     """The ways people feed a model, cut to a length."""
-    of_kind = {"boundaries": "plain", "counted": "padded right"}.get(kind, kind)
+    of_kind = {"boundaries": "plain", "numbered": "packed", "counted": "padded right"}
     batch: dict[str, Any] = {
-        name: x[:, :seq_len].contiguous() for name, x in batches()[of_kind].items()
+        name: x[:, :seq_len].contiguous() for name, x in batches()[of_kind.get(kind, kind)].items()
     }
     if kind == "boundaries":
         bounds = torch.tensor([0, 7, 12, seq_len], dtype=torch.int32)
@@ -65,7 +65,11 @@ def compare(family: str, layout: str, seq_len: int, kinds: tuple[str, ...]) -> d
     for form in ("plain", "DTensors"):
         model, mesh = planned(family, layout, local_batch=form == "plain")
         for kind in kinds:
-            given = shards(whole_batch(kind, seq_len), mesh)
+            batch = whole_batch(kind, seq_len)
+            if kind == "numbered":  # of which stock models know nothing
+                is_start = batch.pop("position_ids").diff(dim=1, prepend=torch.zeros(2, 1)) != 1
+                batch["seq_idx"] = is_start.cumsum(1)
+            given = shards(batch, mesh)
             found = results_of(model, plain(given) if form == "plain" else given)
             expected = results_of(stock, whole_batch(kind, seq_len))
             error, name = difference(found, expected)
@@ -169,6 +173,13 @@ REFUSALS: dict[str, tuple[str, Callable[[int], dict[str, Any]]]] = {
     "two stretches of tokens": (
         "must be one stretch of tokens",
         lambda rank: ids(8) | {"attention_mask": torch.tensor([[1, 0] * 4])},
+    ),
+    "two that say where documents are": (
+        "seq_idx and an attention_mask both",
+        lambda rank: (
+            {name: ids(8)["input_ids"] for name in ("input_ids", "seq_idx")}
+            | {"attention_mask": ids(8)["input_ids"]}
+        ),
     ),
     "replicated": (r"input_ids must be Shard\(1\) over the axis of the plan", replicated),
 }

@@ -19,19 +19,30 @@ Rows = tuple[tuple[int, ...], ...]
 """Where documents begin, by row of a batch of 24 tokens."""
 
 
-def packed(rows: Rows) -> dict[str, Tensor]:
-    """Tokens, and what says where their documents begin: boundaries, if there is one row."""
+MARKS = ("position_ids", "seq_idx", "cu_seq_lens_q", "position_ids cu_seq_lens_q")
+"""What says where documents of a row begin."""
+
+
+def packed(rows: Rows, mark: str = MARKS[0]) -> dict[str, Tensor]:
+    """Tokens, and what says where their documents begin."""
     torch.manual_seed(1)
     tokens = torch.randint(2, VOCABULARY, (len(rows), 24))
     lengths = [torch.tensor([*starts, 24]).diff() for starts in rows]
     positions = [torch.cat([torch.arange(int(x)) for x in row]) for row in lengths]
-    given = {"input_ids": tokens, "position_ids": torch.stack(positions)}
-    return given | ({"cu_seq_lens_q": torch.tensor([*rows[0], 24])} if len(rows) == 1 else {})
+    numbers = [torch.arange(len(row)).repeat_interleave(row) for row in lengths]
+    given = {
+        "position_ids": torch.stack(positions),
+        "seq_idx": torch.stack(numbers),
+        "cu_seq_lens_q": torch.tensor([*rows[0], 24]),
+    }
+    return {"input_ids": tokens} | {name: given[name] for name in mark.split()}
 
 
-def packed_error(family: str, rows: Rows, layout: str, is_checkpointed: bool) -> list[float]:
+def packed_error(
+    family: str, rows: Rows, layout: str, is_checkpointed: bool, mark: str = MARKS[0]
+) -> list[float]:
     """Of logits and gradients, relative to those of each document alone."""
-    batch = packed(rows)
+    batch = packed(rows, mark)
     model, stock = planned(family, layout, unshard_outputs=True), small_model(family)
     if is_checkpointed:
         model.train().activation_checkpointing_enable()
@@ -69,11 +80,22 @@ def test_packed_documents_are_as_alone(
     is_sample = (family, world_size, len(rows)) in PACKED
     if not is_sample and not request.config.getoption("--all-hybrids"):
         pytest.skip("make test ARGS=--all-hybrids")
-    if "Granite" in family and len(rows) > 1:
-        pytest.skip("its masks do not know positions, and boundaries are those of one row")
+    if family == "Granite 4, attention only":
+        pytest.skip("no layer has a state, and its masks do not know positions")
     layout = LAYOUT if world_size == 2 else "zigzag"
     found = pool.run(world_size, packed_error, family, rows, layout, len(rows) > 1)
     assert largest(x for errors in found for x in errors) < 1e-5, found
+
+
+def errors_by_mark(family: str) -> dict[str, list[float]]:
+    return {mark: packed_error(family, ((0, 5, 7, 17),), "zigzag", False, mark) for mark in MARKS}
+
+
+@pytest.mark.parametrize("family", ["Granite 4", pytest.param("Bamba", marks=pytest.mark.repeats)])
+def test_whatever_marks_documents(pool: Pool, family: str) -> None:
+    """Masks of Granite 4 do not know positions, and its layers with a state no mark at all."""
+    for errors in pool.run(2, errors_by_mark, family):
+        assert largest(x for error in errors.values() for x in error) < 1e-5, errors
 
 
 def two_batches(family: str, is_checkpointed: bool) -> Tensor:

@@ -1,0 +1,1 @@
+"""States of linear attention and Mamba over ranks, at once."""

@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import seed_worker
 
+from parallel_plans.huggingface.core.adapters import adapters_of
 from parallel_plans.huggingface.core.modules import backbone_of
 from parallel_plans.huggingface.plan import context_parallel_plan
 from parallel_plans.huggingface.sharding.sharding import shardings_of, whole_outputs
@@ -83,9 +84,8 @@ class ContextParallelTrainer(Trainer):
         self._user_mesh, self._plan = mesh, plan
         self._evaluated: tuple[str, int] = "", 0
         super().__init__(*args, **kwargs)
-        trainer_options.check_options(
-            self.args, self.compute_loss_func is not None, self._adapters()
-        )
+        adapters = adapters_of(self.model)
+        trainer_options.check_options(self.args, self.compute_loss_func is not None, adapters)
         if self._plan_makes_loss():
             self.model_accepts_loss_kwargs = True  # the plan's loss takes num_items_in_batch
         self.add_callback(GlooReduction)
@@ -167,11 +167,6 @@ class ContextParallelTrainer(Trainer):
         model = super().call_model_init(trial)
         self._apply_plan(model)
         return model
-
-    def _adapters(self) -> list[Any]:
-        """Return the configs of the adapters that peft added to the model."""
-        model: Any = self.model
-        return list(getattr(model, "peft_config", {}).values())
 
     def get_tp_size(self) -> int:
         """Return the number of ranks that share a batch; `Trainer` calls this method."""

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from dtensor_ring import Balanced, Mask, SequenceAxis, sequence_runs, unshard_sequence
 from dtensor_ring.extension import (
     Layout,
+    NotPickled,
     axis_group,
     checked_barrier,
     from_local_tokens,
@@ -189,6 +190,7 @@ class Sharding:
         local_batch: bool = False,
         why_whole: str | None = None,
     ) -> None:
+        self._not_pickled = NotPickled(NO_PICKLE)  # first: pickle reads attributes in order
         self.cache_dtype, self.local_batch = cache_dtype, local_batch
         self.axis, self.layer_masks, self.loss, self.passing = axis, layer_masks, loss, passing
         self.outputs, self.agreement = Outputs(axis, unshard_outputs), Agreement()
@@ -207,10 +209,6 @@ class Sharding:
     def __deepcopy__(self, memo: dict[int, Any]) -> Sharding:
         """Return itself: copies of a model share the forward that calls it."""
         return self
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Refuse pickling: the plan put functions into the model that refer to process groups."""
-        raise TypeError(NO_PICKLE)
 
     def arguments(
         self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]

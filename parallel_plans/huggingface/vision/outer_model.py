@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from parallel_plans.huggingface.core.documents import DocumentBounds
+from parallel_plans.huggingface.core.documents import DocumentBounds, check_ones_and_zeros
 from parallel_plans.huggingface.core.versions import NAMES_OF_CACHE, cache_name
 from parallel_plans.huggingface.generation.generate import (
     GROWS,
@@ -111,7 +111,8 @@ class OuterModel:
 
         Raises:
             RingError: on every rank, if the ranks have different batches.
-            ValueError: if the cache belongs to another model.
+            ValueError: if the cache belongs to another model, or the attention mask numbers
+                documents.
         """
         cache = cache_of(model, self._sharding, arguments) if uses_cache(arguments) else None
         for name in (*NAMES_OF_CACHE, "use_cache"):
@@ -123,6 +124,7 @@ class OuterModel:
             self._sharding.check_same_batch(arguments | token_arguments, "a batch with images")
         if cache is not None and not cache.memory.seq_len:
             self._sharding.agree(model, arguments | token_arguments)
+        check_ones_and_zeros(arguments.get("attention_mask"))
         is_image = image_tokens(model.config, arguments)
         call = self._call = OuterCall(
             model, token_arguments, arguments.get("input_ids"), is_image, cache

@@ -76,7 +76,10 @@ def check_same_state(state: dict[str, Any], mesh: DeviceMesh) -> None:
 
     Raises:
         ValueError: on every rank, if they differ.
+        TypeError: if it is no dict.
     """
+    if not isinstance(state, dict):
+        raise TypeError(f"state must be the dict of state_dict(), got {type(state).__name__}")
     check_agreement(axis_group(mesh), {x: _described(y) for x, y in state.items()}, SAME_STATE)
 
 

@@ -39,6 +39,7 @@ from parallel_plans.huggingface.core.positions import LargestPosition, LastToken
 from parallel_plans.huggingface.losses.loss import (
     OF_ROUTERS,
     LossFunction,
+    LossHead,
     RouterSpec,
     load_balancing_loss,
     loss_head,
@@ -48,6 +49,7 @@ from parallel_plans.huggingface.losses.loss import (
     uses_router_logits,
 )
 from parallel_plans.huggingface.probing.probe import ROUTER_LOGITS
+from parallel_plans.huggingface.probing.scales import ScaleCheck
 from parallel_plans.huggingface.sharding.batch import (
     LOGITS_TO_KEEP,
     Agreement,
@@ -194,7 +196,7 @@ class Sharding:
         self.cache_dtype, self.local_batch = cache_dtype, local_batch
         self.axis, self.layer_masks, self.loss, self.passing = axis, layer_masks, loss, passing
         self.outputs, self.agreement = Outputs(axis, unshard_outputs), Agreement()
-        self.largest = LargestPosition(model)
+        self.largest, self.scales = LargestPosition(model), ScaleCheck(nn.Linear, LossHead)
         self.returns_logits = False  # together with a loss, even if the call does not request them
         self.generates = False  # in a call of `generate`
         self.replaced: WeakSet[Any] = WeakSet()  # stock caches that our caches replace
@@ -225,6 +227,7 @@ class Sharding:
     def inputs(self, model: Any, arguments: dict[str, Any]) -> tuple[dict[str, Any], OutputSpec]:
         """Return the keywords of the forward on this rank, and what joining its outputs needs."""
         has_logits = pops_logits(model, arguments) or self.returns_logits
+        self.scales.begin(model)
         if self.local_batch or is_local(arguments):
             batch, plan = self.local(model, arguments)
             return self.call(model, batch, plan, has_logits)

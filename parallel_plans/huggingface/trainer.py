@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor.parallel import parallelize_module
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import seed_worker
@@ -216,7 +217,41 @@ class ContextParallelTrainer(Trainer):
         counted = getattr(self.state, name) - before
         setattr(self.state, name, before + type(counted)(counted / self.get_tp_size()))
 
+    def _shard_unless_trained(self) -> None:
+        """Shard a model before the first training: accelerate does it beside an optimizer only."""
+        if not self.is_fsdp_enabled or self.accelerator._models:
+            return
+        model: Any = self.model
+        given = torch.optim.SGD(model.parameters(), lr=0.0)
+        self.model, optimizer = self.accelerator.prepare(model, given)
+        self.accelerator._optimizers.remove(optimizer)
+        self.model_wrapped = self.model
+
+    def _forget_evaluation(self) -> None:
+        """Let accelerate prepare a model for training that it has prepared for an evaluation.
+
+        It would take it for prepared, and train without DDP, each rank by its own gradients.
+        """
+        model: Any = self.model
+        model._is_accelerate_prepared = False
+        self.accelerator._models.clear()
+        self.model_wrapped = model
+
+    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(self.model, FSDPModule):
+            if not isinstance(self.model_wrapped, DistributedDataParallel):
+                self._forget_evaluation()
+            return super()._prepare_for_training(*args, **kwargs)
+        # An evaluation or training before this one has done it, and layers have other classes now.
+        plugin: Any = self.accelerator.state.fsdp_plugin
+        before, plugin.activation_checkpointing = plugin.activation_checkpointing, False
+        try:
+            return super()._prepare_for_training(*args, **kwargs)
+        finally:
+            plugin.activation_checkpointing = before
+
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        self._shard_unless_trained()
         output = super().evaluation_loop(*args, **kwargs)
         prefix = kwargs.get("metric_key_prefix", "eval")
         self._evaluated = prefix, output.num_samples or 0

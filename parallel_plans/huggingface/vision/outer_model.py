@@ -43,6 +43,7 @@ from parallel_plans.huggingface.sharding.sharding import (
     own_method,
 )
 from parallel_plans.huggingface.vision.image_sharding import install_image_sharding
+from parallel_plans.huggingface.vision.replicas import check_same_inputs
 
 if TYPE_CHECKING:
     from parallel_plans.huggingface.generation.context_parallel_cache import ContextParallelCache
@@ -125,6 +126,9 @@ class OuterModel:
         if cache is not None and not cache.memory.seq_len:
             self._sharding.agree(model, arguments | token_arguments)
         check_ones_and_zeros(arguments.get("attention_mask"))
+        is_first = cache is None or not cache.memory.seq_len
+        if is_first and not torch.compiler.is_compiling():
+            check_same_inputs(model, self._sharding.axis, names_of_features(arguments))
         is_image = image_tokens(model.config, arguments)
         call = self._call = OuterCall(
             model, token_arguments, arguments.get("input_ids"), is_image, cache
@@ -240,7 +244,13 @@ def image_tokens(config: Any, arguments: dict[str, Any]) -> Tensor | None:
 
 def has_images(arguments: dict[str, Any]) -> bool:
     """Return whether the arguments hold images or other features beside text."""
-    return any(_is_of_images(x) for name, x in arguments.items() if name != "inputs_embeds")
+    return bool(names_of_features(arguments))
+
+
+def names_of_features(arguments: dict[str, Any]) -> list[str]:
+    """Return the names of the arguments that hold images or other features beside text."""
+    named = arguments.items()
+    return [name for name, x in named if name != "inputs_embeds" and _is_of_images(x)]
 
 
 def _is_of_images(x: Any) -> bool:

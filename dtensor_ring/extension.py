@@ -23,6 +23,8 @@ Losses, and ops that a plan defines:
     `IGNORE_INDEX`, `autocast_dtype`, `register_gradient`.
 Caches, and attention of a few tokens to a cache:
     `CacheUsage`, `MAX_QUERIES`.
+What is saved of a cache, and what cannot be pickled:
+    `NotPickled`, `check_same_state`.
 Keys and values that a plan keeps by itself, as they are or in eight bits:
     `KeptTokens`, `format_named`, `no_tokens`.
 Sequences of a paged pool, and prompts of some that are prefilled by the ring:
@@ -41,6 +43,7 @@ from dtensor_ring.compute.kernels import Kernel, Launch, Problem, Saved, Scores,
 from dtensor_ring.decode.cache import CacheUsage
 from dtensor_ring.decode.op import MAX_QUERIES
 from dtensor_ring.decode.plan import append_runs
+from dtensor_ring.decode.whole import check_same_state
 from dtensor_ring.dtensor.annotation import axis_group, axis_mesh, tokens_of
 from dtensor_ring.dtensor.axis import AnyMachine, machine_on, output_mesh
 from dtensor_ring.dtensor.axis_config import check_axis_options
@@ -52,7 +55,7 @@ from dtensor_ring.dtensor.sequence_order import positions_of
 from dtensor_ring.dtensor.sequence_tensor import from_local_tokens
 from dtensor_ring.dtensor.style import number_layer
 from dtensor_ring.ops.axis_ops import attached
-from dtensor_ring.ops.checks import check_strided, name_layer, within_layer
+from dtensor_ring.ops.checks import NotPickled, check_strided, name_layer, within_layer
 from dtensor_ring.ops.nodes import autocast_dtype, register_gradient
 from dtensor_ring.paged.blocks import BlockCopy, PooledSequence
 from dtensor_ring.paged.prefill import PagedPrefill
@@ -76,6 +79,7 @@ __all__ = [
     "Layout",
     "MetaModel",
     "ModelRequest",
+    "NotPickled",
     "Padded",
     "PagedPrefill",
     "PooledSequence",
@@ -92,6 +96,7 @@ __all__ = [
     "check_agreement",
     "check_axis_options",
     "check_kernel",
+    "check_same_state",
     "check_strategy",
     "check_strided",
     "checked_barrier",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,10 +12,11 @@ from torch.distributed.tensor import DTensor
 
 from dtensor_ring.decode.column_memory import SEQUENCE, AppendSteps, ColumnMemory, column_memory
 from dtensor_ring.decode.plan import CacheTable
+from dtensor_ring.decode.whole import NO_PICKLE, gather_columns, pairs_of, saved, shard_of
 from dtensor_ring.dtensor.annotation import axis_group, sequence_layout
 from dtensor_ring.dtensor.call_check import as_flag
 from dtensor_ring.ops.boundaries import INTEGERS
-from dtensor_ring.ops.checks import check_strided
+from dtensor_ring.ops.checks import NotPickled, check_strided
 from dtensor_ring.planning.layout import Layout
 from dtensor_ring.planning.ranges import as_count, as_int
 from dtensor_ring.planning.run_table import as_layout
@@ -257,6 +258,7 @@ class ShardedCache:
         block: int = 256,
         kv_dtype: str | None = None,
     ) -> None:
+        self._not_pickled = NotPickled(NO_PICKLE)  # first: pickle reads attributes in order
         group, format = axis_group(mesh), format_named(kv_dtype)
         num_layers = as_count("num_layers", num_layers, 1, MAX_LAYERS)
         self.mesh, self.kv_dtype = mesh, kv_dtype
@@ -421,6 +423,50 @@ class ShardedCache:
         self._appends.start(CacheTable.empty(self.table.world_size, self.table.block))
         for layer in self._layers:
             layer.reset()
+
+    def whole(self, number: int) -> tuple[Tensor, Tensor]:
+        """Return the keys and values of a layer on all ranks: `(B, Nk, S, H)`, `(B, Nv, S, Hv)`.
+
+        Tokens are in the order of positions. All ranks must call it.
+
+        Raises:
+            ValueError: before the first append, or if an append step is not complete.
+        """
+        layer = self[number]
+        self._appends.check_complete("read the whole cache")
+        keys, values = (gather_columns(x, self.table, self.mesh) for x in layer._columns())
+        return keys, values
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all tokens on every rank, on the CPU, for `torch.save` or checkpoints.
+
+        All ranks must call it. Eight bits are dequantised.
+
+        Returns:
+            `seq_len`, and by layer `layers.0.keys` and `layers.0.values` as `whole` returns them.
+        """
+        layers = range(len(self) if self.seq_len else 0)
+        return saved(self.seq_len, map(self.whole, layers))
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Replace all tokens by those of a state that any number of ranks has saved.
+
+        Each rank keeps its tokens of the layout, as after one sharded append step. With `kv_dtype`,
+        full blocks are rounded (again).
+
+        Raises:
+            ValueError: on every rank, if their states differ, or have other layers; nothing changes
+                then.
+        """
+        pairs = pairs_of(state, len(self), self.mesh)
+        self.reset()
+        if not pairs:
+            return
+        length = self.layout.dealt_length(state["seq_len"], self.mesh.size())
+        self.begin(length, dealt=True)
+        for layer, pair in zip(self, pairs, strict=True):
+            layer.append(*shard_of(pair, self.layout, self.mesh, length))
+        self.crop(state["seq_len"])
 
     def usage(self) -> CacheUsage:
         """Return the bytes of all layers on each rank."""

@@ -37,9 +37,12 @@ BACKWARD_OPS = (
 FUSED_OP = aten._scaled_dot_product_flash_attention_for_cpu.default  # any would do
 UNFUSED_OP = aten._scaled_dot_product_attention_math.default
 OTHER_DIM = (
-    "it is not run as a ring, which needs query, key and value (batch, heads, sequence, head dim) "
-    "in Shard(2) over an axis that has a layout, and these are in {placed}; see shard_sequence"
+    "attention is not run as a ring here, and DTensor has no rule for it: a ring needs query, key "
+    "and value (..., heads, sequence, head dim) whose sequence is sharded over an axis that has a "
+    "layout, Shard({dim}) of {ndim} dims, and these are in {placed}; see shard_sequence, or call "
+    "transpose(1, 2) on (batch, sequence, heads, head dim)"
 )
+MIXED = "got mixed torch.Tensor and DTensor"  # PyTorch's own causal mask is plain
 
 INPUTS = ("query", "key", "value")
 
@@ -115,7 +118,12 @@ def _serve_unfused() -> None:
 def _unfused(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
     # Plain tensors come here, too, so check cheaply. The first three arguments have no default.
     if not _is_sharded(args[:3]):
-        return UNFUSED_OP.decompose(*args, **kwargs)
+        try:
+            return UNFUSED_OP.decompose(*args, **kwargs)
+        except RuntimeError as error:
+            if MIXED in str(error):
+                raise _other_dim(args) from error
+            raise
     bound = dispatch.arguments_of(UNFUSED_OP, args, kwargs)
     _refuse(bound)
     return _fused(bound), None  # nobody reads the weights
@@ -161,13 +169,17 @@ def as_before(
         # In inference mode composite ops arrive, which DTensor decomposes if it has no rule.
         parts = op.decompose(*args, **kwargs)
         if parts is NotImplemented:
-            placed = [x.placements for x in args if isinstance(x, DTensor)]
-            error.add_note(OTHER_DIM.format(placed=placed))
-            raise
+            raise _other_dim(args) from error
         return parts
     assert info.output_sharding is not None
     results = dispatcher._dispatch_get_local_results_slow_path(op, args, info)
     return dispatcher.wrap(results, info.output_sharding.output_spec)
+
+
+def _other_dim(args: Iterable[Any]) -> NotImplementedError:
+    tensors = [x for x in args if isinstance(x, DTensor)]
+    ndim, placed = tensors[0].ndim, [x.placements for x in tensors]
+    return NotImplementedError(OTHER_DIM.format(dim=ndim - 2, ndim=ndim, placed=placed))
 
 
 def _refuse(bound: dict[str, Any]) -> None:

@@ -42,6 +42,25 @@ _WITHIN = "torch.", "dtensor_ring."
 _NAME = "dtensor_ring_layer"
 
 
+class NotPickled:
+    """The first attribute of an object that can be copied, but not pickled.
+
+    Args:
+        why: what the error says, and what to do instead.
+    """
+
+    def __init__(self, why: str) -> None:
+        self._why = why
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NotPickled:
+        """Return itself: it does not change."""
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse pickling."""
+        raise TypeError(self._why)
+
+
 def line_of(frame: FrameType | None) -> str:
     """Return the user's line that called a frame, without folders, which differ by host."""
     while frame is not None and str(frame.f_globals.get("__name__")).startswith(_WITHIN):

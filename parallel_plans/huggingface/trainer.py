@@ -16,10 +16,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor.parallel import parallelize_module
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import seed_worker
 
+from parallel_plans.huggingface.core.adapters import adapters_of
 from parallel_plans.huggingface.core.modules import backbone_of
 from parallel_plans.huggingface.plan import context_parallel_plan
 from parallel_plans.huggingface.sharding.sharding import shardings_of, whole_outputs
@@ -83,9 +85,8 @@ class ContextParallelTrainer(Trainer):
         self._user_mesh, self._plan = mesh, plan
         self._evaluated: tuple[str, int] = "", 0
         super().__init__(*args, **kwargs)
-        trainer_options.check_options(
-            self.args, self.compute_loss_func is not None, self._adapters()
-        )
+        adapters = adapters_of(self.model)
+        trainer_options.check_options(self.args, self.compute_loss_func is not None, adapters)
         if self._plan_makes_loss():
             self.model_accepts_loss_kwargs = True  # the plan's loss takes num_items_in_batch
         self.add_callback(GlooReduction)
@@ -168,11 +169,6 @@ class ContextParallelTrainer(Trainer):
         self._apply_plan(model)
         return model
 
-    def _adapters(self) -> list[Any]:
-        """Return the configs of the adapters that peft added to the model."""
-        model: Any = self.model
-        return list(getattr(model, "peft_config", {}).values())
-
     def get_tp_size(self) -> int:
         """Return the number of ranks that share a batch; `Trainer` calls this method."""
         return self._mesh.size() // self._num_replicas()
@@ -221,7 +217,41 @@ class ContextParallelTrainer(Trainer):
         counted = getattr(self.state, name) - before
         setattr(self.state, name, before + type(counted)(counted / self.get_tp_size()))
 
+    def _shard_unless_trained(self) -> None:
+        """Shard a model before the first training: accelerate does it beside an optimizer only."""
+        if not self.is_fsdp_enabled or self.accelerator._models:
+            return
+        model: Any = self.model
+        given = torch.optim.SGD(model.parameters(), lr=0.0)
+        self.model, optimizer = self.accelerator.prepare(model, given)
+        self.accelerator._optimizers.remove(optimizer)
+        self.model_wrapped = self.model
+
+    def _forget_evaluation(self) -> None:
+        """Let accelerate prepare a model for training that it has prepared for an evaluation.
+
+        It would take it for prepared, and train without DDP, each rank by its own gradients.
+        """
+        model: Any = self.model
+        model._is_accelerate_prepared = False
+        self.accelerator._models.clear()
+        self.model_wrapped = model
+
+    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(self.model, FSDPModule):
+            if not isinstance(self.model_wrapped, DistributedDataParallel):
+                self._forget_evaluation()
+            return super()._prepare_for_training(*args, **kwargs)
+        # An evaluation or training before this one has done it, and layers have other classes now.
+        plugin: Any = self.accelerator.state.fsdp_plugin
+        before, plugin.activation_checkpointing = plugin.activation_checkpointing, False
+        try:
+            return super()._prepare_for_training(*args, **kwargs)
+        finally:
+            plugin.activation_checkpointing = before
+
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        self._shard_unless_trained()
         output = super().evaluation_loop(*args, **kwargs)
         prefix = kwargs.get("metric_key_prefix", "eval")
         self._evaluated = prefix, output.num_samples or 0

@@ -262,6 +262,8 @@ FUNCTIONS |= {
         ("select", {}, {"rows": made(lambda: ints(1), lambda: ints(0, 1, 0))}),
         ("reorder", {}, {"rows": made(lambda: ints(1, 1))}),
         ("repeat", {}, {"times": just(1, 2)}),
+        ("whole", {}, {"number": just(0)}),
+        ("load_state_dict", {}, {"state": just({"seq_len": 0})}),
     )
 }
 FUNCTIONS |= {

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PrefixTuningConfig, get_peft_model
 from small_models import small_model
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -24,13 +24,15 @@ from tests.pool import Pool
 
 def call_with(arguments: dict[str, Any]) -> None:
     ring, reported = parallel_model("striped", 16), arguments.pop("match")
+    has_grad = arguments.pop("grad", True)
     for _ in range(2):  # a refused call leaves no state: the second one is refused alike
-        with pytest.raises(ValueError, match=reported):
+        with torch.set_grad_enabled(has_grad), pytest.raises(ValueError, match=reported):
             ring(**arguments)
 
 
 TOKENS = torch.zeros(1, 16, dtype=torch.int64)
 HOLED = torch.ones(1, 16).index_fill(1, torch.tensor(7), 0)
+NUMBERED = torch.arange(16).unsqueeze(0) // 4 + 1  # documents
 CUTS = torch.tensor([0, 20], dtype=torch.int32)
 
 
@@ -38,6 +40,15 @@ CUTS = torch.tensor([0, 20], dtype=torch.int32)
     ("match", "arguments"),
     [
         ("attention_mask must be one stretch", {"attention_mask": HOLED}),
+        (
+            "attention_mask must be 1 .* such as 2: .* position_ids .* cu_seq_lens_q and",
+            {"attention_mask": NUMBERED},
+        ),
+        (
+            "attention_mask must be 1 .* such as 2",
+            {"attention_mask": NUMBERED, "use_cache": True, "grad": False},
+        ),
+        ("attention_mask must be 1 .* such as 0.5", {"attention_mask": HOLED / 2}),
         (
             r"attention_mask must be .*\(1, 1, 16, 16\)",
             {"attention_mask": torch.ones(1, 1, 16, 16)},
@@ -188,12 +199,25 @@ def misused() -> None:
     ring = parallel_model("zigzag", 8)
     with pytest.raises(ValueError, match="export within `with stock_model"):
         torch.export.export(ring, (TOKENS,), strict=False)
+    for name in ("sdpa", "eager"):
+        ring, other = parallel_model("zigzag", 8), small_model("llama", 16)
+        other.set_attn_implementation(name)
+        ring.model.layers[1] = other.model.layers[1]
+        with pytest.raises(ValueError, match=r"a layer gave the mask .* after the plan; change"):
+            ring(TOKENS)
+    with pytest.raises(ValueError, match=r"is compiled, .* then torch.compile\(model\)"):
+        context_parallel_plan(torch.compile(small_model("llama", 16)))
     adapters = LoraConfig(
         target_modules=["q_proj"], task_type="CAUSAL_LM", alora_invocation_tokens=[3, 4]
     )
     warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated")  # asked by peft
     with pytest.raises(ValueError, match="leave alora_invocation_tokens out"):
         get_peft_model(ring, adapters)(TOKENS)
+    prefix = PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=5)
+    with pytest.raises(ValueError, match=r"DynamicCache.* prefix tuning .* not supported .* LoRA"):
+        get_peft_model(parallel_model("zigzag", 8), prefix)(input_ids=TOKENS, labels=TOKENS)
+    with pytest.raises(ValueError, match=r"prefix tuning .* not supported .* PromptTuningConfig"):
+        context_parallel_plan(get_peft_model(small_model("llama", 16), prefix))
 
 
 def test_misuse(pool: Pool) -> None:

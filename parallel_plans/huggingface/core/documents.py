@@ -145,6 +145,36 @@ ONE_STRETCH = (
 )
 
 
+ONES_AND_ZEROS = (
+    "attention_mask must be 1 for tokens and 0 for padding, and this one has other numbers{}: to "
+    "mark packed documents, leave it out, and give position_ids that start again with each of "
+    "them, or their boundaries as cu_seq_lens_q and cu_seq_lens_k"
+)
+
+
+def check_ones_and_zeros(attention_mask: Any) -> None:
+    """Refuse a mask that numbers documents: transformers reads it as true and false.
+
+    Raises:
+        ValueError: if a mask `(B, S)` has other numbers than 0 and 1.
+    """
+    is_mask = isinstance(attention_mask, Tensor) and attention_mask.ndim == 2
+    if not is_mask or attention_mask.dtype == torch.bool:
+        return
+    is_traced = torch.compiler.is_compiling()
+    if not is_traced and not has_content(attention_mask):
+        return
+    wrong = [((x != 0) & (x != 1)).any() for x in blocks(attention_mask)]
+    is_right = ~torch.stack(wrong).any()
+    got = "" if is_traced or is_right else f", such as {_number_of(attention_mask)}"
+    _require(is_right, ONES_AND_ZEROS.format(got))
+
+
+def _number_of(attention_mask: Tensor) -> float:
+    """Return a number of the mask that is not 0 or 1."""
+    return attention_mask[(attention_mask != 0) & (attention_mask != 1)][0].item()
+
+
 @dataclass(frozen=True)
 class DocumentBounds:
     """Boundaries for attention, int32 on the CPU, `(D+1,)` or `(B, D+1)`; `None` for one document.
@@ -332,13 +362,15 @@ def left_padding(attention_mask: Tensor, num_tokens: int) -> Tensor | None:
     """Return the left padding of each row of a cached sequence, `(B,)` on the CPU, or `None`.
 
     Raises:
-        ValueError: if the mask does not cover all tokens, cached and new, or has other holes.
+        ValueError: if the mask does not cover all tokens, cached and new, has other numbers than 0
+            and 1, or other holes.
     """
     if attention_mask.ndim != 2 or attention_mask.shape[1] != num_tokens:
         raise ValueError(
             f"attention_mask must be (B, {num_tokens}), of all tokens that are cached or new, got "
             f"{tuple(attention_mask.shape)}"
         )
+    check_ones_and_zeros(attention_mask)
     is_token = attention_mask.bool().cpu()
     padding = is_token.int().argmax(-1)
     _require(

@@ -42,6 +42,21 @@ class ModelMask:
         """Return the mask that a model cuts from this one."""
         return patterns.cut(self, index)
 
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Refuse a function of torch that takes this for a tensor.
+
+        Raises:
+            ValueError: saying that a layer does not attend by the ring.
+        """
+        name = getattr(func, "__name__", func)
+        raise ValueError(
+            f"a layer gave the mask of a model under a context_parallel_plan to {name}: it attends "
+            "to this rank's tokens by itself, as a layer of another model does that was put in "
+            "place after the plan; change layers before the plan, or set config."
+            '_attn_implementation = "ring" of the layer'
+        )
+
     def precompute(self) -> PrecomputedMask:
         """Return the keys that each token of the batch sees.
 

@@ -13,11 +13,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from inspect import signature
 from types import MethodType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+
+AnyModule = TypeVar("AnyModule", bound=nn.Module)
 
 # Rotary option of configs whose positions have several axes, such as time, height and width.
 SECTIONS = "mrope_section"
@@ -146,7 +148,7 @@ def changing(model: nn.Module) -> Iterator[None]:
     _changed(before)
 
 
-def restore_model(model: nn.Module) -> None:
+def restore_model(model: AnyModule) -> AnyModule:
     """Remove the plan from a model: forward, attention, config and generation are as before it.
 
     Weights keep their current values. Remove first what was applied over the plan, and compile a
@@ -154,6 +156,9 @@ def restore_model(model: nn.Module) -> None:
 
     Args:
         model: the model that the plan was applied to, or one that contains it.
+
+    Returns:
+        The model, which is changed in place.
 
     Raises:
         ValueError: if no part of it is under a plan, or something was applied over the plan.
@@ -164,12 +169,13 @@ def restore_model(model: nn.Module) -> None:
         ...     num_hidden_layers=1, num_attention_heads=2)
         >>> model = LlamaForCausalLM(config)
         >>> model = parallelize_module(model, mesh, context_parallel_plan(model))
-        >>> restore_model(model)
+        >>> model = restore_model(model)
         >>> model.config._attn_implementation
         'sdpa'
     """
     for module in _restored(model):
         del vars(module)[STOCK]
+    return model
 
 
 @contextmanager

@@ -117,6 +117,9 @@ def _from_mask(embedding: nn.Embedding, tokens: Tensor, mask: Tensor | None) -> 
 class LastTokens(NamedTuple):
     """The last tokens on this rank: a contiguous range, since local positions ascend.
 
+    A rank that has none of them computes one other token, and drops the result: libraries that
+    replace a head, for example to quantise it, may not take an empty tensor.
+
     Attributes:
         axis: the axis that shards the sequence.
         count: number of last tokens on all ranks together.
@@ -143,12 +146,14 @@ class LastTokens(NamedTuple):
         return cls(axis, count, num_before, tuple(places))
 
     def local_indices(self, device: torch.device) -> Tensor:
-        """Return the indices of the last tokens among this rank's tokens."""
-        return torch.arange(self.begin, self.begin + len(self.places), device=device)
+        """Return the indices of the last tokens among this rank's tokens, or one other index."""
+        begin = self.begin if self.places else 0
+        return torch.arange(begin, begin + max(1, len(self.places)), device=device)
 
     def join(self, local: Tensor, dim: int) -> Tensor:
         """Gather the results of all `count` tokens, on every rank, from local results."""
         shape = (*local.shape[:dim], self.count, *local.shape[dim + 1 :])
         places = torch.tensor(self.places, dtype=torch.int64, device=local.device)
+        own = local.narrow(dim, 0, len(self.places))
         # Each place is filled on one rank: a sum with zeros is exact.
-        return self.axis.sum(local.new_zeros(shape).index_copy(dim, places, local))
+        return self.axis.sum(local.new_zeros(shape).index_copy(dim, places, own))

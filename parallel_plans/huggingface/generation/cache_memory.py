@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from dtensor_ring.extension import (
     Layout,
     append_runs,
     as_layout,
+    check_same_state,
     format_named,
     no_tokens,
 )
@@ -168,6 +170,14 @@ class WindowCache:
         """Return what is held after the forward. All ranks must call layers in the same order."""
         return self._held if self._next is None else self._next()
 
+    def read(self) -> Pair | None:
+        """Return the keys and values that are held, if any."""
+        return None if self._held is None else _read(self._held)
+
+    def load(self, pair: Pair) -> None:
+        """Hold these keys and values, which `read` returned of a cache with the same format."""
+        self.hold(_append(self._nothing(pair), pair))
+
     def selected(self, rows: Tensor) -> KeptPair | None:
         """Return what is held of these rows of the batch."""
         if self._held is None:
@@ -216,6 +226,13 @@ def _from(pair: KeptPair, first: int, end: int) -> KeptPair:
     return pair[0].drop(num_dropped), pair[1].drop(num_dropped)
 
 
+NO_FORWARD = (
+    "a ContextParallelCache got keys and values from a model that is not under its plan: the model "
+    "is under no plan any more (restore_model, stock_model), or it is another one. cache.whole() "
+    "returns a DynamicCache for the stock model"
+)
+
+
 class CacheMemory:
     """The keys and values of all layers, for a fixed number of rows.
 
@@ -242,6 +259,7 @@ class CacheMemory:
         indexed: Sequence[int] = (),
     ) -> None:
         self.axis, self.seq_len, self.batch = axis, 0, -1
+        self._kv_dtype = kv_dtype
         self._sizes, self._chunks, self._decode_tokens = sizes, chunks, decode_tokens
         self._layout = _layout_of_runs(axis)
         self._new: NewTokens | None = None
@@ -339,7 +357,8 @@ class CacheMemory:
 
     def append(self, layer: int, key: Tensor, value: Tensor) -> Pair:
         """Append new tokens of a layer, and return this rank's past and new columns."""
-        assert self._new is not None, "outside of a forward"
+        if self._new is None:
+            raise ValueError(NO_FORWARD)
         if layer in self._windows:
             return self._windows[layer].append(key, value, self._new)
         keys, values = self._layers[layer].append(key, value)
@@ -352,6 +371,59 @@ class CacheMemory:
         """Append keys of a layer's index, `(B, L, D)`, and return this rank's past and new ones."""
         heads = keys.unsqueeze(1)
         return self._indexes[layer].append(heads, heads[..., :0])[0].squeeze(1)
+
+    def whole(self, layer: int) -> tuple[Pair | None, Tensor | None]:
+        """Return keys and values of a layer on all ranks, and keys of its index `(B, S, D)`.
+
+        A layer with a window has the tokens that it holds. `None` stands for nothing.
+        """
+        if not self.seq_len:
+            return None, None
+        if layer in self._windows:
+            return self._windows[layer].read(), None
+        assert self._shards is not None
+        pair = self._shards.whole(self._layers[layer].number)
+        if self._index is None or layer not in self._indexes:
+            return pair, None
+        return pair, self._index.whole(self._indexes[layer].number)[0].squeeze(1)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what all layers keep, whole on every rank, on the CPU."""
+        state: dict[str, Any] = {"seq_len": self.seq_len, "batch": self.batch}
+        state |= {"kv_dtype": str(self._kv_dtype)}
+        for name, cache in self._parts().items():
+            state |= {f"{name}.{key}": x for key, x in cache.state_dict().items()}
+        for number, window in self._windows.items():
+            names = f"window.{number}.keys", f"window.{number}.values"
+            state |= {x: y.cpu() for x, y in zip(names, window.read() or (), strict=False)}
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Replace everything by the state of a cache of the same model.
+
+        Raises:
+            ValueError: on every rank, if their states differ, or it is of another model or format.
+        """
+        mesh = self.axis.mesh
+        check_same_state(state, mesh)
+        if state.get("kv_dtype") != str(self._kv_dtype):
+            raise ValueError(
+                f"the state has cache_dtype {state.get('kv_dtype')}, and the plan of this model "
+                f"has {self._kv_dtype}; apply the plan with the cache_dtype of the state"
+            )
+        pairs = _windows_of(state, self._windows)
+        for name, cache in self._parts().items():
+            cache.load_state_dict(_of_part(state, name))
+        for window, pair in zip(self._windows.values(), pairs, strict=True):
+            window.hold(None)
+            if pair is not None:
+                window.load((pair[0].to(mesh.device_type), pair[1].to(mesh.device_type)))
+        self.seq_len, self.batch = state["seq_len"], state["batch"]
+
+    def _parts(self) -> dict[str, ShardedCache]:
+        """Return the sharded caches by name."""
+        parts = {"full": self._shards, "index": self._index}
+        return {name: x for name, x in parts.items() if x is not None}
 
     def crop(self, num_tokens: int) -> None:
         """Remove the last tokens.
@@ -386,6 +458,29 @@ class CacheMemory:
         for window in self._windows.values():
             window.hold(None)
         self.seq_len, self.batch = 0, -1
+
+
+def _of_part(state: dict[str, Any], name: str) -> dict[str, Any]:
+    """Return the entries of a state whose names begin with that of a part."""
+    prefix = f"{name}."
+    return {key.removeprefix(prefix): x for key, x in state.items() if key.startswith(prefix)}
+
+
+def _windows_of(state: dict[str, Any], windows: Iterable[int]) -> list[Pair | None]:
+    """Return what each window of a state holds; nothing if the cache had no tokens.
+
+    Raises:
+        ValueError: if the state is of a cache of other layers.
+    """
+    found = _of_part(state, "window")
+    names = [(f"{x}.keys", f"{x}.values") for x in windows]
+    expected = {x for pair in names for x in pair} if state.get("seq_len") else set()
+    if {*found} != expected or not {"seq_len", "batch"} <= {*state}:
+        raise ValueError(
+            "state must be the state_dict() of a ContextParallelCache of the same model, got "
+            f"{', '.join(state) or 'nothing'}"
+        )
+    return [(found[x], found[y]) if expected else None for x, y in names]
 
 
 def _layout_of_runs(axis: SequenceAxis, other: str = "zigzag") -> Layout:

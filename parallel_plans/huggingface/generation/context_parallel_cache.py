@@ -16,11 +16,18 @@ from transformers.cache_utils import (
     DynamicSlidingWindowLayer,
 )
 
-from dtensor_ring.extension import MAX_QUERIES, CacheUsage
+from dtensor_ring.extension import MAX_QUERIES, CacheUsage, NotPickled
 from parallel_plans.huggingface.core.versions import kept_whole
 from parallel_plans.huggingface.generation.cache_memory import CacheMemory, Pair
 from parallel_plans.huggingface.selecting.indexers import indexers_of
 from parallel_plans.huggingface.sharding.sharding import shardings_of
+
+NO_PICKLE = (
+    "a ContextParallelCache cannot be pickled, as by torch.save(cache): a file would have the "
+    "tokens of one rank. Save cache.whole(), a DynamicCache for the stock model in one process, or "
+    "cache.state_dict(), for load_state_dict of a cache on any number of ranks; all ranks must "
+    "call them"
+)
 
 
 class ContextParallelCache(Cache):
@@ -73,9 +80,10 @@ class ContextParallelCache(Cache):
             raise ValueError(
                 f"decode_tokens must be from 1 to {MAX_QUERIES}, got {decode_tokens!r}"
             )
-        self.sharding = found[0]
+        self._not_pickled = NotPickled(NO_PICKLE)  # first: pickle reads attributes in order
+        self.sharding, self._config = found[0], model.config
         stock, owners, sizes = _stock_layers(model)
-        kept = sorted({*owners})
+        kept = self._kept = sorted({*owners})
         axis, chunks = self.sharding.axis, self.sharding.chunks
         indexed = [x.layer_idx for x in indexers_of(model)]
         how = chunks, decode_tokens, block, self.sharding.cache_dtype, indexed
@@ -85,6 +93,44 @@ class ContextParallelCache(Cache):
             for i, x in enumerate(stock)
         ]
         super().__init__(layers=layers)
+
+    def whole(self) -> DynamicCache:
+        """Return a cache of transformers with all tokens, on every rank; all ranks must call it.
+
+        The stock model goes on from it in one process: after `restore_model`, within `stock_model`,
+        or loaded there from a file. Eight bits are dequantised.
+        """
+        made = DynamicCache(config=self._config)
+        layers: list[Any] = made.layers
+        for number, layer in enumerate(layers):
+            pair, index = self.memory.whole(number) if number in self._kept else (None, None)
+            if pair is not None:
+                layer.update(*pair)
+            if index is not None:
+                layer.update_indexer(index)
+            if getattr(layer, "is_sliding", False):  # it counts tokens that it forgot, too
+                layer.cumulative_length = self.memory.seq_len
+        return made
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what is cached, whole on every rank and on the CPU; all ranks must call it.
+
+        It has plain tensors, numbers and names, for `torch.save` by one rank, or for
+        `torch.distributed.checkpoint`. Eight bits are dequantised.
+        """
+        return self.memory.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Replace what is cached by a state that any number of ranks has saved.
+
+        Args:
+            state: what `state_dict` returned, the same on all ranks.
+
+        Raises:
+            ValueError: on every rank, if their states differ, or it is of a model with other
+                layers, or of a plan with another `cache_dtype`.
+        """
+        self.memory.load_state_dict(state)
 
     def usage(self) -> CacheUsage:
         """Return the bytes on each rank; they are computed, and nothing is sent."""

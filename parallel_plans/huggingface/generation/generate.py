@@ -22,6 +22,7 @@ from dtensor_ring.extension import (
     gathered,
     positions_of,
 )
+from parallel_plans.huggingface.core.adapters import NO_VIRTUAL_TOKENS
 from parallel_plans.huggingface.core.attention_function import RingInputs
 from parallel_plans.huggingface.core.documents import left_padding
 from parallel_plans.huggingface.core.model_masks import (
@@ -71,6 +72,8 @@ def cache_of(model: Any, sharding: Sharding, arguments: dict[str, Any]) -> Conte
     Raises:
         ValueError: if the cache is not of this model, or was replaced by a sharded one.
     """
+    from transformers import DynamicCache
+
     from parallel_plans.huggingface.generation.context_parallel_cache import ContextParallelCache
 
     cache = cache_argument(arguments)
@@ -84,9 +87,11 @@ def cache_of(model: Any, sharding: Sharding, arguments: dict[str, Any]) -> Conte
     if cache is None or (sharding.generates and _is_fresh(cache)):
         _replace(cache, name, sharding)
         return ContextParallelCache(model)
+    is_filled = isinstance(cache, DynamicCache) and cache.get_seq_length() > 0
     raise ValueError(
         f"{name} is a {type(cache).__name__}, whose keys and values are not sharded along the "
         "sequence; give a ContextParallelCache(model), or use_cache=True for a new one"
+        + (f". If it came from peft: {NO_VIRTUAL_TOKENS}" if is_filled else "")
     )
 
 
@@ -157,6 +162,7 @@ def call_with_cache(
     with memory.appending(tokens, padding, batch.others.get(LOGITS_TO_KEEP, 0)) as (new, inputs):
         if new.sharded_length:  # otherwise a layer's message compares the tokens
             sharding.check_same_batch(arguments | {"input_ids": tokens}, "a sharded append step")
+            sharding.scales.begin(model)
             mesh, length = new.axis.mesh, new.sharded_length
             runs = new.layout.runs(mesh.get_local_rank(), mesh.size(), length)
             indices = positions_of(runs, tokens.device)
@@ -290,7 +296,7 @@ def _check(model: Any, sharding: Sharding, asked: dict[str, Any]) -> None:
     described = _described(model, asked) | {"cache_dtype of the plan": str(sharding.cache_dtype)}
     check_agreement(axis_group(sharding.axis.mesh), described, SAME_CALL)
     if cache_argument(asked) is not None:
-        cache_of(model, sharding, asked)
+        _check_prompt(asked, cache_of(model, sharding, asked).get_seq_length())
     limits = [x for x in asked.get("stopping_criteria") or () if "MaxTime" in type(x).__name__]
     if limits or _option(model, asked, "max_time") is not None:
         raise ValueError(
@@ -303,6 +309,17 @@ def _check(model: Any, sharding: Sharding, asked: dict[str, Any]) -> None:
             f"cache_implementation={implementation!r} is not supported over a sharded sequence, "
             'whose cache is dynamic; leave it out, or say "dynamic" if it comes from the '
             "generation_config"
+        )
+
+
+def _check_prompt(asked: dict[str, Any], num_cached: int) -> None:
+    """Refuse token ids that have nothing after the cached tokens; embeddings are checked later."""
+    prompt = asked.get("inputs", asked.get("input_ids"))
+    if isinstance(prompt, Tensor) and prompt.shape[-1] <= num_cached:
+        raise ValueError(
+            f"the prompt has {prompt.shape[-1]} tokens, and the cache has {num_cached}: a prompt "
+            "begins with the cached tokens, and has at least one more; to generate from the start "
+            "of it, call cache.reset(), or take the last tokens out with cache.crop(-number)"
         )
 
 

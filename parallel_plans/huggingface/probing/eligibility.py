@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from parallel_plans.huggingface.core.adapters import adapters_of, check_adapters
 from parallel_plans.huggingface.core.modules import (
     WHOLE_HEADS,
     backbone_of,
@@ -60,7 +61,13 @@ def check_model(model: Any) -> None:
     Raises:
         ValueError: naming the obstacle, and the nearest fix.
     """
+    check_adapters(adapters_of(model))
     model = without_adapters(model)
+    if hasattr(model, "_orig_mod"):  # importing torch's class for it takes a second
+        raise ValueError(
+            "the model is compiled, and the plan would shard the graphs of one process: apply the "
+            "plan to the model, then torch.compile(model)"
+        )
     name, config = type(model).__name__, getattr(model, "config", None)
     if config is None or not hasattr(model, "set_attn_implementation"):
         raise ValueError(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 from zlib import crc32
@@ -15,8 +14,9 @@ from torch.distributed import DeviceMesh, ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from dtensor_ring.extension import IGNORE_INDEX, Layout, axis_group, check_agreement, check_strided
+from parallel_plans.huggingface.core.adapters import adapters_of, check_adapters
 from parallel_plans.huggingface.core.attention_function import RingInputs
-from parallel_plans.huggingface.core.documents import DocumentBounds, blocks
+from parallel_plans.huggingface.core.documents import DocumentBounds, blocks, check_ones_and_zeros
 from parallel_plans.huggingface.core.layer_inputs import ScanChunks
 from parallel_plans.huggingface.core.model_masks import (
     PrecomputedMask,
@@ -36,10 +36,6 @@ SHAPES = {"inputs_embeds": "(B, S, H)", "per_layer_inputs": "(B, S, num_layers, 
 LOGITS_TO_KEEP = "logits_to_keep"
 # Which tokens belong to images, `(B, S)`, and what early layers add to these, by layer, `(T, H)`.
 IS_IMAGE, FEATURES = "visual_pos_masks", "deepstack_visual_embeds"
-NO_ALORA = (
-    "adapters that begin at a token of the sequence, aLoRA, would begin on every rank; leave "
-    "alora_invocation_tokens out"
-)
 SAME_WEIGHTS = (
     "and have the same weights (seeded before the model is made, or loaded, and gradients averaged "
     "over them)"
@@ -279,6 +275,7 @@ def check_batch(model: Any, arguments: dict[str, Any]) -> int:
             f"{arguments['ignore_index']}; set the labels to ignore to it"
         )
     seq_len = _check_lengths(model, arguments)
+    check_ones_and_zeros(arguments.get("attention_mask"))
     _check_range(model, arguments)
     return seq_len
 
@@ -290,14 +287,7 @@ def _check_model(model: Any) -> None:
             "torch.export takes one process, and a context-parallel model sends messages; export "
             "within `with stock_model(model):`"
         )
-    adapters = getattr(model, "peft_config", None)
-    if adapters and has_alora(adapters.values()):
-        raise ValueError(NO_ALORA)
-
-
-def has_alora(adapters: Iterable[Any]) -> bool:
-    """Return whether one of these peft configs has adapters that begin at a token."""
-    return any(getattr(adapter, "alora_invocation_tokens", None) for adapter in adapters)
+    check_adapters(adapters_of(model))
 
 
 def _check_kept(arguments: dict[str, Any]) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from dtensor_ring import Balanced, Mask, SequenceAxis, sequence_runs
 from dtensor_ring.extension import (
     Layout,
+    NotPickled,
     axis_group,
     checked_barrier,
     positions_of,
@@ -35,12 +36,14 @@ from parallel_plans.huggingface.core.patterns import LayerMask, LayerMasks
 from parallel_plans.huggingface.core.positions import LargestPosition, LastTokens, counter_of
 from parallel_plans.huggingface.losses.loss import (
     LossFunction,
+    LossHead,
     loss_head,
     pops_logits,
     router_spec,
     uses_router_logits,
 )
 from parallel_plans.huggingface.probing.probe import ROUTER_LOGITS
+from parallel_plans.huggingface.probing.scales import ScaleCheck
 from parallel_plans.huggingface.sharding.batch import (
     LOGITS_TO_KEEP,
     Agreement,
@@ -77,13 +80,12 @@ class Sharding:
         local_batch: bool = False,
         why_whole: str | None = None,
     ) -> None:
+        self._not_pickled = NotPickled(NO_PICKLE)  # first: pickle reads attributes in order
         self.cache_dtype, self.local_batch = cache_dtype, local_batch
         self.axis, self.layer_masks, self.loss, self.passing = axis, layer_masks, loss, passing
-        self.outputs, self.agreement = (
-            Outputs(axis, unshard_outputs, passing is not None),
-            Agreement(),
-        )
-        self.largest = LargestPosition(model)
+        self.outputs = Outputs(axis, unshard_outputs, is_even=passing is not None)
+        self.agreement = Agreement()
+        self.largest, self.scales = LargestPosition(model), ScaleCheck(nn.Linear, LossHead)
         self.returns_logits = False  # together with a loss, even if the call does not request them
         self.generates = False  # in a call of `generate`
         self.replaced: WeakSet[Any] = WeakSet()  # stock caches that our caches replace
@@ -98,10 +100,6 @@ class Sharding:
     def __deepcopy__(self, memo: dict[int, Any]) -> Sharding:
         """Return itself: copies of a model share the forward that calls it."""
         return self
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Refuse pickling: the plan put functions into the model that refer to process groups."""
-        raise TypeError(NO_PICKLE)
 
     def arguments(
         self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -118,6 +116,7 @@ class Sharding:
     def inputs(self, model: Any, arguments: dict[str, Any]) -> tuple[dict[str, Any], OutputSpec]:
         """Return the keywords of the forward on this rank, and what joining its outputs needs."""
         has_logits = pops_logits(model, arguments) or self.returns_logits
+        self.scales.begin(model)
         if self.local_batch or is_local(arguments):
             batch, plan = self.local(model, arguments)
             return self.call(model, batch, plan, has_logits)

@@ -12,7 +12,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from dtensor_ring.extension import axis_group_options, check_agreement
-from parallel_plans.huggingface.sharding.batch import NO_ALORA, checksum, has_alora
+from parallel_plans.huggingface.core.adapters import check_adapters
+from parallel_plans.huggingface.sharding.batch import checksum
 
 # The order of accelerate, whose data loaders assume that ranks that share a batch are adjacent.
 AXES = ("dp_replicate", "dp_shard", "cp", "tp")
@@ -250,10 +251,10 @@ def check_options(args: Any, has_loss: bool, adapters: list[Any]) -> None:
             "predict_with_generate=True needs a cache of the whole sequence; leave it out, and "
             "generate with the stock model",
         ),
-        (has_alora(adapters), NO_ALORA),
     ):
         if is_refused:
             raise ValueError(why)
+    check_adapters(adapters)
 
 
 def check_weights(model: nn.Module) -> None:

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from dtensor_ring import SequenceAxis
 from dtensor_ring.extension import gather_rows
 from parallel_plans.huggingface.core.patterns import frozen
+from parallel_plans.huggingface.vision.replicas import told_by_replicas
 
 # Flops that a device computes while it sends a byte: 400 TFLOP/s, and 50 GB/s to its peers.
 FLOPS_PER_BYTE = 8_000
@@ -119,8 +120,11 @@ class ImageSharding:
         rank, size = self._axis.mesh.get_local_rank(), self._axis.mesh.size()
         may_shard = self._shards is not False and size > 1 and not torch.compiler.is_compiling()
         images = Images.of(arguments) if may_shard else None
-        self.num_run = 0 if images is None else len(images.sizes)
-        if images is None or len(images.sizes) < 2:
+        self.num_run = number = 0 if images is None else len(images.sizes)
+        # A trial runs the encoder, which all replicas that share its weights must do at once.
+        is_trial = may_shard and not self._is_tried
+        told = told_by_replicas(model, self._axis, number) if is_trial else {}
+        if images is None or min([number, *told.values()]) < 2:
             return plain(model, **arguments)
         share = Share.of(images.sizes, rank, size)
         if not self._is_tried:

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from parallel_plans.huggingface.core.documents import DocumentBounds
+from parallel_plans.huggingface.core.documents import DocumentBounds, check_ones_and_zeros
 from parallel_plans.huggingface.core.versions import NAMES_OF_CACHE, cache_name
 from parallel_plans.huggingface.generation.generate import (
     GROWS,
@@ -43,6 +43,7 @@ from parallel_plans.huggingface.sharding.sharding import (
     own_method,
 )
 from parallel_plans.huggingface.vision.image_sharding import install_image_sharding
+from parallel_plans.huggingface.vision.replicas import check_same_inputs
 
 if TYPE_CHECKING:
     from parallel_plans.huggingface.generation.context_parallel_cache import ContextParallelCache
@@ -111,7 +112,8 @@ class OuterModel:
 
         Raises:
             RingError: on every rank, if the ranks have different batches.
-            ValueError: if the cache belongs to another model.
+            ValueError: if the cache belongs to another model, or the attention mask numbers
+                documents.
         """
         cache = cache_of(model, self._sharding, arguments) if uses_cache(arguments) else None
         for name in (*NAMES_OF_CACHE, "use_cache"):
@@ -123,6 +125,10 @@ class OuterModel:
             self._sharding.check_same_batch(arguments | token_arguments, "a batch with images")
         if cache is not None and not cache.memory.seq_len:
             self._sharding.agree(model, arguments | token_arguments)
+        check_ones_and_zeros(arguments.get("attention_mask"))
+        is_first = cache is None or not cache.memory.seq_len
+        if is_first and not torch.compiler.is_compiling():
+            check_same_inputs(model, self._sharding.axis, names_of_features(arguments))
         is_image = image_tokens(model.config, arguments)
         call = self._call = OuterCall(
             model, token_arguments, arguments.get("input_ids"), is_image, cache
@@ -238,7 +244,13 @@ def image_tokens(config: Any, arguments: dict[str, Any]) -> Tensor | None:
 
 def has_images(arguments: dict[str, Any]) -> bool:
     """Return whether the arguments hold images or other features beside text."""
-    return any(_is_of_images(x) for name, x in arguments.items() if name != "inputs_embeds")
+    return bool(names_of_features(arguments))
+
+
+def names_of_features(arguments: dict[str, Any]) -> list[str]:
+    """Return the names of the arguments that hold images or other features beside text."""
+    named = arguments.items()
+    return [name for name, x in named if name != "inputs_embeds" and _is_of_images(x)]
 
 
 def _is_of_images(x: Any) -> bool:

@@ -73,3 +73,37 @@ def test_each_trains_as_one_process(pool: Pool, tmp_path: Path, is_told_first: b
         assert [sharded for _, sharded in found] == [SHARDED[kind] for kind in KINDS]
         for curve, _ in found:
             assert curve == pytest.approx(expected, rel=1e-5)
+
+
+def evaluate_first(folder: str) -> list[list[float]]:
+    """Losses of an evaluation, a prediction, three steps, and an evaluation, of each kind."""
+    from parallel_plans.huggingface.trainer import ContextParallelTrainer
+
+    for message in HARMLESS:
+        warnings.filterwarnings("ignore", message)
+    mesh, found = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp_replicate", "cp")), []
+    checkpointing = {"fsdp": True, "fsdp_config": {"activation_checkpointing": True}}
+    data: dict[str, Any] = {"train_dataset": packed_rows(), "eval_dataset": packed_rows()[:4]}
+    for number, options in enumerate((OPTIONS["DDP"], OPTIONS["FSDP"], checkpointing)):
+        given = arguments(f"{folder}/{number}", BATCH, **SHORT, **options)
+        trainer = ContextParallelTrainer(small_model("Llama"), given, mesh=mesh, **data)
+        found.append(_evaluated_first(trainer))
+    return found
+
+
+def _evaluated_first(trainer: Any) -> list[float]:
+    before = trainer.evaluate()["eval_loss"]
+    predicted = trainer.predict(packed_rows()[:4]).metrics["test_loss"]
+    return [before, predicted, *losses(trainer), trainer.evaluate()["eval_loss"]]
+
+
+def test_evaluation_before_training(pool: Pool, tmp_path: Path) -> None:
+    """Stock accelerate refuses it with FSDP2, and trains without DDP after it."""
+    from transformers import Trainer
+
+    options = arguments(str(tmp_path / "stock"), BATCH, **SHORT)
+    data: dict[str, Any] = {"train_dataset": packed_rows(), "eval_dataset": packed_rows()[:4]}
+    expected = _evaluated_first(Trainer(small_model("Llama", use_cache=False), options, **data))
+    for found in pool.run(2, under_torchrun, evaluate_first, str(tmp_path)):
+        for curve in found:
+            assert curve == pytest.approx(expected, rel=1e-5)

@@ -1,0 +1,117 @@
+"""A chat that is saved goes on with the tokens of the stock model, on any number of ranks."""
+
+from __future__ import annotations
+
+import pickle
+from copy import copy, deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from transformers import DynamicCache
+
+from parallel_plans.huggingface import ContextParallelCache, restore_model, stock_model
+from parallel_plans.huggingface.core.versions import with_cache
+from tests.huggingface.generation.generating import exact_softmax, generate, sharded, stock, tokens
+from tests.pool import Pool
+
+FAMILIES = ("Llama", "Gemma 3", "DeepSeek-V3.2", "Llama 4")
+TURNS = 11, 3, 5
+
+
+def turn(model: Any, cache: Any, said: Tensor, number: int) -> Tensor:
+    """The tokens after a question and its answer."""
+    said = torch.cat([said, tokens(TURNS[number])], 1)
+    given = with_cache(model, {"attention_mask": torch.ones_like(said), "cache": cache})
+    with exact_softmax():
+        return generate(model, input_ids=said, **given).sequences
+
+
+def stock_chat(family: str, num_turns: int) -> tuple[Tensor, DynamicCache]:
+    model = stock(family)
+    cache, said = DynamicCache(config=model.config), tokens(0)
+    for number in range(num_turns):
+        said = turn(model, cache, said, number)
+    return said, cache
+
+
+def save(family: str, folder: str) -> None:
+    """Two turns, which leave tokens that were sharded, and tokens that came one by one."""
+    model = sharded(family)
+    chat, said = ContextParallelCache(model, block=2), tokens(0)
+    for number in range(2):
+        said = turn(model, chat, said, number)
+    whole, state = chat.whole(), chat.state_dict()
+    expected, cache = stock_chat(family, 2)
+    assert torch.equal(said, expected)
+    for here, there in zip(whole.layers, cache.layers, strict=True):
+        if there.keys is not None:
+            torch.testing.assert_close(here.keys, there.keys)
+            torch.testing.assert_close(here.values, there.values)
+        assert here.get_seq_length() == there.get_seq_length()
+    if dist.get_rank() == 0:
+        torch.save(whole, Path(folder, "whole.pt"))
+        torch.save(state, Path(folder, "state.pt"))
+        torch.save(said, Path(folder, "said.pt"))
+    dcp.save({"chat": state}, checkpoint_id=str(Path(folder, "dcp")))
+    for act in (pickle.dumps, lambda x: torch.save(x, Path(folder, "refused.pt"))):
+        with pytest.raises(TypeError, match=r"ContextParallelCache cannot be pickled.*state_dict"):
+            act(chat)
+    assert copy(chat).get_seq_length() == deepcopy(chat).get_seq_length() == said.shape[1] - 1
+    with stock_model(model):
+        assert torch.equal(turn(model, whole, said, 2), stock_chat(family, 3)[0])
+    assert restore_model(model) is model
+    with torch.no_grad(), pytest.raises(ValueError, match=r"under no plan any more.*whole\(\)"):
+        model(tokens(1), **with_cache(model, {"cache": chat}))
+
+
+def go_on(family: str, folder: str, layout: str) -> None:
+    model = sharded(family, layout)
+    said = torch.load(Path(folder, "said.pt"))
+    states = [torch.load(Path(folder, "state.pt"))]
+    if layout == "zigzag":
+        states.append(torch.load(Path(folder, "dcp.pt"), weights_only=False)["chat"])
+    for state in states:
+        chat = ContextParallelCache(model)
+        model.generate(tokens(4), max_new_tokens=2, cache=chat)  # is replaced
+        chat.load_state_dict(state)
+        assert torch.equal(turn(model, chat, said, 2), stock_chat(family, 3)[0])
+
+
+def check_refused(folder: str) -> None:
+    state = torch.load(Path(folder, "state.pt"))
+    model = sharded("Llama")
+    chat = ContextParallelCache(model)
+    with pytest.raises(ValueError, match=r"state_dict\(\) of a cache of 2 layers, got seq_len, l"):
+        chat.load_state_dict({x: y for x, y in state.items() if x != "full.layers.1.keys"})
+    with pytest.raises(ValueError, match=r"state_dict\(\) of a ContextParallelCache of the same"):
+        chat.load_state_dict(state | {"window.0.keys": state["full.layers.0.keys"]})
+    changed = {"full.layers.1.values": state["full.layers.1.values"] + dist.get_rank()}
+    with pytest.raises(ValueError, match=r"load the same state.*differ in full.layers.1.values"):
+        chat.load_state_dict(state | changed)
+    restore_model(model)
+    eight = ContextParallelCache(sharded("Llama", cache_dtype="int8"))
+    with pytest.raises(ValueError, match="cache_dtype None, and the plan of this model has int8"):
+        eight.load_state_dict(state)
+    assert chat.get_seq_length() == 0
+    chat.load_state_dict(chat.state_dict())
+    assert chat.whole().get_seq_length() == 0
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_saved_chats_go_on(pool: Pool, tmp_path: Path, family: str) -> None:
+    folder = str(tmp_path)
+    pool.run(2, save, family, folder)
+    dcp_to_torch_save(str(tmp_path / "dcp"), str(tmp_path / "dcp.pt"))
+    said = torch.load(tmp_path / "said.pt")
+    cache = torch.load(tmp_path / "whole.pt", weights_only=False)
+    assert torch.equal(turn(stock(family), cache, said, 2), stock_chat(family, 3)[0])
+    pool.run(3, go_on, family, folder, "zigzag")
+    pool.run(1, go_on, family, folder, "contiguous")
+    if family == "Llama":
+        pool.run(2, check_refused, folder)

@@ -1,0 +1,132 @@
+"""Linear layers that quantise what they get: by token they are right, else refused by name."""
+
+from __future__ import annotations
+
+import warnings
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import parallelize_module
+
+from parallel_plans.huggingface import context_parallel_plan, stock_model
+from tests.families import VOCABULARY, small_model
+from tests.pool import Pool
+
+TOKENS = torch.arange(2, 20).unsqueeze(0) % VOCABULARY
+REFUSED = r"{} \({}\) has one scale for all tokens that it gets"
+
+
+class DynamicLinear(nn.Linear):
+    """As of libraries that quantise activations: rounded with one scale for all, or by token."""
+
+    by_token = False
+
+    def forward(self, input: Tensor) -> Tensor:
+        size = input.abs().amax(-1, keepdim=True) if self.by_token else input.abs().amax()
+        scale = size / 127
+        return nn.functional.linear((input / scale).round() * scale, self.weight, self.bias)
+
+
+class ByToken(DynamicLinear):
+    by_token = True
+
+
+class Rounded(Tensor):
+    """As weights of torchao, which round the other factor of a product in their dispatcher."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not nn.functional.linear:
+            return super().__torch_function__(func, types, args, kwargs)
+        with torch._C.DisableTorchFunctionSubclass():
+            scale = args[0].abs().amax() / 127
+            return func((args[0] / scale).round() * scale, *args[1:])
+
+
+def planned(model: Any) -> Any:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    return parallelize_module(model, mesh, context_parallel_plan(model, "zigzag"))
+
+
+def quantised(model: Any, kind: type, names: str = "up_proj") -> Any:
+    """The model, whose layers with such names are of that class now."""
+    for name, module in model.named_modules():
+        if names in name and isinstance(module, nn.Linear):
+            module.__class__ = kind
+    return model
+
+
+def with_rounded_weights(model: Any) -> Any:
+    layer = model.model.layers[1].mlp.up_proj
+    layer.weight = nn.Parameter(layer.weight.detach().as_subclass(Rounded), requires_grad=False)
+    return model
+
+
+def check_scales() -> None:
+    plain = small_model("Llama").eval()
+    expected = plain(TOKENS, labels=TOKENS).loss
+    by_token = quantised(planned(deepcopy(plain)), ByToken)
+    with stock_model(by_token):
+        rounded = by_token(TOKENS, labels=TOKENS).loss
+    torch.testing.assert_close(by_token(TOKENS, labels=TOKENS).loss, rounded)
+    assert rounded != expected
+    name = "model.layers.0.mlp.up_proj"
+    for head in (False, True):
+        ours = planned(deepcopy(plain))
+        torch.testing.assert_close(ours(TOKENS, labels=TOKENS).loss, expected)
+        quantised(ours, DynamicLinear, "lm_head" if head else "up_proj")
+        refused = REFUSED.format("lm_head" if head else name, "DynamicLinear")
+        for call in (
+            lambda x: x(TOKENS, labels=TOKENS),
+            lambda x: x(TOKENS),  # a refused call is refused again
+            lambda x: x(TOKENS, logits_to_keep=1),
+            lambda x: x.generate(TOKENS, max_new_tokens=2),
+        ):
+            with pytest.raises(ValueError, match=refused):
+                call(ours)
+        with stock_model(ours):
+            ours(TOKENS)
+    ours = with_rounded_weights(planned(deepcopy(plain)))
+    with pytest.raises(ValueError, match=REFUSED.format("model.layers.1.mlp.up_proj", "Linear")):
+        ours(TOKENS)
+    sharded = fully_shard(quantised(planned(small_model("Llama")), DynamicLinear))
+    with pytest.raises(ValueError, match=REFUSED.format(name, "FSDPDynamicLinear|DynamicLinear")):
+        sharded(TOKENS)
+
+
+def check_adapters() -> None:
+    """Of peft, with dropout, in training: they are no other layers, and nothing draws numbers."""
+    model = planned(small_model("Llama")).train()
+    adapters = LoraConfig(target_modules=["q_proj"], lora_dropout=0.5)
+    warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated")  # asked by peft
+    model = get_peft_model(model, adapters)
+    state = torch.get_rng_state()
+    with torch.no_grad():
+        model.eval()(TOKENS)
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def check_kept() -> None:
+    """A rank without the last token gives the head another one, and its logits are dropped."""
+    model, stock = planned(small_model("Llama").double()), small_model("Llama").double()
+    seen: list[int] = []
+    model.lm_head.register_forward_pre_hook(lambda _, given: seen.append(given[0].shape[1]))
+    for kept in (1, 2, 5, 18, 99):
+        for options in ({}, {"use_cache": True}):
+            with torch.no_grad():
+                found = model(TOKENS, logits_to_keep=kept, **options).logits
+                expected = stock(TOKENS, logits_to_keep=kept).logits
+            torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    assert min(seen) == 1
+
+
+@pytest.mark.parametrize("check", [check_scales, check_adapters, check_kept])
+def test_layers_of_other_libraries(pool: Pool, check: Any) -> None:
+    pool.run(2, check)

@@ -1,0 +1,63 @@
+"""Replicas that share an encoder by FSDP2 run it alike, or are told that they do not."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor.parallel import parallelize_module
+
+from parallel_plans.huggingface import context_parallel_plan
+from tests.multimodal import batch_of, small_model
+from tests.pool import Pool
+
+FAMILY = "Qwen2.5-VL"
+ALIKE, UNLIKE = ("several images", "one image"), ("one image", "text only")
+
+
+def sharded(has_own_group: bool, is_frozen: bool = False) -> Any:
+    """Over (dp 2, cp 2), the encoder in groups of its own, or in that of the whole model."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    model = small_model(FAMILY)
+    parallelize_module(model, mesh["cp"], context_parallel_plan(model))
+    model.model.visual.requires_grad_(not is_frozen)
+    every = mesh["dp", "cp"]._flatten("dp_cp")
+    blocks = model.model.visual.blocks if has_own_group else ()
+    for module in (*model.model.language_model.layers, *blocks, model):
+        fully_shard(module, mesh=every)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no means
+    return model
+
+
+def check_replicas() -> None:
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
+    number = dist.get_rank() // 2
+    refused = r"pixel_values on ranks \[0, 1\]; none on ranks \[2, 3\]\. Give each batch an image"
+    for has_own_group in (True, False):
+        model = sharded(has_own_group)
+        for _ in range(2):  # what is refused has sent nothing: the model goes on
+            with pytest.raises(ValueError, match=refused):
+                model(**batch_of(FAMILY, UNLIKE[number]))
+            check_loss(model, ALIKE)
+    with torch.no_grad(), pytest.raises(ValueError, match=refused):
+        sharded(True)(**batch_of(FAMILY, UNLIKE[number]))
+    check_loss(sharded(False, is_frozen=True), UNLIKE)
+
+
+def check_loss(model: Any, cases: tuple[str, str]) -> None:
+    batch = batch_of(FAMILY, cases[dist.get_rank() // 2])
+    loss = model(**batch).loss
+    loss.backward()
+    stock = small_model(FAMILY)
+    torch.testing.assert_close(loss, stock(**batch).loss, rtol=0, atol=1e-5)
+
+
+def test_replicas_run_the_encoder_alike(pool: Pool) -> None:
+    pool.run(4, check_replicas)

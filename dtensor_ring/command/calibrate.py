@@ -17,7 +17,7 @@ from dtensor_ring.command.calibrate_machine import BETWEEN, INSIDE, measure_mach
 from dtensor_ring.command.doctor import connected, print_table
 from dtensor_ring.command.stopwatch import FULL_EFFORT, QUICK_EFFORT, Effort, Stopwatch
 from dtensor_ring.simulate.machine import Curve, Machine
-from dtensor_ring.simulate.presets import as_machine
+from dtensor_ring.simulate.presets import as_machine, is_machine_file
 from dtensor_ring.transport.transport import axis_group_options
 
 # What is measured on a CPU and on a GPU unless options say otherwise: heads, and head dim.
@@ -81,12 +81,12 @@ def _measure(
 
     Raises:
         OSError: if the file cannot be written.
-        ValueError: if there is no folder for it, no kernel serves what is asked for, or hosts have
-            different numbers of ranks.
+        ValueError: if there is no folder for it, it is there and no machine's, no kernel serves
+            what is asked for, or hosts have different numbers of ranks.
     """
     with connected(alone=not dist.is_torchelastic_launched()) as ranks:
-        if dist.get_rank() == 0 and not path.parent.is_dir():  # say so before the measurement
-            raise ValueError(f"{path} cannot be written, as there is no folder {path.parent}")
+        if dist.get_rank() == 0:
+            _check_writable(path)  # before the measurement
         kind = ranks.device.type
         watch = Stopwatch(ranks.device, effort)
         usual = HEADS[watch.on_gpu], HEAD_DIM[watch.on_gpu]
@@ -96,6 +96,20 @@ def _measure(
         if dist.get_rank() == 0:
             path.write_text(machine.to_json())
             _show_machine(machine)
+
+
+def _check_writable(path: Path) -> None:
+    """Refuse a file that is there and is no machine's: it would be lost.
+
+    Raises:
+        ValueError: if it is, or if there is no folder for it.
+    """
+    if not path.parent.is_dir():
+        raise ValueError(f"{path} cannot be written, as there is no folder {path.parent}")
+    if path.exists() and not is_machine_file(path):
+        raise ValueError(
+            f"{path} is there, and is no file of a machine: give a new name, such as machine.json"
+        )
 
 
 def mesh_of_hosts(device_type: str) -> DeviceMesh:

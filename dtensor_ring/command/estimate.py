@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +24,8 @@ from dtensor_ring.command.footprint import Attention, Footprint
 from dtensor_ring.dtensor.meta_model import LoadModel, MetaModel, ModelRequest
 from dtensor_ring.ops.ring_op import ring_op
 from dtensor_ring.selected.op import select_op, selected_op
+from dtensor_ring.simulate.problem import config_json
+from dtensor_ring.simulate.training.config_fields import check_config
 from dtensor_ring.simulate.training.step_memory import fetched_layers
 from dtensor_ring.simulate.training.step_request import MemorySetting, memory_setting
 
@@ -128,8 +131,9 @@ def estimate(
     )
     try:
         setting = memory_setting(checkpoint, offload=offload)
+        _check_file(Path(model))
         found = estimated(load, model, mesh, asked, setting, is_sharded=is_sharded)
-    except (ImportError, ValueError) as error:
+    except (ImportError, OSError, TypeError, ValueError) as error:
         print(" ".join(str(error).split()), file=sys.stderr)
         return 2
     if as_json:
@@ -137,6 +141,17 @@ def estimate(
     else:
         _show(found)
     return 0
+
+
+def _check_file(path: Path) -> None:
+    """Check the sizes of a `config.json`, if that is what the path names.
+
+    Raises:
+        ValueError: if one is of another type, or out of range.
+    """
+    content = config_json(path) if path.exists() else None
+    if isinstance(content, Mapping):
+        check_config(content)
 
 
 def estimated(

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from dtensor_ring.command.pictures import COLORS, page_of, save_figure
 from dtensor_ring.simulate.presets import as_machine
-from dtensor_ring.simulate.problem import read_json
+from dtensor_ring.simulate.problem import config_json
 from dtensor_ring.simulate.simulated_attention import Timeline
 from dtensor_ring.simulate.training.collectives import COLLECTIVE
 from dtensor_ring.simulate.training.step import TITLES, SimulatedStep, simulate_step, step_trace
@@ -34,7 +34,7 @@ def config_file(spec: str) -> Mapping[str, Any]:
     Raises:
         ValueError: if there is no such file.
     """
-    return read_json(Path(spec))
+    return config_json(Path(spec))
 
 
 def mesh_axes(text: str) -> dict[str, int]:

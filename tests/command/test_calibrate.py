@@ -128,6 +128,7 @@ def bad_files(folder: Path) -> dict[str, Path]:
         "schema": json.dumps(content | {"schema": 99}),
         "device": replace(MACHINE, device="NVIDIA H100 80GB HBM3").to_json(),
         "text": "not JSON",
+        "config": json.dumps({"model_type": "llama", "hidden_size": 64}),
     }
     paths = {name: folder / f"{name}.json" for name in texts}
     for name, text in texts.items():
@@ -146,6 +147,8 @@ def bad_files(folder: Path) -> dict[str, Path]:
         ("--compare {good} {device}", "is of NVIDIA H100 80GB HBM3, not of cpu"),
         ("--compare {good} {schema}", "has schema 99"),
         ("{far}", "there is no folder"),
+        ("{text} --quick", "is there, and is no file of a machine"),
+        ("{config} --quick", "is there, and is no file of a machine"),
         ("{none} --kernel flash_attn3", "it runs on CUDA"),
         ("{none} --kernel nobodys", "unknown kernel 'nobodys'"),
         ("{none} --dtype int8", "not a floating dtype"),

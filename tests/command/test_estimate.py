@@ -272,10 +272,25 @@ HAS_TORCHTITAN = find_spec("torchtitan") is not None
 NO_CONFIG = "is not a config function of torchtitan" if HAS_TORCHTITAN else "torchtitan>=0.3.0,<0.4"
 
 
+def edited(**changes: Any) -> str:
+    """The config of a small llama with other entries."""
+    return json.dumps(small_model("llama", 64).config.to_dict() | changes, default=str)
+
+
 @pytest.mark.parametrize(
     ("config", "options", "message"),
     [
         ("[1]", (), "is not the config.json of a model of transformers"),
+        (edited(num_attention_heads=33, head_dim=None), (), "33"),
+        (edited(hidden_size=None), (), "hidden_size of llama must be a whole number from 1"),
+        (edited(hidden_size="128"), (), "hidden_size of llama must be a whole number from 1"),
+        (edited(hidden_size=4096.5), (), "hidden_size of llama must be a whole number from 1"),
+        (edited(layer_types=["foo"] * 4), (), "foo"),
+        (edited(num_key_value_heads=0), (), "num_key_value_heads of llama must be a whole number"),
+        (edited(rope_scaling={"rope_type": "x", "factor": 1}), (), "makes no model of"),
+        (edited(vocab_size=0), (), "vocab_size of llama must be a whole number from 1"),
+        (edited(num_hidden_layers=10**9), (), "must be a whole number from 1 to 4,096"),
+        ("[" * 200_000, (), "is not JSON"),
         ('{"model_type": "llamas"}', (), "is not the config.json of a model of transformers"),
         ('{"model_type": "resnet"}', (), "a training step of a language model"),
         (

@@ -186,8 +186,26 @@ def _show_machine(machine: Machine) -> None:
     print()
     print_table((name, in_units(*x)) for name, x in numbers_of(machine).items())
     print()
-    rows = [(name, *_ends(curve, unit)) for name, unit, curve in curves_of(machine)]
+    stand_ins = stand_ins_of(machine)
+    rows = [
+        (name, *_ends(curve, unit))
+        for name, unit, curve in curves_of(machine)
+        if not name.endswith(stand_ins)
+    ]
     print_table(rows, ("", "smallest", "takes", "largest", "takes", "rate"))
+
+
+# What stands in for links that were not measured, by what a machine file has as their source.
+STAND_INS: Mapping[str, str] = {
+    "memory": "not measured: half the rate of memory stands in",
+    "those inside": "not measured: those inside hosts stand in",
+}
+
+
+def stand_ins_of(machine: Machine) -> tuple[str, ...]:
+    """Return the links that were not measured: how the names of their curves end."""
+    sources: Mapping[str, str] = machine.samples.get("links", {})
+    return tuple(f" {where}" for where, source in sources.items() if source in STAND_INS)
 
 
 def _facts(machine: Machine) -> list[tuple[str, str]]:
@@ -198,7 +216,7 @@ def _facts(machine: Machine) -> list[tuple[str, str]]:
         "ranks per host": str(machine.ranks_per_host),
     }
     sources: Mapping[str, str] = machine.samples.get("links", {})
-    facts |= {f"links {where}": source for where, source in sources.items()}
+    facts |= {f"links {x}": STAND_INS.get(source, source) for x, source in sources.items()}
     return [*facts.items(), *machine.versions.items()]
 
 

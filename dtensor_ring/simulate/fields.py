@@ -58,7 +58,7 @@ def hints_of(kind: type) -> dict[str, Any]:
 def _ranged(hint: Any, value: Any, name: str) -> Iterator[tuple[str, Range, float]]:
     """Yield the numbers that have a range: their names, ranges and values."""
     origin, args = get_origin(hint), get_args(hint)
-    if origin is Annotated and value is not None:
+    if origin is Annotated:
         yield name, args[1], value
     elif origin is Mapping:
         for key, x in value.items():
@@ -93,13 +93,14 @@ def checked(expected: Any, content: Any, where: str) -> Any:
         return checked((fitting or kinds)[0], content, where)
     kind = {tuple: list, Mapping: dict, float: (int, float)}.get(origin or expected, expected)
     is_bool = isinstance(content, bool)  # which is an int, too
+    found: Any = content
     if expected is not Any and (not isinstance(content, kind) or is_bool != (expected is bool)):
         raise ValueError(f"{where} must be {_named(expected)}, got {content!r:.60}")
     if origin is tuple:
-        return tuple(checked(args[0], x, f"an entry of {where}") for x in content)
+        return tuple(checked(args[0], x, f"an entry of {where}") for x in found)
     if origin is Mapping:
-        return {key: checked(args[1], x, f"{key} of {where}") for key, x in content.items()}
-    return float(content) if expected is float else content
+        return {key: checked(args[1], x, f"{key} of {where}") for key, x in found.items()}
+    return float(found) if expected is float else found
 
 
 def _checked_number(kind: type, allowed: Range, content: Any, where: str) -> Any:

@@ -255,6 +255,7 @@ TABLES |= {
     "ADDED",
     "FORMATS",
     "BY_DTYPE",
+    "STAND_INS",
 }
 """Module-level dicts, sets and lists that are read only."""
 

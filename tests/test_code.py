@@ -21,7 +21,7 @@ from tests.test_public import ROOT
 # Its other files know DTensors and stand above `dtensor`.
 WITHOUT_TORCH = ("planning", "all_to_all.plan", "decode.plan", "balanced", "paged.plan")
 WITHOUT_TORCH += ("paged.blocks", "paged.block_pool", "selected.plan", "states.plan")
-WITHOUT_TORCH += ("simulate.machine", "simulate.presets")
+WITHOUT_TORCH += ("simulate.fields", "simulate.machine", "simulate.presets")
 LAYERS = (*WITHOUT_TORCH, "compute", "quantised", "transport", "all_to_all.run")
 LAYERS += ("all_to_all.rounded_keys", "decode.run")
 LAYERS += ("selected.listed_attention", "selected.run", "selected.moved_keys", "states.run")
@@ -260,6 +260,7 @@ TABLES |= {
     "ADDED",
     "FORMATS",
     "BY_DTYPE",
+    "STAND_INS",
 }
 """Module-level dicts, sets and lists that are read only."""
 

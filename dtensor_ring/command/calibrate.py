@@ -17,7 +17,7 @@ from dtensor_ring.command.calibrate_machine import BETWEEN, INSIDE, measure_mach
 from dtensor_ring.command.doctor import connected, print_table
 from dtensor_ring.command.stopwatch import FULL_EFFORT, QUICK_EFFORT, Effort, Stopwatch
 from dtensor_ring.simulate.machine import Curve, Machine
-from dtensor_ring.simulate.presets import as_machine
+from dtensor_ring.simulate.presets import as_machine, is_machine_file
 from dtensor_ring.transport.transport import axis_group_options
 
 # What is measured on a CPU and on a GPU unless options say otherwise: heads, and head dim.
@@ -81,12 +81,12 @@ def _measure(
 
     Raises:
         OSError: if the file cannot be written.
-        ValueError: if there is no folder for it, no kernel serves what is asked for, or hosts have
-            different numbers of ranks.
+        ValueError: if there is no folder for it, it is there and no machine's, no kernel serves
+            what is asked for, or hosts have different numbers of ranks.
     """
     with connected(alone=not dist.is_torchelastic_launched()) as ranks:
-        if dist.get_rank() == 0 and not path.parent.is_dir():  # say so before the measurement
-            raise ValueError(f"{path} cannot be written, as there is no folder {path.parent}")
+        if dist.get_rank() == 0:
+            _check_writable(path)  # before the measurement
         kind = ranks.device.type
         watch = Stopwatch(ranks.device, effort)
         usual = HEADS[watch.on_gpu], HEAD_DIM[watch.on_gpu]
@@ -96,6 +96,20 @@ def _measure(
         if dist.get_rank() == 0:
             path.write_text(machine.to_json())
             _show_machine(machine)
+
+
+def _check_writable(path: Path) -> None:
+    """Refuse a file that is there and is no machine's: it would be lost.
+
+    Raises:
+        ValueError: if it is, or if there is no folder for it.
+    """
+    if not path.parent.is_dir():
+        raise ValueError(f"{path} cannot be written, as there is no folder {path.parent}")
+    if path.exists() and not is_machine_file(path):
+        raise ValueError(
+            f"{path} is there, and is no file of a machine: give a new name, such as machine.json"
+        )
 
 
 def mesh_of_hosts(device_type: str) -> DeviceMesh:
@@ -172,8 +186,26 @@ def _show_machine(machine: Machine) -> None:
     print()
     print_table((name, in_units(*x)) for name, x in numbers_of(machine).items())
     print()
-    rows = [(name, *_ends(curve, unit)) for name, unit, curve in curves_of(machine)]
+    stand_ins = stand_ins_of(machine)
+    rows = [
+        (name, *_ends(curve, unit))
+        for name, unit, curve in curves_of(machine)
+        if not name.endswith(stand_ins)
+    ]
     print_table(rows, ("", "smallest", "takes", "largest", "takes", "rate"))
+
+
+# What stands in for links that were not measured, by what a machine file has as their source.
+STAND_INS: Mapping[str, str] = {
+    "memory": "not measured: half the rate of memory stands in",
+    "those inside": "not measured: those inside hosts stand in",
+}
+
+
+def stand_ins_of(machine: Machine) -> tuple[str, ...]:
+    """Return the links that were not measured: how the names of their curves end."""
+    sources: Mapping[str, str] = machine.samples.get("links", {})
+    return tuple(f" {where}" for where, source in sources.items() if source in STAND_INS)
 
 
 def _facts(machine: Machine) -> list[tuple[str, str]]:
@@ -184,7 +216,7 @@ def _facts(machine: Machine) -> list[tuple[str, str]]:
         "ranks per host": str(machine.ranks_per_host),
     }
     sources: Mapping[str, str] = machine.samples.get("links", {})
-    facts |= {f"links {where}": source for where, source in sources.items()}
+    facts |= {f"links {x}": STAND_INS.get(source, source) for x, source in sources.items()}
     return [*facts.items(), *machine.versions.items()]
 
 

@@ -8,8 +8,9 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -20,9 +21,14 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from dtensor_ring.command.footprint import Attention, Footprint
+from dtensor_ring.dtensor.choice import DEFAULT_MACHINE
 from dtensor_ring.dtensor.meta_model import LoadModel, MetaModel, ModelRequest
 from dtensor_ring.ops.ring_op import ring_op
 from dtensor_ring.selected.op import select_op, selected_op
+from dtensor_ring.simulate.presets import as_machine
+from dtensor_ring.simulate.problem import config_json
+from dtensor_ring.simulate.training.config_fields import check_config
+from dtensor_ring.simulate.training.longest import usable
 from dtensor_ring.simulate.training.step_memory import fetched_layers
 from dtensor_ring.simulate.training.step_request import MemorySetting, memory_setting
 
@@ -58,6 +64,9 @@ class Estimate:
         attentions: each kind of attention, with its number of calls in a forward.
         cache: keys and values that this rank keeps of the sequence for `generate`; `None` if they
             were not asked for.
+        dtype: of the parameters.
+        capacity: what a step may take of a device; `None` if no device was given.
+        device: whose capacity that is.
     """
 
     model: str
@@ -75,6 +84,17 @@ class Estimate:
     messages: Mapping[str, int]
     attentions: list[dict[str, Any]] = field(default_factory=list)
     cache: int | None = None
+    dtype: str = ""
+    capacity: int | None = None
+    device: str = ""
+
+    @property
+    def why_not(self) -> str | None:
+        """Why the step does not fit into the device; `None` if it does, or none was given."""
+        if self.capacity is None or self.peak <= self.capacity:
+            return None
+        sizes = [f"{x / 2**30:,.1f} GiB" for x in (self.peak, self.capacity)]
+        return f"needs {sizes[0]}, and a step may take {sizes[1]} of {self.device}"
 
     def rows(self) -> list[tuple[str, str]]:
         """Return the rows of a table: names and values."""
@@ -92,6 +112,7 @@ class Estimate:
             "cache of generate": self.cache or 0,
         }
         rows = [("model", self.model), ("mesh", axes), ("tokens", f"{self.seq_len:,}")]
+        rows.append(("dtype of parameters", self.dtype))
         rows += [(name, f"{size / 2**20:,.1f} MiB") for name, size in sizes.items() if size]
         for each in self.attentions:
             (heads, key_heads), (dim, value_dim) = each["heads"], each["head_dims"]
@@ -102,7 +123,15 @@ class Estimate:
             rows.append(("attention", f"{each['calls']} x {shape}, {each['hops']} hops"))
         sent, received = (f"{self.messages[x] / 2**20:,.1f}" for x in ("sent", "received"))
         reported = f"{self.messages['messages']:,}, {sent} MiB sent, {received} MiB received"
-        return [*rows, ("messages of a step", reported)]
+        rows.append(("messages of a step", reported))
+        if self.capacity is None:
+            return rows
+        room = f"{self.capacity / 2**30:,.1f} GiB that a step may take of {self.device}"
+        return [*rows, ("does not fit", self.why_not) if self.why_not else ("fits", f"into {room}")]
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the fields, as the command prints them in JSON."""
+        return asdict(self) | {"why_not": self.why_not}
 
 
 def estimate(
@@ -114,6 +143,7 @@ def estimate(
     layout: str | None,
     strategy: str,
     machine: str | None,
+    memory: float | None,
     dtype: torch.dtype | None,
     checkpoint: str,
     offload: Sequence[str],
@@ -128,15 +158,31 @@ def estimate(
     )
     try:
         setting = memory_setting(checkpoint, offload=offload)
+        _check_file(Path(model))
+        device = as_machine(machine or DEFAULT_MACHINE)
         found = estimated(load, model, mesh, asked, setting, is_sharded=is_sharded)
-    except (ImportError, ValueError) as error:
+    except (ImportError, OSError, TypeError, ValueError) as error:
         print(" ".join(str(error).split()), file=sys.stderr)
         return 2
+    name = device.name if memory is None else f"a device of {memory:g} GiB"
+    whole = device.memory if memory is None else int(memory * 2**30)
+    found = replace(found, capacity=usable(whole), device=name)
     if as_json:
-        print(json.dumps(asdict(found)))
+        print(json.dumps(found.as_json()))
     else:
         _show(found)
     return 0
+
+
+def _check_file(path: Path) -> None:
+    """Check the sizes of a `config.json`, if that is what the path names.
+
+    Raises:
+        ValueError: if one is of another type, or out of range.
+    """
+    content = config_json(path) if path.exists() else None
+    if isinstance(content, Mapping):
+        check_config(content)
 
 
 def estimated(
@@ -173,7 +219,7 @@ def estimated(
         cache = None if asked.cache_dtype is None else _cache(model)
     if not forward.attentions:
         raise ValueError(f"{model.name} has no attention over its sequence, so nothing to shard")
-    memory = _of_parameters(model.module, ranks)
+    memory: dict[str, Any] = {**_of_parameters(model.module, ranks)}
     activations = step.peak - _of_step(model.module, ranks)
     on_host = 0
     if host is not None:
@@ -200,6 +246,7 @@ def estimated(
             for x, calls in forward.attentions.items()
         ],
         cache=cache,
+        dtype=_dtypes(model.module),
     )
 
 
@@ -244,6 +291,14 @@ def _run(model: MetaModel, ranks: int) -> tuple[Footprint, _Forward]:
             f"needs ({type(error).__name__}: {error})"
         ) from error
     return step, forward
+
+
+def _dtypes(module: nn.Module) -> str:
+    """Return the names of the dtypes that parameters have, the most frequent first."""
+    numbers = Counter[str]()
+    for x in module.parameters():
+        numbers[str(x.dtype).removeprefix("torch.")] += x.numel()
+    return ", ".join(name for name, _ in numbers.most_common())
 
 
 def _cache(model: MetaModel) -> int:
@@ -313,11 +368,6 @@ def _show(found: Estimate) -> None:
     from dtensor_ring.command.doctor import Finding, show
 
     show([Finding(*row) for row in found.rows()])
-
-
-# Names as in torchtitan: "cp" ranks share a sequence; "dp_shard" and "cp" ranks share the
-# parameters; "dp_replicate" ranks have copies of the parameters.
-AXES = ("cp", "dp_shard", "dp_replicate")
 
 
 @contextmanager

@@ -12,15 +12,22 @@ from typing import Any
 from dtensor_ring.command.estimate import estimate
 from dtensor_ring.command.option_values import dtype_of, gibibytes, mesh_of, number
 from dtensor_ring.command.simulate import ReadConfig
+from dtensor_ring.dtensor.choice import DEFAULT_MACHINE
 from dtensor_ring.dtensor.meta_model import LoadModel
 from dtensor_ring.planning.strategy import Strategy
 from dtensor_ring.quantised.block_scales import FORMATS
 from dtensor_ring.simulate.presets import as_machine
-from dtensor_ring.simulate.training.longest import SPARE, longest_sequences
+from dtensor_ring.simulate.training.longest import longest_sequences, usable
 from dtensor_ring.simulate.training.step_request import CHECKPOINTS
 
 # Options that say what a step does to take less memory, or what else is estimated of it.
 SETTINGS = "checkpoint", "offload", "unsharded", "cache_dtype"
+
+
+NO_TENSOR_PARALLELISM = (
+    "tensor parallelism is not estimated, as the plan of a model decides what it divides: leave tp "
+    "out, a rank has less with it than is then estimated; or use simulate"
+)
 
 
 def add_estimate(
@@ -41,12 +48,14 @@ def add_estimate(
     )
     command.add_argument("--seq-len", type=number, help="tokens of a sequence")
     command.add_argument(
-        "--mesh", type=mesh_of, required=True, help="cp=8, or with more replicas: cp=8,dp_shard=4"
+        "--mesh", type=mesh_of, required=True, help="cp=8, or with more replicas: dp=4,cp=8"
     )
     command.add_argument("--batch", type=number, default=1, help="sequences of a step and cp axis")
     command.add_argument("--layout", help="how tokens are sharded")
     add_strategy(command)
-    command.add_argument("--dtype", type=dtype_of, help="of the parameters: bfloat16")
+    command.add_argument(
+        "--dtype", type=dtype_of, default="bfloat16", help="of the parameters: bfloat16, float32"
+    )
     command.add_argument("--json", action="store_true", dest="as_json", help="print JSON")
     _add_settings(command)
     _add_longest(command)
@@ -92,8 +101,8 @@ def _add_longest(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--memory",
         type=gibibytes,
-        help="GiB of a device, of which --longest takes 95 %%: 80, 141, 192; by default those of "
-        "--machine",
+        help="GiB of a device, of which 95 %% are taken: 80, 141, 192; by default those of "
+        "--machine, and without one of h100",
     )
 
 
@@ -104,18 +113,18 @@ def _estimate(load: LoadModel, read: ReadConfig, **options: Any) -> int:
     given = [f"--{name.replace('_', '-')}" for name, value in settings.items() if value]
     if is_longest and given:
         why = f"--longest tries settings out by itself, so leave {', '.join(given)} out"
-    elif memory is not None and not is_longest:
-        why = "--memory is that of a device for --longest, so give both or none"
+    elif options["mesh"].get("tp", 1) > 1:
+        why = NO_TENSOR_PARALLELISM
     elif options["seq_len"] is None and not is_longest:
         why = "estimate needs --seq-len, the tokens of a sequence, or --longest, which finds it"
     elif is_longest:
-        dtype = str(options.pop("dtype") or "bfloat16")
+        dtype = str(options.pop("dtype"))
         return longest(read, memory=memory, dtype=dtype, **options)
     else:
         is_sharded = not settings.pop("unsharded")
         settings["checkpoint"] = settings["checkpoint"] or "none"
         settings["offload"] = settings["offload"] or ()
-        return estimate(load, is_sharded=is_sharded, **options, **settings)
+        return estimate(load, memory=memory, is_sharded=is_sharded, **options, **settings)
     print(why, file=sys.stderr)
     return 2
 
@@ -125,10 +134,6 @@ def add_strategy(command: argparse.ArgumentParser) -> None:
     text = "ring, all_gather, ulysses:4, ...; auto for the fastest"
     command.add_argument("--strategy", default=Strategy.default, help=text)
     command.add_argument("--machine", help="what auto simulates: a file, or h100, a100, ...")
-
-
-# The machine without --machine: the one whose numbers most people know.
-DEFAULT = "h100"
 
 
 def longest(
@@ -154,8 +159,8 @@ def longest(
         options: other arguments of `longest_sequences`.
     """
     try:
-        device = as_machine(machine or DEFAULT)
-        allowed = None if memory is None else int(memory * 2**30 * (1 - SPARE))
+        device = as_machine(machine or DEFAULT_MACHINE)
+        allowed = None if memory is None else usable(int(memory * 2**30))
         how = options | {"layout": layout or "zigzag", "memory": allowed}
         found = longest_sequences(read(model), mesh, device, **how)
     except (ImportError, OSError, TypeError, ValueError) as error:

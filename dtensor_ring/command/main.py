@@ -22,6 +22,7 @@ from dtensor_ring.command.option_values import (
     hybrid_of,
     machine_of,
     mask_of,
+    mesh_of,
     number,
     numbers,
 )
@@ -70,7 +71,7 @@ def schedule(
         _save(found, html, png)
     except (ImportError, OSError, ValueError) as error:
         print(error, file=sys.stderr)
-        return 1
+        return 2
     if not as_json:
         print(found, *([layouts] if layouts else []), sep="\n")
         return 0
@@ -140,7 +141,7 @@ def compare(
         )
     except (TypeError, ValueError) as error:
         print(error, file=sys.stderr)
-        return 1
+        return 2
     print(json.dumps([asdict(row) for row in found.rows]) if as_json else found)
     return 0
 
@@ -156,8 +157,8 @@ def main(
         read: reads the configs that `--model` of `simulate` names.
 
     Returns:
-        The exit status: 0 if all is well, 1 if something is wrong. A command that cannot be parsed
-        raises `SystemExit` with status 2.
+        The exit status: 0 if all is well, 1 if `doctor` finds something wrong, 2 if what was given
+        cannot be used. A command that cannot be parsed raises `SystemExit` with status 2.
     """
     options = vars(_parser(load, read).parse_args(arguments))
     run = options.pop("run")
@@ -253,7 +254,10 @@ def _add_simulate(commands: argparse._SubParsersAction[Any], read: ReadConfig) -
     )
     command.add_argument("--seq-len", type=number, required=True, help="tokens of a sequence")
     command.add_argument(
-        "--mesh", required=True, help="dp=4,cp=8,tp=2; dp, or dp_shard, and dp_replicate, of FSDP2"
+        "--mesh",
+        type=mesh_of,
+        required=True,
+        help="dp=4,cp=8,tp=2; dp, or dp_shard, and dp_replicate, of FSDP2",
     )
     command.add_argument("--world-size", type=number, help="ranks that the mesh must have")
     command.add_argument("--machine", default="h100", help="the name of a preset, or a file")

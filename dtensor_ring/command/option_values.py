@@ -7,17 +7,18 @@ import argparse
 import torch
 
 from dtensor_ring.balanced.hybrid import Hybrid
-from dtensor_ring.command.estimate import AXES
 from dtensor_ring.planning.mask import Mask
+from dtensor_ring.planning.ranges import MAX_RANKS, MAX_TOKENS
 from dtensor_ring.simulate.machine import Machine
 from dtensor_ring.simulate.presets import as_machine
+from dtensor_ring.simulate.training.step_request import MESH_AXES
 
 
 def number(text: str) -> int:
     """Parse a positive number, which may have separators: 131072 or 131_072.
 
     Raises:
-        ArgumentTypeError: if the text is not a positive number.
+        ArgumentTypeError: if the text is not a positive number, or more than `MAX_TOKENS`.
 
     >>> number("131_072")
     131072
@@ -26,8 +27,8 @@ def number(text: str) -> int:
         found = int(text)
     except ValueError:
         found = 0
-    if found < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
+    if not 1 <= found <= MAX_TOKENS:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number up to {MAX_TOKENS:,}")
     return found
 
 
@@ -139,33 +140,33 @@ def heads_of(text: str) -> tuple[int, int]:
     (32, 8)
     """
     match numbers(text):
-        case [queries, keys]:
+        case [queries, keys] if min(queries, keys) > 0:
             return queries, keys
     raise argparse.ArgumentTypeError(f"{text!r} are not heads of queries and of keys: 32,8")
 
 
 def mesh_of(text: str) -> dict[str, int]:
-    """Parse the axes of a mesh, and the number of ranks along each.
+    """Parse the axes of a mesh, and the number of ranks along each; "dp" is "dp_shard".
 
     Raises:
-        ArgumentTypeError: if these are not known axes with numbers.
+        ArgumentTypeError: if these are not known axes with numbers, each once.
 
-    >>> mesh_of("cp=8,dp_shard=4")
-    {'cp': 8, 'dp_shard': 4}
+    >>> mesh_of("dp=4,cp=8")
+    {'dp_shard': 4, 'cp': 8}
     """
-    pairs = [part.partition("=") for part in text.split(",")]
-    names = [name for name, _, _ in pairs]
-    if "tp" in names:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} has tensor parallelism, which is not estimated: the plan of a model decides "
-            "what it divides; leave tp out: a rank has less with it than is then estimated"
-        )
-    if not set(names) <= set(AXES) or len(names) != len(set(names)) or "cp" not in names:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not a mesh: cp=8, and where there are more axes cp=8,dp_shard=4; known "
-            f"axes: {', '.join(AXES)}"
-        )
-    return {name: number(size) for name, _, size in pairs}
+    axes: dict[str, int] = {}
+    for part in text.split(","):
+        given, _, size = part.partition("=")
+        name = "dp_shard" if given == "dp" else given
+        is_size = size.isascii() and size.isdigit() and 0 < int(size) <= MAX_RANKS
+        if name in axes or name not in MESH_AXES or not is_size:
+            raise argparse.ArgumentTypeError(
+                f"{text!r} is not a mesh, such as cp=8 or dp=4,cp=8: axes are "
+                f"{', '.join(MESH_AXES)} and dp, which is dp_shard, each once with its number of "
+                f"ranks, {MAX_RANKS:,} at most"
+            )
+        axes[name] = int(size)
+    return axes
 
 
 def dtype_of(text: str) -> torch.dtype:

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from dtensor_ring.command.pictures import COLORS, page_of, save_figure
 from dtensor_ring.simulate.presets import as_machine
-from dtensor_ring.simulate.problem import read_json
+from dtensor_ring.simulate.problem import config_json
 from dtensor_ring.simulate.simulated_attention import Timeline
 from dtensor_ring.simulate.training.collectives import COLLECTIVE
 from dtensor_ring.simulate.training.step import TITLES, SimulatedStep, simulate_step, step_trace
@@ -34,25 +34,7 @@ def config_file(spec: str) -> Mapping[str, Any]:
     Raises:
         ValueError: if there is no such file.
     """
-    return read_json(Path(spec))
-
-
-def mesh_axes(text: str) -> dict[str, int]:
-    """Parse the axes of a mesh, and the number of ranks along each.
-
-    Raises:
-        ValueError: if a size is no number, or a name is there twice.
-
-    >>> mesh_axes("dp=4,cp=8")
-    {'dp': 4, 'cp': 8}
-    """
-    axes: dict[str, int] = {}
-    for part in text.split(","):
-        name, _, size = part.partition("=")
-        if name in axes or not (size.isascii() and size.isdigit()):
-            raise ValueError(f"{text!r} is not a mesh, such as dp=4,cp=8 or dp=4,cp=8,tp=2")
-        axes[name] = int(size)
-    return axes
+    return config_json(Path(spec))
 
 
 # Tokens of a rank, and bytes per second of a link, in a picture of winners.
@@ -63,7 +45,7 @@ MAP_RATES = (10e9, 25e9, 50e9, 100e9, 200e9, 400e9, 800e9)
 def simulate(
     read: ReadConfig,
     model: str,
-    mesh: str,
+    mesh: Mapping[str, int],
     machine: str,
     layout: str | None,
     cu_seqlens: Sequence[int] | None,
@@ -79,7 +61,7 @@ def simulate(
     Args:
         read: reads the config.
         model: names it.
-        mesh: ranks by axis, as `mesh_axes` reads them.
+        mesh: ranks by axis.
         machine: the name of a preset, or a file.
         layout: how tokens are sharded.
         cu_seqlens: boundaries of the documents of all sequences.
@@ -91,12 +73,11 @@ def simulate(
         options: other arguments of `simulate_step`.
     """
     try:
-        axes = mesh_axes(mesh)
         options["layout"] = layout or "zigzag"
-        asked = options | {"config": read(model), "mesh": axes, "machine": as_machine(machine)}
+        asked = options | {"config": read(model), "mesh": mesh, "machine": as_machine(machine)}
         if cu_seqlens is not None:
-            axis_names = ("dp_replicate", "dp_shard", "dp")
-            asked["batches"] = [cu_seqlens] * prod(axes.get(x, 1) for x in axis_names)
+            groups = prod(mesh.get(x, 1) for x in ("dp_replicate", "dp_shard"))
+            asked["batches"] = [cu_seqlens] * groups
         if sweep is None:
             lines = _one(asked, as_json, html, png, trace)
         else:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
-from math import isfinite, log2
-from typing import Any, get_args, get_origin, get_type_hints
+from math import log2
+from typing import Annotated, Any
 
 import numpy as np
+
+from dtensor_ring.planning.ranges import MAX_RANKS
+from dtensor_ring.simulate.fields import Range, check_ranges, checked, parsed_json
 
 # The version of the fields below, which a file has as `schema`.
 SCHEMA = 1
@@ -170,19 +173,19 @@ class Machine:
     name: str
     device: str
     source: str
-    ranks_per_host: int
-    memory: int
+    ranks_per_host: Annotated[int, Range(1, MAX_RANKS)]
+    memory: Annotated[int, Range(1, 2**60)]
     kernels: tuple[KernelSpeed, ...]
-    gemm: Mapping[str, float]
-    memory_rate: float
+    gemm: Mapping[str, Annotated[float, Range(1)]]
+    memory_rate: Annotated[float, Range(1)]
     merge: Curve
     pack: Curve
     inside: Links
     between: Links
-    beside_kernel: float = 1.0
-    beside_transfer: float = 1.0
-    launch: float = 0.0
-    hop: float = 0.0
+    beside_kernel: Annotated[float, Range(1)] = 1.0
+    beside_transfer: Annotated[float, Range(1)] = 1.0
+    launch: Annotated[float, Range(0)] = 0.0
+    hop: Annotated[float, Range(0)] = 0.0
     host_waits: bool = False
     date: str = ""
     versions: Mapping[str, str] = field(default_factory=dict)
@@ -190,12 +193,7 @@ class Machine:
     schema: int = SCHEMA
 
     def __post_init__(self) -> None:
-        smallest = {"ranks_per_host": 1, "memory": 1, "memory_rate": 1}
-        smallest |= {"beside_kernel": 1, "beside_transfer": 1, "launch": 0, "hop": 0}
-        for name, least in smallest.items():
-            number = getattr(self, name)
-            if not isfinite(number) or number < least:
-                raise ValueError(f"{name} of a machine must be {least} or more, got {number}")
+        check_ranges(self, "a machine")
 
     def __hash__(self) -> int:
         return hash(self.digest)
@@ -226,17 +224,14 @@ class Machine:
             ValueError: if it is no JSON, of another schema, a field is missing or unknown, or of
                 another type.
         """
-        try:
-            content = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{where} is not JSON: {error}") from None
+        content = parsed_json(text, where)
         schema = content.get("schema") if isinstance(content, dict) else None
         if schema != SCHEMA:
             raise ValueError(
                 f"{where} has schema {schema!r}, this version reads {SCHEMA}; write it again by "
                 "python -m dtensor_ring calibrate"
             )
-        return _read(cls, content, where)
+        return checked(cls, content, where)
 
     def check_device(self, device: str) -> None:
         """Refuse another device than that of this machine.
@@ -314,35 +309,3 @@ class Machine:
         alike = next((types for types in SAME_SPEED if dtype in types), {dtype})
         known = [x.dtype for x in self.kernels]
         return dtype if not known or alike & {*known} else known[0]
-
-
-def _read(expected: Any, content: Any, where: str) -> Any:
-    """Convert JSON to the type of a field."""
-    if is_dataclass(expected):
-        return _read_fields(expected, content, where)
-    origin, args = get_origin(expected), get_args(expected)
-    kind = {tuple: list, Mapping: dict, float: (int, float)}.get(origin or expected, expected)
-    is_bool = isinstance(content, bool)  # which is an int, too
-    if expected is not Any and (not isinstance(content, kind) or is_bool != (expected is bool)):
-        raise ValueError(f"{where} must be of type {expected}, got {content!r:.60}")
-    found: Any = content
-    if origin is tuple:
-        return tuple(_read(args[0], x, f"an entry of {where}") for x in found)
-    if origin is Mapping:
-        return {key: _read(args[1], x, f"{key} of {where}") for key, x in found.items()}
-    return float(found) if expected is float else found
-
-
-def _read_fields(expected: Any, content: Any, where: str) -> Any:
-    names = [x.name for x in fields(expected)]
-    if not isinstance(content, dict) or set(content) != set(names):
-        has = set(content) if isinstance(content, dict) else set()
-        wrong = f"it lacks {', '.join(sorted(set(names) - has)) or 'none'}"
-        wrong += f" and has {', '.join(sorted(has - set(names))) or 'none'} too many"
-        raise ValueError(f"{where} must have the fields of {expected.__name__}: {wrong}")
-    hints = get_type_hints(expected)
-    found = {name: _read(hints[name], content[name], f"{name} of {where}") for name in names}
-    try:
-        return expected(**found)
-    except ValueError as error:
-        raise ValueError(f"{where}: {error}") from None

@@ -19,6 +19,7 @@ from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 
+from dtensor_ring.simulate.fields import read_json
 from dtensor_ring.simulate.machine import Curve, KernelSpeed, Links, Machine
 
 TERA, GIGA, MICRO = 1e12, 1e9, 1e-6
@@ -374,3 +375,12 @@ def as_machine(given: Machine | str | PathLike[str]) -> Machine:
             f"{', '.join(PRESETS)}"
         ) from None
     return Machine.from_json(text, f"machine file {str(given)!r}")
+
+
+def is_machine_file(path: Path) -> bool:
+    """Return whether a file is that of a machine, of this version or of another one."""
+    try:
+        content = read_json(path, str(path))
+    except ValueError:
+        return False
+    return isinstance(content, dict) and {"schema", "ranks_per_host", "gemm"} <= content.keys()

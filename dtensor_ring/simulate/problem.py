@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,6 +17,7 @@ from dtensor_ring.planning.ranges import MAX_RANKS, as_count, length
 from dtensor_ring.planning.slices import Slices
 from dtensor_ring.planning.strategy import Strategy, as_strategy, why_not
 from dtensor_ring.planning.tile import FULL
+from dtensor_ring.simulate.fields import read_json
 from dtensor_ring.transport.transport import TransferPolicy
 
 
@@ -120,7 +120,7 @@ def text_entries(config: Any) -> Mapping[str, Any]:
         ValueError: if there is no such file.
     """
     if isinstance(config, str | Path):
-        config = read_json(Path(config))
+        config = config_json(Path(config))
     elif not isinstance(config, Mapping) and callable(getattr(config, "to_dict", None)):
         config = config.to_dict()
     config = config.get("text_config", config) if isinstance(config, Mapping) else config
@@ -131,19 +131,14 @@ def text_entries(config: Any) -> Mapping[str, Any]:
     return config
 
 
-def read_json(path: Path) -> Any:
+def config_json(path: Path) -> Any:
     """Return what a `config.json` has, given its path or that of its folder.
 
     Raises:
         ValueError: if it cannot be read or is not JSON.
     """
     path = path / "config.json" if path.is_dir() else path
-    try:
-        return json.loads(path.read_text())
-    except OSError as error:
-        raise ValueError(f"config {path} cannot be read: {error.strerror}") from None
-    except ValueError as error:
-        raise ValueError(f"config {path} is not JSON: {error}") from None
+    return read_json(path, f"config {path}")
 
 
 # Pairs of query and key of a rank, over all heads, whose number fits 64 bits.

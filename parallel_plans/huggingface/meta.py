@@ -31,8 +31,13 @@ def model_of_config(path: Path, mesh: DeviceMesh, asked: ModelRequest) -> MetaMo
     config = _config(path)
     if asked.dtype is not None:
         config.dtype = asked.dtype
-    with torch.device("meta"):
-        model = _model(config)
+    try:
+        with torch.device("meta"):
+            model = _model(config)
+    except Exception as error:  # whatever its code meets: it trusts a config
+        raise ValueError(
+            f"transformers makes no model of {path} ({type(error).__name__}: {error})"
+        ) from error
     plan = context_parallel_plan(
         *(model, asked.layout),
         strategy=asked.strategy,
@@ -96,7 +101,7 @@ def _config(path: Path) -> Any:
         options = json.loads(path.read_text())
         name = options.pop("model_type")
         return CONFIG_MAPPING[name].from_dict(options)
-    except (OSError, KeyError, ValueError, TypeError, AttributeError) as error:
+    except Exception as error:  # whatever its code meets: it trusts a config
         raise ValueError(
             f"{path} is not the config.json of a model of transformers "
             f"({type(error).__name__}: {error})"

@@ -108,6 +108,20 @@ def test_show(
     assert re.search(r"merge +0 B +10 us +1.1 TB +1.1e\+03 s +1 GB/s", printed)
 
 
+def test_links_that_were_not_measured_have_no_rows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    links = {"inside": "measured", "between": "those inside"}
+    path = tmp_path / "some.json"
+    path.write_text(replace(MACHINE, samples={"links": links}).to_json())
+    assert main(load, ["calibrate", str(path), "--show"]) == 0
+    printed = capsys.readouterr().out
+    assert "p2p inside" in printed
+    assert "p2p between" not in printed
+    assert "not measured: those inside hosts stand in" in printed
+
+
 def test_compare(written: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     slower = replace(MACHINE, name="slower", merge=Curve.line(3e-5, 1e9), memory_rate=5e9)
     other = tmp_path / "other.json"
@@ -128,6 +142,7 @@ def bad_files(folder: Path) -> dict[str, Path]:
         "schema": json.dumps(content | {"schema": 99}),
         "device": replace(MACHINE, device="NVIDIA H100 80GB HBM3").to_json(),
         "text": "not JSON",
+        "config": json.dumps({"model_type": "llama", "hidden_size": 64}),
     }
     paths = {name: folder / f"{name}.json" for name in texts}
     for name, text in texts.items():
@@ -146,6 +161,8 @@ def bad_files(folder: Path) -> dict[str, Path]:
         ("--compare {good} {device}", "is of NVIDIA H100 80GB HBM3, not of cpu"),
         ("--compare {good} {schema}", "has schema 99"),
         ("{far}", "there is no folder"),
+        ("{text} --quick", "is there, and is no file of a machine"),
+        ("{config} --quick", "is there, and is no file of a machine"),
         ("{none} --kernel flash_attn3", "it runs on CUDA"),
         ("{none} --kernel nobodys", "unknown kernel 'nobodys'"),
         ("{none} --dtype int8", "not a floating dtype"),

@@ -55,6 +55,7 @@ def test_messages_are_those_of_a_step(
     path = tmp_path / "config.json"
     path.write_text(_model(family).config.to_json_string(use_diff=False))
     command = ["estimate", "--model", str(path), "--seq-len", str(SEQ_LEN), "--mesh", "cp=2"]
+    command += ["--dtype", "float32"]
     assert main(load, [*command, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     *_, last = pool.run(2, _step, family)

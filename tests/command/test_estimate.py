@@ -232,6 +232,26 @@ def test_parameters_are_sharded(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert 0 <= activations[0] - unsharded <= whole["gradients"]
 
 
+def test_whether_it_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Into 95 % of what is given, of a machine, or of an h100; in the same dtype everywhere."""
+    path = _written("llama", tmp_path)
+    command = ["estimate", "--model", str(path), "--seq-len", str(SEQ_LEN), "--mesh", "dp=2,cp=2"]
+    for options, said in (
+        ((), "fits                 into 76.0 GiB that a step may take of h100"),
+        (("--machine", "h200"), "GiB that a step may take of h200"),
+        (("--memory", "0.01"), "does not fit needs 0.0 GiB, and a step may take 0.0 GiB of a dev"),
+    ):
+        assert main(load, [*command, *options]) == 0
+        printed = " ".join(capsys.readouterr().out.split())
+        assert " ".join(said.split()) in printed
+        assert "dtype of parameters bfloat16" in printed
+        assert "dp_shard 2 x cp 2" in printed
+    assert main(load, [*command, "--memory", "0.01", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["capacity"] == int(0.0095 * 2**30) < found["peak"]
+    assert "needs" in found["why_not"]
+
+
 def test_what_goes_to_the_host(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = _written("llama", tmp_path)
     full = _estimated(path, capsys, "--checkpoint", "full")
@@ -272,10 +292,25 @@ HAS_TORCHTITAN = find_spec("torchtitan") is not None
 NO_CONFIG = "is not a config function of torchtitan" if HAS_TORCHTITAN else "torchtitan>=0.3.0,<0.4"
 
 
+def edited(**changes: Any) -> str:
+    """The config of a small llama with other entries."""
+    return json.dumps(small_model("llama", 64).config.to_dict() | changes, default=str)
+
+
 @pytest.mark.parametrize(
     ("config", "options", "message"),
     [
         ("[1]", (), "is not the config.json of a model of transformers"),
+        (edited(num_attention_heads=33, head_dim=None), (), "33"),
+        (edited(hidden_size=None), (), "hidden_size of llama must be a whole number from 1"),
+        (edited(hidden_size="128"), (), "hidden_size of llama must be a whole number from 1"),
+        (edited(hidden_size=4096.5), (), "hidden_size of llama must be a whole number from 1"),
+        (edited(layer_types=["foo"] * 4), (), "foo"),
+        (edited(num_key_value_heads=0), (), "num_key_value_heads of llama must be a whole number"),
+        (edited(rope_scaling={"rope_type": "x", "factor": 1}), (), "makes no model of"),
+        (edited(vocab_size=0), (), "vocab_size of llama must be a whole number from 1"),
+        (edited(num_hidden_layers=10**9), (), "must be a whole number from 1 to 4,096"),
+        ("[" * 200_000, (), "is not JSON"),
         ('{"model_type": "llamas"}', (), "is not the config.json of a model of transformers"),
         ('{"model_type": "resnet"}', (), "a training step of a language model"),
         (
@@ -290,7 +325,6 @@ NO_CONFIG = "is not a config function of torchtitan" if HAS_TORCHTITAN else "tor
         ("", ("--strategy", "ulysses:3"), "do not divide"),
         ("", ("--offload", "checkpoints"), "offload of checkpoints needs checkpoint 'full'"),
         ("", ("--offload", "gradients"), "offload takes checkpoints and optimizer"),
-        ("", ("--memory", "80"), "--memory is that of a device for --longest"),
         ("", ("--longest", "--checkpoint", "full"), "so leave --checkpoint out"),
         (
             "",
@@ -325,7 +359,7 @@ def _written(name: str, folder: Path) -> Path:
 
 def _estimated(path: Path, capsys: pytest.CaptureFixture[str], *options: str) -> dict[str, Any]:
     command = ["estimate", "--model", str(path), "--seq-len", str(SEQ_LEN), "--mesh"]
-    command += [f"cp={RANKS}", "--batch", str(BATCH), *options]
+    command += [f"cp={RANKS}", "--batch", str(BATCH), "--dtype", "float32", *options]
     capsys.readouterr()
     assert main(load, [*command, "--json"]) == 0
     return json.loads(capsys.readouterr().out)

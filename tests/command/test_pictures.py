@@ -73,7 +73,7 @@ def test_png(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "schedule.png"
     assert main(load, [*COMMAND, "--png", str(path)]) == 0
     assert path.read_bytes().startswith(b"\x89PNG")
-    assert main(load, [*COMMAND, "--png", str(tmp_path / "no" / "folder.png")]) == 1
+    assert main(load, [*COMMAND, "--png", str(tmp_path / "no" / "folder.png")]) == 2
     assert "no/folder.png" in capsys.readouterr().err
 
 

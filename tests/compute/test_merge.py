@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dtensor_ring.compute.merge import merge_
 
@@ -76,3 +78,21 @@ def test_extreme_outputs(first: bool, lead: float, number: float, dtype: torch.d
     out, lse = outs[0].clone(), lses[0].clone()
     merge_(out, lse, outs[1], lses[1])
     torch.testing.assert_close(out.double(), expected, rtol=0.01, atol=1e35)
+
+
+class Ops(TorchDispatchMode):
+    """A context that counts ops."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_without_numbers_nothing_is_merged() -> None:
+    """On the meta device, where the pieces that a CPU merges would be thousands of ops."""
+    out, lse = torch.empty(1, 1, 2**20, 8, device="meta"), torch.empty(1, 1, 2**20, device="meta")
+    with Ops() as ops:
+        merge_(out, lse, out.bfloat16(), lse)
+    assert ops.count == 1, "the cast"

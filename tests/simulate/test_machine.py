@@ -66,6 +66,18 @@ def test_a_curve_that_is_none(sizes: tuple[float, ...], seconds: tuple[float, ..
         Curve(sizes, seconds)
 
 
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"hop": -1}, "hop of a machine must be 0 or more, got -1"),
+        ({"gemm": {"float32": 0.0}}, "gemm float32 of a machine must be 1 or more, got 0.0"),
+    ],
+)
+def test_numbers_out_of_range(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        replace(MACHINE, **changes)
+
+
 @settings(max_examples=25, deadline=None)
 @given(st.randoms(use_true_random=False))
 def test_a_file_holds_every_field(random: Random) -> None:
@@ -112,10 +124,16 @@ def edited(**changes: Any) -> str:
         (edited(schema=2), "has schema 2, this version reads 1"),
         (edited(memory=None), "it lacks memory and has none too many"),
         (edited(colour="red"), "it lacks none and has colour too many"),
-        (edited(memory=1.5), "memory of it must be of type"),
-        (edited(hop=True), "hop of it must be of type"),
-        (edited(host_waits=1), "host_waits of it must be of type"),
-        (edited(hop=-1), "hop of a machine must be 0 or more, got -1"),
+        (edited(memory=1.5), "memory of it must be a whole number from 1 to"),
+        (edited(hop=True), "hop of it must be a number of 0 or more, got True"),
+        (edited(host_waits=1), "host_waits of it must be true or false, got 1"),
+        (edited(hop=-1), "hop of it must be a number of 0 or more, got -1"),
+        (edited(gemm={"float32": float("nan")}), "float32 of gemm of it must be a number of 1 or"),
+        (edited(gemm={"float32": 0}), "float32 of gemm of it must be a number of 1 or more, got 0"),
+        (edited(gemm={"float32": -1}), "float32 of gemm of it must be a number of 1 or more"),
+        (edited(gemm={"float32": float("inf")}), "float32 of gemm of it must be a number of 1 or"),
+        (edited(ranks_per_host=10**30), "ranks_per_host of it must be a whole number from 1 to"),
+        ("[" * 200_000, "it is not JSON"),
         (edited(merge={"sizes": [2, 1], "seconds": [1, 2]}), "merge of it: sizes of a curve"),
         (edited(merge={"sizes": [2, 1]}), "merge of it must have the fields of Curve"),
         (edited(kernels=[1]), "an entry of kernels of it must have the fields of KernelSpeed"),

@@ -44,6 +44,16 @@ SETTINGS = (
 # holes between tensors.
 SPARE = 0.05
 
+
+def usable(memory: int) -> int:
+    """Return the bytes that a step may take of a device with so many.
+
+    >>> usable(100)
+    95
+    """
+    return int(memory * (1 - SPARE))
+
+
 # Of the whole batch, a rank has token ids in int64, and at most 16 bytes of labels and positions.
 TOKEN_BYTES = 24
 
@@ -210,7 +220,7 @@ def longest_sequences(
     if not isinstance(is_timed, bool):
         raise TypeError(f"is_timed must be True or False, got {is_timed!r}")
     device = as_machine(machine)
-    allowed = int(device.memory * (1 - SPARE)) if memory is None else memory
+    allowed = usable(device.memory) if memory is None else memory
     allowed = as_count("memory", allowed, 1)
     how: dict[str, Any] = {"strategy": strategy, "layout": layout, "batch": batch, "dtype": dtype}
     ranks = int(mesh.get("cp", 1)) if isinstance(mesh, Mapping) else 1

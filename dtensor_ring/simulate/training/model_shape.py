@@ -8,12 +8,7 @@ from typing import Any, NamedTuple
 
 from dtensor_ring.planning.mask import Mask
 from dtensor_ring.simulate.problem import text_entries
-
-# The largest size that is read: kernels count in int32.
-MAX_SIZE = 2**31 - 1
-
-# The largest number of layers: a time line has spans of each.
-MAX_LAYERS = 4096
+from dtensor_ring.simulate.training.config_fields import check_config
 
 # Model types whose `sliding_window` is that of all layers, if no list says otherwise.
 ALL_WINDOWED = ("mistral", "mixtral", "ministral", "phi3", "starcoder2")
@@ -162,7 +157,9 @@ class ModelShape:
         >>> ModelShape.of(config).layers[1].heads
         (4, 4)
         """
-        return _Reader(text_entries(config), with_states).model()
+        entries = text_entries(config)
+        check_config(entries)
+        return _Reader(entries, with_states).model()
 
     @property
     def weights(self) -> int:
@@ -205,10 +202,6 @@ class _Reader:
     def model(self) -> ModelShape:
         self.hidden = self._size("hidden_size", "n_embd", "d_model")
         number = self._size("num_hidden_layers", "n_layer", "num_layers")
-        if number > MAX_LAYERS:
-            raise ValueError(
-                f"num_hidden_layers of {self.name} must be {MAX_LAYERS:,} at most, got {number:,}"
-            )
         return ModelShape(
             name=self.name,
             hidden=self.hidden,
@@ -221,16 +214,13 @@ class _Reader:
         """Return the first entry of these names.
 
         Raises:
-            ValueError: if there is none, or it is not a positive size.
+            ValueError: if there is none, or it is a list, one for each layer.
         """
         found = next((x for x in map(self._config.get, names) if x is not None), default)
         if found is None:
             raise ValueError(f"the config of {self.name} lacks {names[0]}")
-        if isinstance(found, bool) or not isinstance(found, int) or not 0 < found <= MAX_SIZE:
-            raise ValueError(
-                f"{names[0]} of {self.name} must be a whole number from 1 to {MAX_SIZE:,}, "
-                f"got {found!r}"
-            )
+        if not isinstance(found, int):
+            raise ValueError(f"{names[0]} of {self.name} differs by layer, which is not simulated")
         return found
 
     def _masks(self, number: int) -> Iterator[Mask | None]:
@@ -319,7 +309,12 @@ class _Reader:
                 f"{heads} heads of queries of {self.name} are no multiple of its {key_heads} of "
                 "keys"
             )
-        dim = self._size("head_dim", default=max(1, self.hidden // heads))
+        if not self._config.get("head_dim") and self.hidden % heads:
+            raise ValueError(
+                f"hidden_size {self.hidden} of {self.name} is no multiple of its {heads} heads, so "
+                "the config needs a head_dim"
+            )
+        dim = self._size("head_dim", default=self.hidden // heads)
         gates = heads if self.name.startswith(GATED_ATTENTION) else 0
         products = (
             Product(self.hidden, (heads + gates + 2 * key_heads) * dim),
@@ -370,7 +365,7 @@ class _Reader:
     def _experts(self) -> tuple[tuple[Product, ...], int, int]:
         """Return products, activated numbers and active experts of a layer with experts."""
         count, active = self._num_experts(), self._size("num_experts_per_tok", default=1)
-        if active > count:
+        if not 0 < active <= count:
             raise ValueError(f"{self.name} sends a token to {active} experts, and has {count}")
         size = self._size("moe_intermediate_size", "intermediate_size")
         shared = self._shared(size)

@@ -32,6 +32,7 @@ from dtensor_ring.simulate.training.layer_attention import (
 from dtensor_ring.simulate.training.layer_seconds import LayerClock, PartSeconds, peak_flops
 from dtensor_ring.simulate.training.model_shape import LayerShape
 from dtensor_ring.simulate.training.step_memory import (
+    KEPT_DTYPE,
     KEPT_ITEMSIZE,
     StepMemory,
     layer_weights,
@@ -51,6 +52,7 @@ class SimulatedStep:
         mesh: ranks by axis.
         seq_len: tokens of a sequence.
         strategy: spec of the strategy.
+        dtype: of matrix products.
         parts: seconds by part; they add up to `seconds`. "attention" and "gemm" are kernels,
             "others" all other kernels, "ring", "fsdp" and "tp" what a rank waits for messages of
             context parallelism, of FSDP2 and of tensor parallelism, "loss" the output projection
@@ -73,6 +75,7 @@ class SimulatedStep:
     mesh: Mapping[str, int]
     seq_len: int
     strategy: str
+    dtype: str
     parts: Mapping[str, float]
     flops: float
     flops_of_all_pairs: float
@@ -109,6 +112,7 @@ class SimulatedStep:
             "mesh": dict(self.mesh),
             "seq_len": self.seq_len,
             "strategy": self.strategy,
+            "dtype": self.dtype,
             "seconds": self.seconds,
             "parts": dict(self.parts),
             "flops": self.flops,
@@ -128,6 +132,7 @@ class SimulatedStep:
         axes = " x ".join(f"{name} {size}" for name, size in self.mesh.items())
         rows = [("model", f"{self.model} on {self.machine}, {axes}, {self.strategy}")]
         rows.append(("tokens of a sequence", f"{self.seq_len:,}"))
+        rows.append(("dtype", f"{self.dtype} products, {KEPT_DTYPE} parameters"))
         if self.strategy == AUTO:
             chosen = ((f"strategy of {x}", y.strategy) for x, y in self.attentions.items())
             rows += chosen
@@ -281,6 +286,7 @@ def simulated_step(asked: StepRequest) -> SimulatedStep:
         mesh={name: size for name, size in asked.mesh._asdict().items() if size > 1},
         seq_len=asked.seq_len,
         strategy=asked.strategy,
+        dtype=asked.shard.gemm_dtype,
         parts=seconds,
         flops=_flops(asked, _pairs) / ranks,
         flops_of_all_pairs=_flops(asked, lambda x, mask: x.batch * x.seq_len**2) / ranks,

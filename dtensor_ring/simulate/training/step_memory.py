@@ -100,7 +100,7 @@ def _num_parts(problem: SimulatedProblem, on_gpu: bool) -> int:
 
 
 # Parameters, gradients, states of AdamW, lse and norms are float32 or wider.
-KEPT_ITEMSIZE = 4
+KEPT_DTYPE, KEPT_ITEMSIZE = "float32", 4
 
 # Tokens of a chunk of a gated delta rule.
 CHUNK = 64

@@ -115,9 +115,10 @@ def test_which_layers_have_experts() -> None:
     [
         ({"num_attention_heads": None}, "the config of llama has no attention"),
         ({"num_attention_heads": 4.0}, "must be a whole number from 1 to 2,147,483,647, got 4.0"),
+        ({"hidden_size": 18}, "hidden_size 18 of llama is no multiple of its 4 heads"),
         ({"hidden_size": 2**31}, "hidden_size of llama must be a whole number"),
-        ({"num_hidden_layers": 10**6}, "num_hidden_layers of llama must be 4,096 at most"),
-        ({"vocab_size": None}, "the config of llama lacks vocab_size"),
+        ({"num_hidden_layers": 10**6}, "must be a whole number from 1 to 4,096"),
+        ({"vocab_size": None}, "vocab_size of llama must be a whole number"),
         ({"num_key_value_heads": 3}, "4 heads of queries of llama are no multiple of its 3"),
         ({"layer_types": ["full_attention"]}, "2 layers and 1 layer_types"),
         ({"layer_types": ["conv", "conv"]}, "kind 'conv', which are not simulated"),

@@ -1,29 +1,13 @@
-"""The record of a mesh axis: its layout, how attention over it runs, and compilers' tag.
-
-Note [Compile caches]: torch keeps compiled graphs on disk, for later runs and for other ranks of
-the host. The key of a graph contains the mesh, the placements and the global shape of a DTensor. It
-contains neither the annotation of an axis, nor the name of its group, nor the rank, which decides
-the length of its shard. All of these are constants of the graph. So a graph for one layout would
-silently run for another one, and the graph of one rank would fail on the next. torch has a tag that
-is part of all keys of a thread. While a ring is traced, before torch looks up a graph, we add the
-missing facts to the tag. Graphs in memory have no tag and outlive the process group, so they are
-dropped when there is a new group.
-"""
+"""The record of a mesh axis: its layout, and how attention over it runs."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cache
-from hashlib import blake2b
-from importlib.metadata import PackageNotFoundError, version
 from os import PathLike
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
 import torch
-import torch.compiler.config as compiler
 import torch.distributed as dist
 from torch._guards import TracingContext
 from torch.distributed import DeviceMesh, ProcessGroup
@@ -31,42 +15,13 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.utils._python_dispatch import _disable_current_modes
 
 from dtensor_ring.compute.kernels import check_kernel
+from dtensor_ring.dtensor.cache_tag import drop_graphs, drop_specs, tag_caches
 from dtensor_ring.ops.options import Place, group_named
 from dtensor_ring.planning.layout import Contiguous, Layout
 from dtensor_ring.planning.run_table import PerBatch
 from dtensor_ring.planning.strategy import AUTO, as_strategy, check_strategy
 from dtensor_ring.simulate.machine import Machine
 from dtensor_ring.transport.transport import DEFAULT_POLICY, TransferPolicy
-
-# Begins our part of the tag; only the text behind it is replaced.
-MARK = " dtensor_ring:"
-
-
-def tag_caches(rank: int, axes: Sequence[object]) -> None:
-    """Make the cache keys of this thread depend on the rank and its axes from now on.
-
-    Args:
-        rank: the rank of this process.
-        axes: facts about the axes; equal facts must have an equal `repr` in each process.
-    """
-    # Another version of the package may compile to a different graph.
-    facts = repr((_version(), rank, axes)).encode()
-    others, _, _ = compiler.cache_key_tag.partition(MARK)
-    compiler.cache_key_tag = others + MARK + blake2b(facts, digest_size=8).hexdigest()
-
-
-@cache
-def _version() -> str:
-    try:
-        return version("dtensor-ring")
-    except PackageNotFoundError:  # a checkout that is not installed
-        return ""
-
-
-def drop_graphs() -> None:
-    """Drop all graphs in memory; other functions compile again, too."""
-    if "torch._dynamo" in sys.modules:  # otherwise nothing was compiled
-        torch._dynamo.reset_code_caches()
 
 
 @dataclass(frozen=True)
@@ -274,11 +229,18 @@ _has_record._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _begin(world: ProcessGroup) -> None:
-    """Drop the graphs of an earlier world, if no compiler is tracing."""
+    """Drop what belongs to an earlier world, if no compiler is tracing.
+
+    These are graphs, and results of DTensor's rules: they hold meshes of that world, which DTensor
+    would give to tensors of this one.
+    """
     if torch.compiler.is_dynamo_compiling() or TracingContext.try_get() is not None:
         return
-    if _LAST and _LAST[0]() is not world:
+    if _LAST and _LAST[0]() is world:
+        return
+    if _LAST:
         drop_graphs()
+    drop_specs()
     _LAST[:] = [ref(world)]
 
 
@@ -348,9 +310,13 @@ def _check_same(mesh: DeviceMesh, here: Annotation, old: AxisConfig, new: AxisCo
     for name, value in {} if here.is_assumed else _recorded(old).items():
         if getattr(new, name) != value:
             old_text, new_text = map(_text, (value, getattr(new, name)))
+            is_of_calls = name in ("strategy", "kernel")
+            per_call = f", or give {name} to calls of ring_attention" if is_of_calls else ""
             raise ValueError(
                 f"{mesh} was configured with {name}={old_text}, it cannot get {name}={new_text}: "
-                f"an axis is configured once; use the same {name}, or a mesh of other ranks"
+                "an axis, that is its ranks, is configured once, as modules may run over it; use "
+                f"the same {name}{per_call}, or a mesh of other ranks; to compare "
+                "two, run the program for each, or make a new world between, see docs/failures.md"
             )
 
 
@@ -424,10 +390,12 @@ def group_of(mesh: DeviceMesh, axis: int) -> ProcessGroup:
     """Return the group of an axis of a mesh that contains this rank.
 
     DTensor caches meshes and treats meshes over the same ranks as equal. So a mesh may come back
-    whose group was destroyed. The group that was last used over the same ranks then replaces it.
+    whose group was destroyed. The group that was last used over the same ranks of this world then
+    replaces it.
 
     Raises:
-        ValueError: if the group was destroyed, and there is no other group over its ranks.
+        ValueError: if the group was destroyed, and there is no other group over its ranks; or if
+            its world, the default group, was.
     """
     if torch.compiler.is_dynamo_compiling():
         tag_compiled()
@@ -445,14 +413,26 @@ def group_of(mesh: DeviceMesh, axis: int) -> ProcessGroup:
 
 
 class _Groups(dict[int, tuple[str, Any]]):
-    """Maps an axis to the name and a weak reference of its group; it is not pickled."""
+    """Maps an axis to the name and a weak reference of its group; it is not pickled.
+
+    Attributes:
+        world: the default group in which the mesh was first used.
+    """
+
+    world: ref[ProcessGroup] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _Groups, ()
 
 
 def layout_of(mesh: DeviceMesh, axis: int) -> Layout | None:
-    """Return the layout that an axis was annotated with, `None` without one or without a group."""
+    """Return the layout that an axis was annotated with, `None` without one or without a group.
+
+    Raises:
+        ValueError: if the mesh belongs to an earlier world.
+    """
+    if not torch.compiler.is_dynamo_compiling():
+        _check_world(mesh)
     try:
         return annotation_of(group_of(mesh, axis)).layout
     except ValueError:
@@ -467,8 +447,34 @@ def _registered(name: str) -> ProcessGroup | None:
         return None
 
 
+def _check_world(mesh: DeviceMesh) -> None:
+    """Refuse a mesh that was made in an earlier world.
+
+    A rank of it may be another process today, and the layout of its tensors is forgotten.
+
+    Raises:
+        ValueError: says to make it again.
+    """
+    world = dist.group.WORLD
+    if world is None:
+        return
+    root = mesh._get_root_mesh()
+    kept = root.__dict__.setdefault("_dtensor_ring_groups", _Groups())
+    if kept.world is None:
+        kept.world = ref(world)
+    # A new world gives its groups the names of the one before.
+    ours = {name: root._pg_registry.get(name) for name in mesh._dim_group_names}
+    is_renamed = any(x and _registered(name) not in (None, x) for name, x in ours.items())
+    if is_renamed or kept.world() is not world:
+        raise ValueError(
+            f"{mesh} was made before dist.destroy_process_group() and a new init_process_group: "
+            "make the mesh again, annotate it with SequenceAxis, and shard tensors over it anew"
+        )
+
+
 def _found(mesh: DeviceMesh, axis: int) -> ProcessGroup:
     """Return a group over the ranks of an axis: the mesh's own, else the last one used."""
+    _check_world(mesh)
     index: list[Any] = list(mesh.get_coordinate() or ())
     index[axis] = slice(None)
     with _disable_current_modes():  # a compiler's tensors have no values

@@ -26,7 +26,8 @@ from dtensor_ring import (
     decode_attention,
     ring_attention,
 )
-from dtensor_ring.dtensor.annotation import UNANNOTATED, Annotation, constants_of, tag_caches
+from dtensor_ring.dtensor.annotation import UNANNOTATED, Annotation, constants_of
+from dtensor_ring.dtensor.cache_tag import tag_caches
 from tests.dense import dense_attention
 from tests.meshes import SEQUENCE, assert_same, place, random_inputs
 from tests.pool import Pool

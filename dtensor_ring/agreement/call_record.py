@@ -111,6 +111,14 @@ def differences(mine: bytes | bytearray, theirs: bytes | bytearray) -> list[tupl
     return [x for x in found if x[0] != _DIGEST] or found
 
 
+# The fields that differ if ranks hold different numbers of local tokens, and nothing else does.
+LENGTHS = "tokens", "tokens of keys"
+LENGTHS_HINT = (
+    "; ranks that hold different numbers of tokens tell the length of the sequence: by DTensors, "
+    "as shard_sequence returns, or by ContextParallel(..., seq_len=...)"
+)
+
+
 def difference_text(
     mine: bytes | bytearray, theirs: bytes | bytearray, here: int, there: int
 ) -> str:
@@ -127,7 +135,8 @@ def difference_text(
         f"{name}: {one} on rank {here}, {other} on rank {there}" for name, one, other in differing
     )
     same = "the ranks of a ring must make the same call"
-    return f"{same}, they differ in {listed}" if listed else ""
+    hint = LENGTHS_HINT if all(name in LENGTHS for name, *_ in differing) else ""
+    return f"{same}, they differ in {listed}{hint}" if listed else ""
 
 
 def renumbered(message: bytes, number: int, forward_call: int) -> bytearray:

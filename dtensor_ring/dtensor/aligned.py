@@ -69,11 +69,15 @@ def _lined_up(given: Any, x: DTensor) -> Any:
         if not is_whole or given.device_mesh != order_of(x).mesh:
             return given
         given = given.to_local()
-    if not isinstance(given, Tensor) or given.ndim == 0 or given.numel() == 1:
+    if not isinstance(given, Tensor):
         return given
     dim = sequence_dim(x) - (x.ndim - given.ndim)
-    if dim < 0 or given.shape[dim] == 1:
-        if given.requires_grad:
-            raise refusal(x, "a function of this and of a plain tensor that requires gradients")
+    has_tokens = dim >= 0 and given.numel() > 1 and given.shape[dim] > 1
+    if not has_tokens and given.requires_grad and torch.is_grad_enabled():
+        # Each rank would have the gradient of its own tokens only.
+        raise refusal(x, "a function of this and of a plain tensor that requires gradients")
+    if given.ndim == 0 or given.numel() == 1:
+        return given
+    if not has_tokens:
         return DTensor.from_local(given, x.device_mesh, [Replicate()], run_check=False)
     return wrapped(own_tokens(given, x, dim), x, dim)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from itertools import count
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
@@ -23,7 +22,7 @@ from dtensor_ring.dtensor.axis_config import (
     configured,
     differ,
 )
-from dtensor_ring.dtensor.cache_tag import drop_graphs, tag_caches
+from dtensor_ring.dtensor.cache_tag import drop_graphs, drop_specs, tag_caches
 from dtensor_ring.ops.options import group_named
 from dtensor_ring.planning.layout import Layout
 from dtensor_ring.planning.strategy import AUTO, as_strategy
@@ -43,7 +42,6 @@ class Annotation:
         choices: the configuration that "auto" has chosen by, and what, see `choice_of`.
         machines: those read for the axis, by the names that were given, and "" for the default.
         token_meshes: those of its sequences, by device type and name, see `token_mesh`.
-        world: the number of its default process group, 1 for the first one of this process.
     """
 
     ranks: tuple[int, ...]
@@ -54,7 +52,6 @@ class Annotation:
     choices: tuple[AxisConfig | None, dict[Any, Any]] = field(default_factory=lambda: (None, {}))
     machines: dict[str, Machine] = field(default_factory=dict)
     token_meshes: dict[tuple[str, str], DeviceMesh] = field(default_factory=dict)
-    world: int = 1
 
     @property
     def how(self) -> str:
@@ -92,9 +89,6 @@ _AXES: WeakKeyDictionary[ProcessGroup, dict[tuple[int, ...], Annotation]] = Weak
 # The same records by group, so that a call looks one up without listing its ranks.
 _BY_GROUP: WeakKeyDictionary[ProcessGroup, Annotation] = WeakKeyDictionary()
 
-# Numbers the default process groups of this process.
-_WORLDS = count(1)
-
 # The default process group that numbers the ranks of the last record, if there is one.
 _LAST: list[ref[ProcessGroup]] = []
 
@@ -111,11 +105,8 @@ def _new_record(group: ProcessGroup) -> Annotation:
     world = dist.group.WORLD
     assert world is not None, "a mesh has a world"
     _begin(world)
-    ranks, axes = tuple(dist.get_process_group_ranks(group)), _AXES.setdefault(world, {})
-    if ranks not in axes:
-        number = next((other.world for other in axes.values()), 0) or next(_WORLDS)
-        axes[ranks] = Annotation(ranks, world=number)
-    found = axes[ranks]
+    ranks = tuple(dist.get_process_group_ranks(group))
+    found = _AXES.setdefault(world, {}).setdefault(ranks, Annotation(ranks))
     # Two meshes over the same ranks have two groups, but are one axis.
     _BY_GROUP[group], found.group_name = found, group.group_name
     return found
@@ -135,11 +126,18 @@ _has_record._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _begin(world: ProcessGroup) -> None:
-    """Drop the graphs of an earlier world, if no compiler is tracing."""
+    """Drop what belongs to an earlier world, if no compiler is tracing.
+
+    These are graphs, and results of DTensor's rules: they hold meshes of that world, which DTensor
+    would give to tensors of this one.
+    """
     if torch.compiler.is_dynamo_compiling() or TracingContext.try_get() is not None:
         return
-    if _LAST and _LAST[0]() is not world:
+    if _LAST and _LAST[0]() is world:
+        return
+    if _LAST:
         drop_graphs()
+    drop_specs()
     _LAST[:] = [ref(world)]
 
 
@@ -309,10 +307,12 @@ def group_of(mesh: DeviceMesh, axis: int) -> ProcessGroup:
     """Return the group of an axis of a mesh that contains this rank.
 
     DTensor caches meshes and treats meshes over the same ranks as equal. So a mesh may come back
-    whose group was destroyed. The group that was last used over the same ranks then replaces it.
+    whose group was destroyed. The group that was last used over the same ranks of this world then
+    replaces it.
 
     Raises:
-        ValueError: if the group was destroyed, and there is no other group over its ranks.
+        ValueError: if the group was destroyed, and there is no other group over its ranks; or if
+            its world, the default group, was.
     """
     if torch.compiler.is_dynamo_compiling():
         tag_compiled()
@@ -348,18 +348,30 @@ for _constant in (_has_tokens, axis_mesh):
 
 
 class _Groups(dict[int, tuple[str, Any]]):
-    """Maps an axis to the name and a weak reference of its group; it is not pickled."""
+    """Maps an axis to the name and a weak reference of its group; it is not pickled.
+
+    Attributes:
+        world: the default group in which the mesh was first used.
+    """
+
+    world: ref[ProcessGroup] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _Groups, ()
 
 
 def layout_of(mesh: DeviceMesh, axis: int) -> Layout | None:
-    """Return the layout that an axis was annotated with, `None` without one or without a group."""
+    """Return the layout that an axis was annotated with, `None` without one or without a group.
+
+    Raises:
+        ValueError: if the mesh belongs to an earlier world.
+    """
+    tokens = tokens_of(mesh)
+    if not torch.compiler.is_dynamo_compiling():
+        _check_world(mesh if tokens is None else tokens.mesh)
+    if tokens is not None:
+        return tokens.config.layout
     try:
-        tokens = tokens_of(mesh)
-        if tokens is not None:
-            return tokens.config.layout
         return annotation_of(group_of(mesh, axis)).layout
     except ValueError:
         return None
@@ -373,8 +385,34 @@ def _registered(name: str) -> ProcessGroup | None:
         return None
 
 
+def _check_world(mesh: DeviceMesh) -> None:
+    """Refuse a mesh that was made in an earlier world.
+
+    A rank of it may be another process today, and the layout of its tensors is forgotten.
+
+    Raises:
+        ValueError: says to make it again.
+    """
+    world = dist.group.WORLD
+    if world is None:
+        return
+    root = mesh._get_root_mesh()
+    kept = root.__dict__.setdefault("_dtensor_ring_groups", _Groups())
+    if kept.world is None:
+        kept.world = ref(world)
+    # A new world gives its groups the names of the one before.
+    ours = {name: root._pg_registry.get(name) for name in mesh._dim_group_names}
+    is_renamed = any(x and _registered(name) not in (None, x) for name, x in ours.items())
+    if is_renamed or kept.world() is not world:
+        raise ValueError(
+            f"{mesh} was made before dist.destroy_process_group() and a new init_process_group: "
+            "make the mesh again, annotate it with SequenceAxis, and shard tensors over it anew"
+        )
+
+
 def _found(mesh: DeviceMesh, axis: int) -> ProcessGroup:
     """Return a group over the ranks of an axis: the mesh's own, else the last one used."""
+    _check_world(mesh)
     index: list[Any] = list(mesh.get_coordinate() or ())
     index[axis] = slice(None)
     with _disable_current_modes():  # a compiler's tensors have no values

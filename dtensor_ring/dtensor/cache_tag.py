@@ -1,4 +1,4 @@
-"""What torch's caches of compiled graphs must know of the axes of this rank.
+"""The tag of torch's caches of compiled graphs, which says what a graph has of a rank's axes.
 
 Note [Compile caches]: torch keeps compiled graphs on disk, for later runs and for other ranks of
 the host. The key of a graph contains the mesh, the placements and the global shape of a DTensor. It
@@ -17,9 +17,11 @@ from collections.abc import Sequence
 from functools import cache
 from hashlib import blake2b
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 import torch
 import torch.compiler.config as compiler
+from torch.distributed.tensor import DTensor
 
 # Begins our part of the tag; only the text behind it is replaced.
 MARK = " dtensor_ring:"
@@ -50,3 +52,11 @@ def drop_graphs() -> None:
     """Drop all graphs in memory; other functions compile again, too."""
     if "torch._dynamo" in sys.modules:  # otherwise nothing was compiled
         torch._dynamo.reset_code_caches()
+
+
+def drop_specs() -> None:
+    """Drop the results of DTensor's rules, which hold the meshes of the tensors they came from."""
+    propagator: Any = DTensor._op_dispatcher.sharding_propagator
+    # As `torch.distributed.tensor.debug`, whose import loads much.
+    propagator.propagate_op_sharding.cache_clear()
+    torch._C._clear_DTensor_sharding_propagator_cache()

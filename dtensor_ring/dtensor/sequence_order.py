@@ -137,6 +137,9 @@ def own_tokens(given: Any, x: DTensor, dim: int) -> Tensor:
     size = x.shape[sequence_dim(x)]
     if given.ndim <= dim or given.shape[dim] != size:
         raise refusal(x, f"a function of this and of a plain tensor of {tuple(given.shape)}")
+    if given.requires_grad and torch.is_grad_enabled() and not order_of(x).averages:
+        # Each rank would have the gradient of its own tokens; of a plan's outputs they are summed.
+        raise refusal(x, "a function of this and of a plain tensor that requires gradients")
     mesh = order_of(x).mesh
     return local_tokens(given, mesh.get_local_rank(), mesh.size(), dim, order_of(x).layout)
 

@@ -18,14 +18,18 @@ from dtensor_ring.dtensor.annotation import annotation_of, axis_group
 from dtensor_ring.dtensor.axis import AnyMachine, SequenceAxis
 from dtensor_ring.dtensor.axis_config import check_axis_options
 from dtensor_ring.dtensor.placement import SEQUENCE
-from dtensor_ring.dtensor.sequence_tensor import known
+from dtensor_ring.dtensor.sequence_tensor import from_local_tokens, known
 from dtensor_ring.ops.checks import CALLER, check_strided, layer_of, name_layer, within_layer
 from dtensor_ring.planning.layout import Layout
 from dtensor_ring.planning.mask import Mask
+from dtensor_ring.planning.ranges import as_count
 from dtensor_ring.planning.run_table import as_layout
 from dtensor_ring.transport.transport import TransferPolicy
 
 INPUTS = ("query", "key", "value")
+
+# Dims of a result that may be its sequence: the later ones are features.
+MAX_SEQUENCE = 3
 
 
 class ContextParallel(ParallelStyle):
@@ -42,8 +46,9 @@ class ContextParallel(ParallelStyle):
     All data of a token must be sharded in the same order: tokens, labels, and the positions of
     rotary embeddings, as in `shard_sequence(torch.arange(S), mesh, 0).to_local()`, after
     `parallelize_module`. Shards must have equal length on all ranks: pad the sequence to a multiple
-    of twice the number of ranks. If the loss is the mean over a rank's tokens, or over those of all
-    ranks (`sum_over_sequence`), gradients average over the axis, as over data-parallel ranks.
+    of twice the number of ranks, or give `seq_len`, or pass DTensors, which know it. If the loss is
+    the mean over a rank's tokens, or over those of all ranks (`sum_over_sequence`), gradients
+    average over the axis, as over data-parallel ranks.
 
     Args:
         layout: the order in which the tokens are sharded; a layout or its spec.
@@ -52,10 +57,13 @@ class ContextParallel(ParallelStyle):
         policy: the dtypes in which messages travel.
         machine: what the strategy "auto" simulates, see `SequenceAxis`.
         inputs: names of the arguments of `forward` that become DTensors.
+        seq_len: tokens of the whole sequence, where ranks hold different numbers of them, as
+            `shard_sequence` deals them; by default all hold the same number.
 
     Raises:
         TypeError: if an argument has a wrong type, or an input is not a tensor.
-        ValueError: if a value is unknown, or `forward` has no arguments of these names.
+        ValueError: if a value is unknown, or `forward` has no arguments of these names; in
+            `forward`, if the module returns the whole sequence, where it got a shard.
 
     Example:
         >>> class Attention(nn.Module):
@@ -76,6 +84,7 @@ class ContextParallel(ParallelStyle):
         policy: TransferPolicy | None = None,
         machine: AnyMachine | None = None,
         inputs: tuple[str, ...] = INPUTS,
+        seq_len: int | None = None,
     ) -> None:
         super().__init__()
         how: dict[str, Any] = {"strategy": strategy, "kernel": kernel, "policy": policy}
@@ -84,12 +93,14 @@ class ContextParallel(ParallelStyle):
         # Refuse options here, where the user wrote them, and not when the style is applied.
         check_axis_options(self.layout, **how)
         self.inputs = _names(inputs)
+        self.seq_len = None if seq_len is None else as_count("seq_len", seq_len, 1)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if isinstance(module, nn.MultiheadAttention):
             if self.inputs != INPUTS:
                 raise ValueError("nn.MultiheadAttention has inputs of its own; leave inputs out")
-            return shard_multihead(module, SequenceAxis(device_mesh, self.layout, **self.how))
+            axis = SequenceAxis(device_mesh, self.layout, **self.how)
+            return shard_multihead(module, axis, self.seq_len)
         _check_parts(module)
         parameters = signature(module.forward).parameters
         # A forward with `*args` or `**kwargs` may take the inputs, too.
@@ -104,12 +115,12 @@ class ContextParallel(ParallelStyle):
         number_layer(module, device_mesh)
         positions = _positions(parameters.values(), self.inputs)
         defaults = {name: p.default for name, p in parameters.items()}
-        shard = partial(_shard, axis=axis, defaults=defaults)
+        shard = partial(_shard, axis=axis, defaults=defaults, seq_len=self.seq_len)
         module.register_forward_pre_hook(
             partial(_shard_inputs, shard=shard, positions=positions, names=self.inputs),
             with_kwargs=True,
         )
-        module.register_forward_hook(_local_outputs)
+        module.register_forward_hook(_local_outputs, with_kwargs=True)
         return module
 
 
@@ -168,7 +179,9 @@ def _shard_inputs(
     return sharded, kwargs | named
 
 
-def _shard(name: str, x: Any, *, axis: SequenceAxis, defaults: dict[str, Any]) -> Any:
+def _shard(
+    name: str, x: Any, *, axis: SequenceAxis, defaults: dict[str, Any], seq_len: int | None
+) -> Any:
     if not isinstance(x, Tensor):
         # Optional inputs may be given as their default, and unnamed ones may be anything.
         if x is defaults.get(name, x):
@@ -194,15 +207,43 @@ def _shard(name: str, x: Any, *, axis: SequenceAxis, defaults: dict[str, Any]) -
             "torch.export cannot make DTensors of local tensors, as ContextParallel does; call "
             "dtensor_ring.ring_attention(query, key, value, mesh=mesh) in the module instead"
         )
+    if seq_len is not None:
+        return from_local_tokens(x, axis.token_mesh, SEQUENCE, seq_len)
     # No check: comparing shapes over the ranks would cost a collective for each tensor.
     return known(DTensor.from_local(x, axis.token_mesh, [Shard(SEQUENCE)], run_check=False))
 
 
-def _local_outputs(module: nn.Module, args: Any, output: Any) -> Any:
+def _local_outputs(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
     if not torch.compiler.is_compiling():
         CALLER.layer = ""
+    sharded = [
+        x
+        for x in (*args, *kwargs.values())
+        if isinstance(x, DTensor) and Shard(SEQUENCE) in x.placements
+    ]
+    if sharded:
+        given = sharded[0]
+        refuse = partial(_refuse_whole, type(module).__name__, given)
+        torch.utils._pytree.tree_map_only(DTensor, refuse, output)
     # A lambda, because a compiler can trace `x.to_local()`, but not the unbound function.
     return torch.utils._pytree.tree_map_only(DTensor, lambda x: x.to_local(), output)
+
+
+def _refuse_whole(name: str, given: DTensor, output: DTensor) -> None:
+    """Refuse a result that has all tokens on each rank, which callers would take for a shard."""
+    if output.device_mesh != given.device_mesh:
+        return
+    axis = [where == Shard(SEQUENCE) for where in given.placements].index(True)
+    where = output.placements[axis]
+    is_whole = where.is_replicate() or where.is_partial()
+    seq_len, is_ring = given.shape[SEQUENCE], given.device_mesh.size(axis) > 1
+    if is_whole and is_ring and seq_len in output.shape[:MAX_SEQUENCE]:
+        raise ValueError(
+            f"{name} got shards of {seq_len} tokens and returned all of them, "
+            f"{tuple(output.shape)}, on every rank of the ring: a result over all tokens, such as "
+            "a mean, made the others whole, too; return tokens as they came, "
+            "x.redistribute(placements=query.placements)"
+        )
 
 
 NO_PADDING = (
@@ -219,6 +260,7 @@ class ShardedMultiheadAttention(nn.MultiheadAttention):
     """The class that `ContextParallel` gives to `nn.MultiheadAttention`; parameters stay."""
 
     axis: SequenceAxis
+    seq_len: int | None = None
 
     def forward(
         self,
@@ -235,7 +277,7 @@ class ShardedMultiheadAttention(nn.MultiheadAttention):
 
         Args:
             query: local shard; likewise key and value.
-            key: must have the same number of tokens on each rank.
+            key: must have the same number of tokens on each rank, without `seq_len` of the style.
             value: must have the same number of tokens as the key.
             key_padding_mask: must be `None`.
             need_weights: must be `False`.
@@ -265,12 +307,15 @@ class ShardedMultiheadAttention(nn.MultiheadAttention):
             )
         if not self.batch_first:
             inputs = tuple(x.transpose(0, 1) for x in inputs)
-        heads = (
+        heads: Any = (
             F.linear(x, weight, bias).unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
             for x, weight, bias in zip(inputs, *self._projections(), strict=True)
         )
+        if self.seq_len is not None:
+            heads = (from_local_tokens(x, self.axis.mesh, SEQUENCE, self.seq_len) for x in heads)
         with within_layer(self):
             out = self.axis.attention(*heads, mask=Mask.causal() if is_causal else Mask.full())
+        out = out.to_local() if isinstance(out, DTensor) else out
         out = self.out_proj(out.transpose(1, 2).flatten(2))
         return out if self.batch_first else out.transpose(0, 1), None
 
@@ -299,8 +344,10 @@ class ShardedMultiheadAttention(nn.MultiheadAttention):
                 )
 
 
-def shard_multihead(module: nn.MultiheadAttention, axis: SequenceAxis) -> nn.Module:
-    """Make the module attend over an axis.
+def shard_multihead(
+    module: nn.MultiheadAttention, axis: SequenceAxis, seq_len: int | None = None
+) -> nn.Module:
+    """Make the module attend over an axis; `seq_len` as of `ContextParallel`.
 
     Raises:
         ValueError: if it is a subclass, or has keys that belong to no token.
@@ -316,7 +363,7 @@ def shard_multihead(module: nn.MultiheadAttention, axis: SequenceAxis) -> nn.Mod
             "sequence: make it without them"
         )
     module.__class__ = ShardedMultiheadAttention
-    vars(module)["axis"] = axis
+    vars(module).update(axis=axis, seq_len=seq_len)
     number_layer(module, axis.mesh)
     # In inference, the layers around it skip this module, unless one of their parts has a hook.
     module.register_forward_pre_hook(_no_fast_path)

@@ -51,7 +51,7 @@ def token_mesh(
     if group.size() == 1:
         return mesh
     tokens, here = Tokens(mesh, config, layout or config.layout, averages), annotation_of(group)
-    known, name = here.token_meshes, _name(tokens, here.world)
+    known, name = here.token_meshes, _name(tokens)
     key = mesh.device_type, name
     if key not in known:
         if len(known) >= MAX_MESHES:
@@ -60,15 +60,13 @@ def token_mesh(
     return known[key]
 
 
-def _name(tokens: Tokens, number: int) -> str:
-    """Return the name of the axis of a token mesh; `number` is that of the world."""
+def _name(tokens: Tokens) -> str:
+    """Return the name of the axis of a token mesh."""
     mesh, layout = tokens.mesh, tokens.layout
     axis = mesh.mesh_dim_names[0] if mesh.mesh_dim_names else "tokens"
     order = f"{layout.name} {_digest(layout, mesh.size())}" if layout.per_batch else layout.spec
-    # A tensor of a world that is gone must not be taken for one of the next.
-    worlds = [f"world {number}"] if number > 1 else []
     averages = ["gradients averaged"] if tokens.averages else []
-    return ", ".join([f"{axis} in {order} order", *tokens.config.options, *averages, *worlds])
+    return ", ".join([f"{axis} in {order} order", *tokens.config.options, *averages])
 
 
 def _digest(layout: Layout, world_size: int) -> str:

@@ -6,6 +6,7 @@ Within one run: between runs the pool clears the caches of DTensor that this is 
 from __future__ import annotations
 
 import pickle
+from itertools import product
 
 import pytest
 import torch
@@ -14,12 +15,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _get_default_store
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from dtensor_ring import Mask, SequenceAxis, ring_attention, shard_sequence, unshard_sequence
 from tests.dense import dense_attention
 from tests.meshes import annotated_mesh, place, random_inputs
 from tests.pool import Pool
+
+ANOTHER_WORLD = "was made before .* and a new init_process_group: make the mesh again"
 
 
 def new_world(name: str) -> None:
@@ -77,6 +80,36 @@ def _check_groups() -> None:
             new_world("again")
             # Takes the name that the group of the same ranks had.
             dist.new_group([0])
+            with pytest.raises(ValueError, match=ANOTHER_WORLD):
+                ring_attention(*local, mesh=old)
+            old = None
+
+
+def test_tensors_of_another_world(pool: Pool) -> None:
+    pool.run(2, _check_another_world)
+
+
+def _check_another_world() -> None:
+    """Groups of the new world take their names, so torch takes their meshes for meshes of today."""
+    whole = torch.arange(16.0).view(1, 1, 16, 1)
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "cp"))
+    SequenceAxis(mesh["cp"], "zigzag")
+    seen = shard_sequence(whole, mesh["cp"], 2)
+    # Known to us by another mesh of its world only.
+    unseen = DTensor.from_local(seen.to_local(), mesh, [Replicate(), Shard(2)])
+    new_world("another")
+    calls = _sdpa, ring_attention, lambda *x: unshard_sequence(x[0], 2)
+    for is_annotated in (False, True):
+        for old, call in product((seen, unseen), calls):
+            with pytest.raises(ValueError, match=ANOTHER_WORLD):
+                call(old, old, old)
+        with pytest.raises(ValueError, match=ANOTHER_WORLD):
+            SequenceAxis(mesh["cp"], "zigzag")
+        again = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "cp"))
+        if not is_annotated:
+            SequenceAxis(again["cp"], "striped")
+    sharded = shard_sequence(whole, again["cp"], 2) * 1
+    assert torch.equal(unshard_sequence(sharded, 2), whole)
 
 
 def test_rows_of_a_batch_over_another_axis(pool: Pool) -> None:

@@ -101,6 +101,22 @@ def _check_module(name: str) -> None:
         same(call(compiled, *local), call(stock, *whole))
 
 
+def test_uneven_shards(pool: Pool) -> None:
+    pool.run(2, _check_uneven)
+
+
+def _check_uneven() -> None:
+    make, _, call = MODULES["attention, causal"]
+    stock = make()
+    style = ContextParallel("zigzag", seq_len=LENGTH - 1)
+    sharded = parallelize_module(deepcopy(stock), init_device_mesh("cpu", (2,)), style)
+    whole = torch.arange(2.0 * WIDTH * (LENGTH - 1), dtype=torch.float64).sin().view(2, -1, WIDTH)
+    mine = as_layout("zigzag").positions(dist.get_rank(), 2, LENGTH - 1)
+    mask = CAUSAL[1:, 1:]
+    expected = stock(whole, whole, whole, None, False, mask, is_causal=True)[0]
+    torch.testing.assert_close(call(sharded, whole[:, mine], None), expected[:, mine])
+
+
 # How the module is made and called, and the words of the error.
 REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({}, {"need_weights": True}, "need_weights=True over a sharded sequence: call it with need_"),

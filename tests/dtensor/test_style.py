@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from inspect import signature
 from typing import Any
 
@@ -14,10 +15,17 @@ from torch import Tensor, fx, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 
-from dtensor_ring import Balanced, ContextParallel, Mask, ring_attention, sequence_layout
+from dtensor_ring import (
+    Balanced,
+    ContextParallel,
+    Mask,
+    RingError,
+    ring_attention,
+    sequence_layout,
+)
 from dtensor_ring.dtensor.style import _positions
 from dtensor_ring.ops.checks import CALLER
 from dtensor_ring.ops.ring_op import ring_backward_op, ring_op
@@ -63,16 +71,16 @@ class Model(nn.Module):
         return x
 
 
-def ring_model(layout: str) -> tuple[nn.Module, Model, list[int]]:
+def ring_model(layout: str, seq_len: int | None = None) -> tuple[nn.Module, Model, list[int]]:
     """A model that rings, one that does not, and the tokens of this rank."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     torch.manual_seed(0)
     ringing, whole = Model(), Model()
     whole.load_state_dict(ringing.state_dict())
-    plan = {"layers.*.attention": ContextParallel(layout)}
+    plan = {"layers.*.attention": ContextParallel(layout, seq_len=seq_len)}
     parallelize_module(ringing, mesh, plan)
     assert sequence_layout(mesh) == as_layout(layout)
-    mine = as_layout(layout).positions(dist.get_rank(), mesh.size(), SEQ_LEN)
+    mine = as_layout(layout).positions(dist.get_rank(), mesh.size(), seq_len or SEQ_LEN)
     return ringing, whole, mine
 
 
@@ -89,9 +97,19 @@ def test_compiled_model(pool: Pool, backend: str) -> None:
     pool.run(2, _check_model, "zigzag", backend)
 
 
-def _check_model(layout: str, backend: str | None = None) -> None:
-    ringing, whole, mine = ring_model(layout)
-    x, grad = torch.randn(2, SEQ_LEN, WIDTH), torch.randn(2, SEQ_LEN, WIDTH)
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+@pytest.mark.parametrize(("world_size", "seq_len"), [(2, 63), (3, 64), (3, 2)])
+def test_uneven_shards(pool: Pool, layout: str, world_size: int, seq_len: int) -> None:
+    pool.run(world_size, _check_model, layout, None, seq_len)
+
+
+def test_compiled_uneven_shards(pool: Pool) -> None:
+    pool.run(2, _check_model, "zigzag", "aot_eager", 63)
+
+
+def _check_model(layout: str, backend: str | None = None, seq_len: int | None = None) -> None:
+    ringing, whole, mine = ring_model(layout, seq_len)
+    x, grad = torch.randn(2, 2, seq_len or SEQ_LEN, WIDTH)
     expected = whole(x)
     expected.backward(grad)
     model: Any = ringing
@@ -105,6 +123,60 @@ def _check_model(layout: str, backend: str | None = None) -> None:
         assert type(ours.grad) is Tensor
         dist.all_reduce(ours.grad)
         torch.testing.assert_close(ours.grad, theirs.grad, atol=1e-4, rtol=1e-4)
+
+
+def test_lengths_that_nobody_told(pool: Pool) -> None:
+    pool.run(2, _check_untold)
+
+
+def _check_untold() -> None:
+    """The error says how to tell them; a told one that no shard has is refused by each rank."""
+    mesh = init_device_mesh("cpu", (2,))
+    for seq_len, error, message in (
+        (64, ValueError, "holds 3[12] tokens, but its shard of seq_len 64 has 32"),
+        (None, RingError, r"tokens of keys: .*ContextParallel\(\.\.\., seq_len=\.\.\.\)"),
+    ):
+        module = parallelize_module(Attention(), mesh, ContextParallel("zigzag", seq_len=seq_len))
+        inputs = torch.randn(3, 1, 2, 31 if seq_len else 32 - dist.get_rank(), 4)
+        with pytest.raises(error, match=message):
+            module(*inputs)
+    for wrong in (0, 1.5):
+        with pytest.raises((TypeError, ValueError), match="seq_len"):
+            ContextParallel(seq_len=wrong)  # pyrefly: ignore[bad-argument-type]
+
+
+class Mixes(nn.Module):
+    """Does something with the result of attention."""
+
+    def __init__(self, then: Callable[[Any, Any], Any]) -> None:
+        super().__init__()
+        self.then = then
+
+    def forward(self, query: Any, key: Any, value: Any) -> Any:
+        return [self.then(ring_attention(query, key, value), value)]
+
+
+def test_whole_results(pool: Pool) -> None:
+    pool.run(2, _check_whole_results)
+
+
+def _check_whole_results() -> None:
+    """One that has all tokens on each rank is refused, also compiled; parts of tokens are not."""
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "cp"))
+    inputs = torch.randn(3, 1, 2, 6, 4)
+    whole = Mixes(lambda out, _: out.redistribute(placements=[Replicate()]))
+    mean = Mixes(
+        lambda out, x: out + x.mean(2, keepdim=True).redistribute(placements=[Replicate()])
+    )
+    for module in (whole, mean):
+        parallelize_module(module, mesh["cp"], ContextParallel())
+        for call in (module, torch.compile(module, backend="eager", fullgraph=True)):
+            if module is mean:
+                assert call(*inputs)[0].shape == (1, 2, 6, 4)
+                continue
+            message = r"Mixes got shards of 12 tokens and returned all of them, \(1, 2, 12, 4\)"
+            with pytest.raises(Exception, match=message):
+                call(*inputs)
 
 
 def test_one_node_per_attention(pool: Pool) -> None:

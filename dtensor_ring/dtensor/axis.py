@@ -1,4 +1,4 @@
-"""The public `SequenceAxis`: an axis of a mesh, configured once and called often."""
+"""The public `SequenceAxis`: an axis of a mesh, and how attention over it runs."""
 
 from __future__ import annotations
 

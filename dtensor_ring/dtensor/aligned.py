@@ -25,7 +25,7 @@ from dtensor_ring.dtensor.sequence_order import (
 ELEMENTWISE = """
     add sub mul div truediv rsub radd rmul rtruediv true_divide floor_divide pow remainder fmod
     eq ne lt le gt ge isclose maximum minimum fmax fmin clamp where masked_fill lerp atan2
-    logical_and logical_or logical_xor and or xor gather take_along_dim
+    logical_and logical_or logical_xor and or xor
 """
 
 

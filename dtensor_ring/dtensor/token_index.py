@@ -16,10 +16,12 @@ from torch.distributed.tensor import DTensor
 from dtensor_ring.dtensor.sequence_order import (
     first_of,
     order_of,
+    own_tokens,
     refusal,
     sequence_dim,
     summed,
     whole,
+    wrapped,
 )
 from dtensor_ring.planning.layout import run_positions
 
@@ -180,6 +182,20 @@ def _unflatten(func: Any, x: Any, dim: int, sizes: Any) -> Any:
     return _along(x, dim, refuse)
 
 
+def _gather(func: Any, x: Any, dim: int, index: Any, **kwargs: Any) -> Any:
+    """Gather along another dimension: the index has the tokens of the sequence, too."""
+    if not isinstance(x, DTensor) or sequence_dim(x) < 0 or dim % x.ndim == sequence_dim(x):
+        return NotImplemented
+    at = sequence_dim(x)
+    return wrapped(func(x.to_local(), dim, own_tokens(index, x, at), **kwargs), x, at)
+
+
+def _take_along_dim(func: Any, x: Any, indices: Any, dim: int | None = None) -> Any:
+    if dim is None:
+        return NotImplemented
+    return _gather(lambda local, at, index: func(local, index, at), x, dim, indices)
+
+
 # By the functions that PyTorch hands over.
 INDEXING: dict[Any, Callable[..., Any]] = {
     Tensor.__getitem__: _getitem,
@@ -189,6 +205,10 @@ INDEXING: dict[Any, Callable[..., Any]] = {
     torch.narrow: _narrow,
     Tensor.index_select: _index_select,
     torch.index_select: _index_select,
+    Tensor.gather: _gather,
+    torch.gather: _gather,
+    Tensor.take_along_dim: _take_along_dim,
+    torch.take_along_dim: _take_along_dim,
     Tensor.unbind: _unbind,
     torch.unbind: _unbind,
     Tensor.__iter__: _unbind,

@@ -22,8 +22,8 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from docs.marked import table_row, write_part
 from dtensor_ring.quantised.block_scales import FORMATS
-from examples.small_models import small_model
-from examples.text import read_standard_library
+from examples.parts.small_models import small_model
+from examples.parts.text import read_standard_library
 from parallel_plans.huggingface import ContextParallelCache, context_parallel_plan
 
 PAGE = Path(__file__).parent.parent / "docs" / "numerics.md"

@@ -17,8 +17,8 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.optim.lr_scheduler import LambdaLR
 
 from dtensor_ring import TransferPolicy
-from examples.small_models import small_model
-from examples.text import read_standard_library
+from examples.parts.small_models import small_model
+from examples.parts.text import read_standard_library
 from parallel_plans.huggingface import context_parallel_plan
 
 MODEL, WORLD_SIZE, NUM_LAST = "llama", 2, 20

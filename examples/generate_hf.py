@@ -21,11 +21,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from parts.small_models import small_model
+from parts.text import read_standard_library
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
-from small_models import small_model
-from text import read_standard_library
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 from train_hf import batch_of, positive

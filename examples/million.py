@@ -26,12 +26,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from passkey import NUM_DIGITS, QUESTION, draw_passkey, hide, learn, passkey_model, sharpen
-from rank_memory import AliveTensors, of_all_ranks
+from parts.passkey import NUM_DIGITS, QUESTION, draw_passkey, hide, learn, passkey_model, sharpen
+from parts.rank_memory import AliveTensors, of_all_ranks
+from parts.text import read_standard_library
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
-from text import read_standard_library
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module

@@ -1,5 +1,6 @@
 """Ring attention in thirty lines: torchrun --nproc-per-node 2 examples/quickstart.py"""
 
+import argparse
 import time
 
 import torch
@@ -11,6 +12,7 @@ from dtensor_ring import Mask, ring_attention, shard_sequence, unshard_sequence
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__).parse_args()  # none but --help
     if dist.is_torchelastic_launched():
         dist.init_process_group()
     else:  # one process, without torchrun

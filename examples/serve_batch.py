@@ -24,10 +24,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from generate_hf import train, trained_model
+from parts.text import read_standard_library
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
-from text import read_standard_library
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 from tqdm import tqdm

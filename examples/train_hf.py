@@ -25,11 +25,11 @@ from typing import Any
 import matplotlib as mpl
 import torch
 import torch.distributed as dist
-from comparison import Run, largest_difference, plot, show
+from parts.comparison import Run, largest_difference, plot, show
+from parts.small_models import MASKED, MODELS, small_model
+from parts.text import read_standard_library
 from rich.console import Console
 from rich.progress import track
-from small_models import MASKED, MODELS, small_model
-from text import read_standard_library
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.profiler import ProfilerActivity, profile, record_function

@@ -1,11 +1,12 @@
 """Train a GPT of your own over a ring: torchrun --nproc-per-node 2 examples/train_own.py"""
 
+import argparse
 import time
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from text import StandardLibrary
+from parts.text import StandardLibrary
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
@@ -62,6 +63,7 @@ class GPT(nn.Module):
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__).parse_args()  # none but --help
     dist.init_process_group()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     mesh = init_device_mesh(device, (dist.get_world_size(),), mesh_dim_names=("cp",))

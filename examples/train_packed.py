@@ -11,7 +11,7 @@ import time
 
 import torch
 import torch.distributed as dist
-from text import read_documents
+from parts.text import read_documents
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from dtensor_ring import Mask, SequenceAxis, TransferPolicy
@@ -118,13 +119,15 @@ class RingBackend:
         if config is None:
             how = (attn_mask, dropout_p, is_causal, scale, enable_gqa, return_lse)
             return self.stock(query, key, value, *how, _parallel_config)
-        _refuse(config, attn_mask, dropout_p, is_causal, return_lse)
+        _refuse(config, dropout_p, is_causal, return_lse)
         if not enable_gqa and query.shape[2] != key.shape[2]:
             raise ValueError(
                 f"{query.shape[2]} query heads and {key.shape[2]} key heads need enable_gqa=True"
             )
+        axis = self._axis(config)
+        _check_mask(axis, attn_mask)
         shard = (x.transpose(1, 2) for x in (query, key, value))
-        out = self._axis(config).attention(*shard, mask=Mask.full(), scale=scale)
+        out = axis.attention(*shard, mask=Mask.full(), scale=scale)
         return out.transpose(1, 2)
 
     def _axis(self, config: Any) -> SequenceAxis:
@@ -136,12 +139,29 @@ class RingBackend:
         return SequenceAxis(config._flattened_mesh, self.layout, **how)
 
 
-def _refuse(
-    config: Any, attn_mask: Tensor | None, dropout_p: float, is_causal: bool, return_lse: bool
-) -> None:
+def _check_mask(axis: SequenceAxis, attn_mask: Tensor | None) -> None:
+    """Refuse a mask that hides keys. Models may give one that hides none, of a whole prompt.
+
+    Each rank has the mask of its own tokens, so all ranks count what is hidden together.
+
+    Raises:
+        ValueError: on every rank, if the mask of one hides a key.
+    """
+    if attn_mask is None:
+        return
+    is_hidden = ~attn_mask if attn_mask.dtype == torch.bool else attn_mask != 0
+    number = int(axis.sum(is_hidden.sum().float()))
+    if number:
+        raise ValueError(
+            f"ring attention in diffusers takes no attn_mask that hides keys, and this one hides "
+            f"{number} on all ranks; give prompts of one length without padding, for example one "
+            "at a time, or call parallel_plans.diffusers.use_stock_attention()"
+        )
+
+
+def _refuse(config: Any, dropout_p: float, is_causal: bool, return_lse: bool) -> None:
     """Refuse what diffusers' context parallelism or this backend does not support."""
     asked = {
-        "attn_mask": attn_mask is not None,
         "dropout_p": dropout_p > 0,
         # Texts and images are sharded separately and then joined: the tokens have no order.
         "is_causal": is_causal,

@@ -110,7 +110,6 @@ def test_without_parallelism_the_stock_attention_runs() -> None:
 @pytest.mark.parametrize(
     "given",
     [
-        {"attn_mask": torch.ones(1, 1)},
         {"is_causal": True},
         {"dropout_p": 0.1},
         {"return_lse": True},
@@ -125,3 +124,53 @@ def test_what_a_ring_cannot_do_is_said(given: dict[str, Any]) -> None:
     x = torch.randn(1, 4, 2, 8)
     with pytest.raises(ValueError, match=next(iter(given))):
         RingBackend(lambda *_: None, None, None)(x, x, x, **given, _parallel_config=config)
+
+
+def qwen_image() -> Any:
+    from diffusers import QwenImageTransformer2DModel
+
+    torch.manual_seed(0)
+    sizes = {"num_layers": 2, "attention_head_dim": 16, "num_attention_heads": 2}
+    model = QwenImageTransformer2DModel(
+        in_channels=4, out_channels=4, joint_attention_dim=12, axes_dims_rope=(4, 6, 6), **sizes
+    )
+    return model.double()
+
+
+def _check_masks() -> None:
+    """Of the text, with which Qwen-Image masks the keys of its joint attention."""
+    from diffusers import ContextParallelConfig
+
+    from parallel_plans import diffusers
+
+    warnings.filterwarnings("ignore", ".*all_gather_tensor. is deprecated", FutureWarning)
+    torch.manual_seed(1)
+    given: dict[str, Any] = {
+        "hidden_states": torch.randn(1, IMAGE, 4, dtype=torch.float64),
+        "encoder_hidden_states": torch.randn(1, TEXT, 12, dtype=torch.float64),
+        "timestep": torch.ones(1, dtype=torch.float64),
+        "img_shapes": [[(1, 4, 6)]],
+        "return_dict": False,
+    }
+    ones = torch.ones(1, TEXT, dtype=torch.bool)
+    padded = ones.index_fill(1, torch.tensor([TEXT - 1]), False)  # on the last rank only
+    with torch.no_grad():
+        expected = qwen_image()(**given)[0]
+        model = qwen_image()
+        diffusers.use_ring_attention(kernel="reference")
+        try:
+            with patch.object(torch.accelerator, "device_count", lambda: 1):
+                model.enable_parallelism(config=ContextParallelConfig(ring_degree=2))
+            for mask in (None, ones):
+                found = model(**given, encoder_hidden_states_mask=mask)[0]
+                torch.testing.assert_close(found, expected)
+            with pytest.raises(
+                ValueError, match=r"no attn_mask that hides keys, .* hides 1 on all"
+            ):
+                model(**given, encoder_hidden_states_mask=padded)
+        finally:
+            diffusers.use_stock_attention()
+
+
+def test_a_mask_that_hides_nothing_is_none(pool: Pool) -> None:
+    pool.run(2, _check_masks)

@@ -28,7 +28,7 @@ CODE = re.compile(r"^```python\n(.*?)^```$(?:\n\n```\n(.*?)^```$)?", re.MULTILIN
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_page(pool: Pool, tmp_path: Path, page: Path) -> None:
-    """The code of a page runs from top to bottom, and prints what the page says."""
+    """The code of a page runs, and prints what the page says."""
     pool.run(2, under_torchrun, _check_page, page, tmp_path)
 
 
@@ -41,9 +41,12 @@ def _check_page(page: Path, folder: Path) -> None:
 
 
 def _run_page(page: Path) -> None:
+    """Run the blocks of a page one after another; those of the README each alone."""
     namespace: dict[str, Any] = {"__name__": page.stem}
     for code, printed in CODE.findall(page.read_text()):
         output = io.StringIO()
+        if page.stem == "README":
+            namespace = {"__name__": "__main__"}
         with redirect_stdout(output):
             exec(compile(code, page.name, "exec"), namespace)
         assert not printed or output.getvalue() == printed

@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from small_models import small_model
+from parts.small_models import small_model
 from torch import Tensor, nn
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.distributed.device_mesh import init_device_mesh

@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
+from parts.small_models import small_model
 from peft import LoraConfig, PrefixTuningConfig, get_peft_model
-from small_models import small_model
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard

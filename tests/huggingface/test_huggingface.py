@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from small_models import MODELS, small_model
-from text import read_standard_library
+from parts.small_models import MODELS, small_model
+from parts.text import read_standard_library
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard

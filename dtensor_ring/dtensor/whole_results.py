@@ -79,22 +79,51 @@ def _extreme(largest: bool) -> Callable[..., Tensor]:
     """Return the reduction to the largest, or smallest, of the extremes of all ranks."""
 
     def reduce(local: Tensor, dims: list[int], keepdim: bool, x: DTensor) -> Tensor:
-        if not local.numel():  # a rank without tokens
-            bounds = torch.finfo(x.dtype) if x.is_floating_point() else torch.iinfo(x.dtype)
-            low = -float("inf") if x.is_floating_point() else bounds.min
-            high = float("inf") if x.is_floating_point() else bounds.max
-            shape = [1 if d in dims else n for d, n in enumerate(local.shape)]
-            found = local.new_full(shape, low if largest else high) + 0 * local.sum()
-            found = found if keepdim else found.squeeze(dims)
-        else:
-            found = (local.amax if largest else local.amin)(dims, keepdim)
-        size = x.device_mesh.size()
-        rank = torch.arange(size, device=local.device) == order_of(x).mesh.get_local_rank()
-        # Infinities times zero would be no number.
-        by_rank = torch.where(rank.view(-1, *[1] * found.ndim), found, torch.zeros_like(found))
-        return (Tensor.amax if largest else Tensor.amin)(summed(by_rank, x), 0)
+        best = _best(local.detach(), dims, x, largest)
+        if local.requires_grad and torch.is_grad_enabled():
+            # As in PyTorch, equal ones share the gradient, wherever they are.
+            is_best = local.detach() == best
+            count = summed(is_best.sum(dims, keepdim=True), x)
+            share = summed(torch.where(is_best, local, 0).sum(dims, keepdim=True), x) / count
+            best = _WithGradientOf.apply(share, best)
+        return best if keepdim else best.squeeze(dims)
 
     return reduce
+
+
+def _best(local: Tensor, dims: list[int], x: DTensor, largest: bool) -> Tensor:
+    """Return the extreme of all ranks, with dimensions of length 1 where it was reduced."""
+    if local.numel():
+        found = (local.amax if largest else local.amin)(dims, keepdim=True)
+    else:  # a rank without tokens
+        shape = [1 if d in dims else length for d, length in enumerate(local.shape)]
+        found = local.new_full(shape, _bound(local.dtype, not largest))
+    size, rank = x.device_mesh.size(), order_of(x).mesh.get_local_rank()
+    by_rank = found.new_zeros((size, *found.shape))
+    by_rank[rank] = found
+    everyone = summed(by_rank, x)
+    return everyone.amax(0) if largest else everyone.amin(0)
+
+
+def _bound(dtype: torch.dtype, largest: bool) -> float | bool:
+    """Return the largest, or the smallest, number of a dtype."""
+    if dtype == torch.bool:
+        return largest
+    if dtype.is_floating_point:
+        return float("inf") if largest else -float("inf")
+    return torch.iinfo(dtype).max if largest else torch.iinfo(dtype).min
+
+
+class _WithGradientOf(torch.autograd.Function):
+    """The second input, with the gradient of the first."""
+
+    @staticmethod
+    def forward(ctx: Any, share: Tensor, value: Tensor) -> Tensor:
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return grads[0], None
 
 
 _REDUCTIONS: dict[str, Callable[..., Tensor]] = {

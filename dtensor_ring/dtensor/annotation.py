@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -254,6 +254,10 @@ def tokens_of(mesh: DeviceMesh) -> Tokens | None:
     return fields[TOKENS]
 
 
+# A mesh is a constant of a graph.
+tokens_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 def config_of_call(
     group: ProcessGroup, with_runs: bool, mesh: DeviceMesh | None = None
 ) -> AxisConfig:
@@ -316,8 +320,9 @@ def group_of(mesh: DeviceMesh, axis: int) -> ProcessGroup:
     """
     if torch.compiler.is_dynamo_compiling():
         tag_compiled()
-        # The mesh is an input of the graph.
-        return (axis_mesh(mesh) if _has_tokens(mesh) else mesh).get_group(axis)
+        if _has_tokens(mesh):
+            return _GroupInGraph(*_facts_of_group(mesh, axis))  # type: ignore[return-value]
+        return mesh.get_group(axis)  # the mesh is an input of the graph
     tokens = tokens_of(mesh)
     if tokens is not None:
         mesh = tokens.mesh
@@ -343,7 +348,28 @@ def axis_mesh(mesh: DeviceMesh) -> DeviceMesh:
     return mesh if tokens is None else tokens.mesh
 
 
-for _constant in (_has_tokens, axis_mesh):
+class _GroupInGraph(NamedTuple):
+    """What a graph has of the group of a token mesh, which it cannot ask for one."""
+
+    group_name: str
+    own_rank: int
+    num_ranks: int
+
+    def rank(self) -> int:
+        """Return this rank."""
+        return self.own_rank
+
+    def size(self) -> int:
+        """Return the number of ranks."""
+        return self.num_ranks
+
+
+def _facts_of_group(mesh: DeviceMesh, axis: int) -> tuple[str, int, int]:
+    group = axis_mesh(mesh).get_group(axis)
+    return group.group_name, group.rank(), group.size()
+
+
+for _constant in (_has_tokens, _facts_of_group):
     _constant._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 

@@ -16,8 +16,8 @@ from dtensor_ring.dtensor.annotation import annotate, annotation_of, axis_group,
 from dtensor_ring.dtensor.axis_config import UNANNOTATED, AxisConfig
 from dtensor_ring.dtensor.flex.flex_attention import install_flex
 from dtensor_ring.dtensor.gather import check_balanced, whole_of, whole_sequence
-from dtensor_ring.dtensor.sdpa import install_sdpa
-from dtensor_ring.dtensor.sequence_order import local_tokens, positions_of
+from dtensor_ring.dtensor.sdpa import Handler, add_handlers, as_before, install_sdpa
+from dtensor_ring.dtensor.sequence_order import local_tokens, positions_of, refusal
 from dtensor_ring.dtensor.sequence_tensor import from_local_tokens
 from dtensor_ring.dtensor.token_mesh import token_mesh
 from dtensor_ring.ops.checks import check_strided
@@ -306,3 +306,16 @@ def install_handlers() -> None:
     """Let PyTorch ask us first about attention on DTensors; other calls continue as before."""
     install_sdpa()
     install_flex()
+    add_handlers((torch.ops.aten._local_scalar_dense.default,), _value_handler)
+
+
+def _value_handler(previous: Handler | None) -> Handler:
+    """Refuse the value of a sum that was not made over ranks, as a graph may return."""
+
+    def handle(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        x = args[0]
+        if tokens_of(x.device_mesh) is not None and not x.placements[0].is_replicate():
+            raise refusal(x, "the value of this")
+        return as_before(previous, op, args, kwargs)
+
+    return handle

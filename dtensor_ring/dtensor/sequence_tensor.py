@@ -54,11 +54,16 @@ class SequenceTensor(DTensor):
         handler: Any = DTensor._op_dispatcher._custom_op_handlers.get(op)
         if getattr(handler, "is_ours", False):
             return tree_map_only(DTensor, known, handler(op, args, kwargs))
+        if torch.Tag.inplace_view in op.tags:  # the object itself would have to change its shape
+            raise refusal(first_of(args), _named(op))
+        # DTensor's own dispatch is faster than what it has for subclasses.
         out = op(*tree_map_only(cls, _plain, args), **tree_map_only(cls, _plain, kwargs))
         if op._schema.is_mutable and isinstance(args[0], cls):
             return args[0]
         out = tree_map_only(DTensor, known, out)
-        return return_and_correct_aliasing(op, args, kwargs, out) if _is_view(op) else out
+        return (
+            return_and_correct_aliasing(op, args, kwargs, out) if op._schema._is_view_op() else out
+        )
 
     @staticmethod
     def __tensor_unflatten__(
@@ -116,10 +121,8 @@ class SequenceTensor(DTensor):
         return checkpoint.piece(self, index)
 
     def __repr__(self, **how: Any) -> str:
-        order = self.device_mesh.mesh_dim_names
-        return (
-            f"SequenceTensor({self._local_tensor}, {tuple(self.shape)}, {order}, {self.placements})"
-        )
+        what = f"{tuple(self.shape)}, {self.placements} on {self.device_mesh}"
+        return f"SequenceTensor(local_tensor={self._local_tensor}, {what})"
 
 
 class _ToLocal(torch.autograd.Function):
@@ -158,10 +161,6 @@ def known(x: Any) -> Any:
 def _plain(x: Any) -> Any:
     """Return a DTensor of the same shard; below autograd, where nothing hangs on the object."""
     return DTensor(x._local_tensor, x._spec, requires_grad=x.requires_grad)
-
-
-def _is_view(op: Any) -> bool:
-    return op._schema._is_view_op()
 
 
 def _computed(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

@@ -144,7 +144,7 @@ def _run_million(options: Namespace) -> None:
 
 def test_lessons() -> None:
     """Labels are the digits of a passkey that stands before them, once without labels."""
-    passkey = import_module("passkey")
+    passkey = import_module("parts.passkey")
     text = torch.full((4096,), ord(" "), dtype=torch.uint8)
     tokens, labels = passkey.lesson_of(text, 256, 8, torch.Generator().manual_seed(0))
     asked = re.compile(re.escape(passkey.QUESTION) + rb"(\d{6})")
@@ -159,7 +159,7 @@ def test_lessons() -> None:
 
 @pytest.mark.parametrize(("depth", "begin"), [(0.0, 0), (0.5, 42), (1.0, 84)])
 def test_hidden_passkey(depth: float, begin: int) -> None:
-    passkey = import_module("passkey")
+    passkey = import_module("parts.passkey")
     text, digits = torch.full((100,), ord(" "), dtype=torch.uint8), torch.tensor(list(b"123456"))
     prompt = bytes(passkey.hide(text, digits, depth).tolist())
     assert prompt == (b" " * begin + passkey.QUESTION + b"123456").ljust(95) + passkey.QUESTION

@@ -130,10 +130,15 @@ def difference_text(
         here: the global rank of this rank.
         there: the global rank of the other rank.
     """
-    differing = differences(mine, theirs)
+    differing, both = differences(mine, theirs), _fields(mine).keys() & _fields(theirs).keys()
+    shared = [x for x in differing if x[0] in both]
     listed = "; ".join(
-        f"{name}: {one} on rank {here}, {other} on rank {there}" for name, one, other in differing
+        f"{name}: {one} on rank {here}, {other} on rank {there}"
+        for name, one, other in shared or differing
     )
+    # Calls of different kinds have other fields: which kinds they are says enough.
+    num_more = len(differing) - len(shared) if shared else 0
+    listed += f"; and {num_more} more, which only one of these calls has" if num_more else ""
     same = "the ranks of a ring must make the same call"
     hint = LENGTHS_HINT if all(name in LENGTHS for name, *_ in differing) else ""
     return f"{same}, they differ in {listed}{hint}" if listed else ""

@@ -286,6 +286,10 @@ def _combining(agreed: TransportContext, request: DecodeRequest, merge: str) -> 
         yield Combine(transport, request.rank, request.world_size, merge)
 
 
+# The field of a record with the integers that a caller gives as `agree`.
+AGREE = "tokens given as agree"
+
+
 def _agree_text(agree: Tensor | None) -> str:
     """Describe the integers of `agree`, which must be equal on all ranks."""
     if agree is None:
@@ -296,7 +300,7 @@ def _agree_text(agree: Tensor | None) -> str:
 @cached_bytes(max_bytes=8 << 20, num_bytes=lambda record: 4 * MAX_BYTES)
 def _decode_record(attention: AttentionFacts, merge: str, agree: str, *asked: Any) -> CallRecord:
     # Layers of a paged batch differ in `agree` only, and the other fields take longer.
-    return CallRecord(_decode_fields(attention, merge, *asked) | {"agree": agree})
+    return CallRecord(_decode_fields(attention, merge, *asked) | {AGREE: agree})
 
 
 @cached_bytes(max_bytes=8 << 20, num_bytes=lambda fields: 4 * MAX_BYTES)
@@ -305,7 +309,7 @@ def _decode_fields(attention: AttentionFacts, merge: str, *asked: Any) -> dict[s
     request = DecodeRequest(*asked)
     own: dict[str, object] = {
         "tokens of queries": request.num_queries,
-        "agree": "",
+        AGREE: "",
         "query_starts": numbers_text(np.array(request.starts, dtype=np.int64)),
         "merge": merge,
         "key_runs": runs_text(request.layout),

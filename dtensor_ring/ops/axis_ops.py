@@ -134,13 +134,12 @@ def _checked_sum(
     if group.size() == 1:
         return nullcontext(transport)  # nobody to agree with
     direction = "sum back" if is_back else "sum"
-    # The field names are those of an exchange, so an error can say what differs between the two.
     fields = {
         "direction": direction,
         "transport": "that of the group" if is_plain(transport, x.device) else "another one",
         "device": x.device.type,
         "dtypes": str(x.dtype),
-        "head dims": str([x.numel()]),
+        "numbers to sum": str(x.numel()),
     }
     how = {"forward_call": forward_call, "call_site": CALLER.site, "first_bytes": x.nbytes}
     return checked_transport(group, CallRecord(fields), direction, x.device, **how)

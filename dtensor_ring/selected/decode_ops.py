@@ -21,6 +21,7 @@ from dtensor_ring.compute.accumulate import add_sinks
 from dtensor_ring.compute.memory import empty, in_order, order_of
 from dtensor_ring.compute.trace import Label
 from dtensor_ring.decode.op import (
+    AGREE,
     DECODE_LEAVES,
     DECODE_SCHEMA,
     MAX_QUERIES,
@@ -281,7 +282,7 @@ def _best_keys_record(
     request = DecodeRequest(*asked)
     listed: dict[str, object] = {
         "tokens of queries": request.num_queries,
-        "agree": agree,
+        AGREE: agree,
         "query_starts": request.starts,
         "key_runs": runs_text(request.layout),
         "k": own[0],

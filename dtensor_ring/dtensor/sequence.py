@@ -91,7 +91,12 @@ def local_tokens(tensor: Tensor, mesh: DeviceMesh, dim: int, layout: Layout) -> 
 
 
 def from_local_tokens(local: Tensor, mesh: DeviceMesh, dim: int, seq_len: int) -> DTensor:
-    """Make the DTensor of `seq_len` tokens whose local shard is `local`."""
+    """Make the DTensor of `seq_len` tokens whose local shard is `local`.
+
+    Raises:
+        NotImplementedError: within a transform of `torch.func`.
+    """
+    refuse_transforms(local)
     dim %= local.ndim
     # Pass the global shape: `from_local` would assume shards of equal length.
     shape = (*local.shape[:dim], seq_len, *local.shape[dim + 1 :])
@@ -105,6 +110,22 @@ def from_local_tokens(local: Tensor, mesh: DeviceMesh, dim: int, seq_len: int) -
         shape=torch.Size(shape),
         stride=stride,
     )
+
+
+def refuse_transforms(local: Tensor) -> None:
+    """Refuse to make a DTensor within a transform of `torch.func`, where PyTorch cannot.
+
+    Raises:
+        NotImplementedError: says what to call instead.
+    """
+    if torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active():
+        return
+    if torch._C._functorch.is_functorch_wrapped_tensor(local):
+        raise NotImplementedError(
+            "grad, vmap and other transforms of torch.func cannot make a DTensor of their tensor, "
+            "as shard_sequence, ContextParallel and plans do; transform what calls "
+            "ring_attention(query, key, value, mesh=mesh) with local tensors"
+        )
 
 
 def unshard_sequence(dtensor: DTensor, dim: int, layout: Balanced | None = None) -> Tensor:

@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from dtensor_ring.dtensor.annotation import annotation_of, axis_group, check_axis_options
 from dtensor_ring.dtensor.axis import AnyMachine, SequenceAxis
 from dtensor_ring.dtensor.placement import SEQUENCE
-from dtensor_ring.dtensor.sequence import from_local_tokens
+from dtensor_ring.dtensor.sequence import from_local_tokens, refuse_transforms
 from dtensor_ring.ops.checks import CALLER, check_strided, layer_of, name_layer, within_layer
 from dtensor_ring.planning.layout import Layout
 from dtensor_ring.planning.mask import Mask
@@ -208,6 +208,7 @@ def _shard(
         )
     if seq_len is not None:
         return from_local_tokens(x, axis.mesh, SEQUENCE, seq_len)
+    refuse_transforms(x)
     # No check: comparing shapes over the ranks would cost a collective for each tensor.
     return DTensor.from_local(x, axis.mesh, [Shard(SEQUENCE)], run_check=False)
 

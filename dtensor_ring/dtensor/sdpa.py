@@ -16,6 +16,7 @@ from dtensor_ring.decode.op import MAX_QUERIES, NO_GRADIENT, DecodeBatch, Decode
 from dtensor_ring.dtensor import dispatch
 from dtensor_ring.dtensor.placement import SEQUENCE, on_annotated_axis, without
 from dtensor_ring.ops.checks import called_from
+from dtensor_ring.ops.nodes import ONCE, is_traced
 from dtensor_ring.ops.options import ON_DTENSORS, Batch, Call, default_scale
 from dtensor_ring.planning.tile import CAUSAL, FULL
 
@@ -96,10 +97,23 @@ def _backward_handler(previous: Handler | None) -> Handler:
         grad_out = bound["grad_out_"] if "grad_out_" in bound else bound["grad_out"]
         # `logsumexp` is the lse of our forward: natural log, over all keys.
         tensors = (query, key, value, bound["out"], bound["logsumexp"])
+        _refuse_graph(grad_out, query, key, value)
         *grads, _ = dispatch.ring_backward_dtensor(grad_out, None, *tensors, _call(bound))
         return (*grads, None)[: len(op._schema.returns)]
 
     return handle
+
+
+def _refuse_graph(*tensors: DTensor) -> None:
+    """Refuse a backward that makes a graph of itself, for a second one.
+
+    PyTorch would raise in that one only, and name an op of which the user knows nothing.
+    """
+    # In backward, gradients are on with `create_graph`, and in `torch.func`, whose tensors need
+    # none here.
+    needs = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    if needs and not is_traced(tensors[0]):
+        raise NotImplementedError(f"{ONCE}; leave create_graph out")
 
 
 def _serve_unfused() -> None:

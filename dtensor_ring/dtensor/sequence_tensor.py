@@ -198,7 +198,12 @@ def _named(func: Any) -> str:
 
 
 def from_local_tokens(local: Tensor, mesh: DeviceMesh, dim: int, seq_len: int) -> DTensor:
-    """Make the DTensor of `seq_len` tokens whose local shard is `local`, on a token mesh."""
+    """Make the DTensor of `seq_len` tokens whose local shard is `local`, on a token mesh.
+
+    Raises:
+        NotImplementedError: within a transform of `torch.func`.
+    """
+    refuse_transforms(local)
     dim %= local.ndim
     # Pass the global shape: `from_local` would assume shards of equal length.
     shape = (*local.shape[:dim], seq_len, *local.shape[dim + 1 :])
@@ -213,3 +218,19 @@ def from_local_tokens(local: Tensor, mesh: DeviceMesh, dim: int, seq_len: int) -
         stride=stride,
     )
     return known(made)
+
+
+def refuse_transforms(local: Tensor) -> None:
+    """Refuse to make a DTensor within a transform of `torch.func`, where PyTorch cannot.
+
+    Raises:
+        NotImplementedError: says what to call instead.
+    """
+    if torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active():
+        return
+    if torch._C._functorch.is_functorch_wrapped_tensor(local):
+        raise NotImplementedError(
+            "grad, vmap and other transforms of torch.func cannot make a DTensor of their tensor, "
+            "as shard_sequence, ContextParallel and plans do; transform what calls "
+            "ring_attention(query, key, value, mesh=mesh) with local tensors"
+        )

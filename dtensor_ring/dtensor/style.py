@@ -18,7 +18,7 @@ from dtensor_ring.dtensor.annotation import annotation_of, axis_group
 from dtensor_ring.dtensor.axis import AnyMachine, SequenceAxis
 from dtensor_ring.dtensor.axis_config import check_axis_options
 from dtensor_ring.dtensor.placement import SEQUENCE
-from dtensor_ring.dtensor.sequence_tensor import from_local_tokens, known
+from dtensor_ring.dtensor.sequence_tensor import from_local_tokens, known, refuse_transforms
 from dtensor_ring.ops.checks import CALLER, check_strided, layer_of, name_layer, within_layer
 from dtensor_ring.planning.layout import Layout
 from dtensor_ring.planning.mask import Mask
@@ -209,6 +209,7 @@ def _shard(
         )
     if seq_len is not None:
         return from_local_tokens(x, axis.token_mesh, SEQUENCE, seq_len)
+    refuse_transforms(x)
     # No check: comparing shapes over the ranks would cost a collective for each tensor.
     return known(DTensor.from_local(x, axis.token_mesh, [Shard(SEQUENCE)], run_check=False))
 

@@ -24,6 +24,8 @@ from torch.utils import _pytree as pytree
 
 from dtensor_ring.ops.options import Leaf
 
+ONCE = "ring attention is differentiable once, not twice"
+
 LIBRARY = torch.library.Library("dtensor_ring", "FRAGMENT")
 
 

@@ -261,7 +261,7 @@ class _BackwardFunction(_SingleLevelFunction):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> None:
-        raise NotImplementedError("ring attention is differentiable once, not twice")
+        raise NotImplementedError(nodes.ONCE)
 
 
 def _backward(keyset: Any, *inputs: Any) -> tuple[Tensor, ...]:

@@ -23,6 +23,7 @@ from dtensor_ring import (
     decode_attention,
     merge_attention,
     ring_attention,
+    shard_sequence,
     sum_over_sequence,
 )
 from tests.dense import dense_attention
@@ -161,6 +162,16 @@ def _check_refused(strategy: str) -> None:
     warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated")  # PyTorch's own, inside
     with pytest.raises(NotImplementedError, match="no forward-mode derivative"):
         hessian(case.loss)(case.query, *inputs)
+
+    def sharded(query: Tensor) -> Tensor:
+        return shard_sequence(query, case.mesh, 2).to_local().sum()
+
+    with pytest.raises(NotImplementedError, match=r"cannot make a DTensor .* ring_attention"):
+        grad(sharded)(case.query)
+    parts = [shard_sequence(x.detach(), case.mesh, 2).requires_grad_() for x in [case.query] * 3]
+    out = F.scaled_dot_product_attention(*parts, is_causal=True)
+    with pytest.raises(NotImplementedError, match="differentiable once, not twice; leave cr"):
+        torch.autograd.grad(out.sum(), parts, create_graph=True)
 
 
 def _check_module(strategy: str) -> None:

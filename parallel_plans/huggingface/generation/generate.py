@@ -39,10 +39,10 @@ from parallel_plans.huggingface.core.versions import (
 )
 from parallel_plans.huggingface.generation.cache_memory import NewTokens
 from parallel_plans.huggingface.probing.probe import ROUTER_LOGITS
+from parallel_plans.huggingface.sharding.agreement import described
 from parallel_plans.huggingface.sharding.batch import (
     BOUNDARIES,
     LOGITS_TO_KEEP,
-    described,
     keywords,
     parse,
     shard,

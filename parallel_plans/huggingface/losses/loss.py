@@ -213,6 +213,10 @@ class LogitsTransform(NamedTuple):
         return (scaled / self.softcap).tanh() * self.softcap if self.softcap else scaled
 
 
+# Numbers of a model, its config and its text config: whose of these, the name, and the number.
+KnownNumbers = tuple[tuple[int, str, int | float | None], ...]
+
+
 class LossHead(nn.Linear):
     """A projection that returns a loss for each token instead of its logits, if it has labels.
 
@@ -222,6 +226,7 @@ class LossHead(nn.Linear):
     """
 
     transform: LogitsTransform
+    known: KnownNumbers
     labels: Tensor | None
     losses: Tensor | None
 
@@ -237,17 +242,46 @@ class LossHead(nn.Linear):
 
 def install_head(model: Any, transform: LogitsTransform) -> None:
     """Let the model's head compute losses; see `find_logits_transform`."""
-    head = model.get_output_embeddings()
+    head, known = model.get_output_embeddings(), _numbers_of(model)
     # Set the class, not a method: then copies of the model and wrappers of the head work.
     head.__class__ = LossHead
-    head.transform, head.labels, head.losses = transform, None, None
+    head.transform, head.known, head.labels, head.losses = transform, known, None, None
+
+
+def _numbers_of(model: Any) -> KnownNumbers:
+    """Return the numbers that may decide what a model does to its logits, as they are now."""
+    return tuple(
+        (i, name, x)
+        for i, owner in enumerate(_owners(model))
+        for name, x in vars(owner).items()
+        # Ids of tokens and private numbers are none.
+        if (x is None or type(x) in (int, float)) and not name.endswith("_id") and name[0] != "_"
+    )
+
+
+def _owners(model: Any) -> tuple[Any, ...]:
+    return model, model.config, model.config.get_text_config()
+
+
+def _are_changed(model: Any, known: KnownNumbers) -> bool:
+    """Return whether one of these numbers is another one now."""
+    owners = _owners(model)
+    for i, name, before in known:
+        now = getattr(owners[i], name, None)
+        if type(now) is not type(before) or now != before:
+            return True
+    return False
 
 
 def loss_head(model: Any) -> LossHead | None:
-    """Return the model's head, if nothing was put around or into it since the plan was applied."""
+    """Return the model's head, if it computes what it did when the plan was applied.
+
+    If something was put around or into it since, or numbers such as a softcap were changed, the
+    loss is that of the logits.
+    """
     head = model.get_output_embeddings()
     # Adapters replace the head.
-    if not isinstance(head, LossHead) or _is_changed(head):
+    if not isinstance(head, LossHead) or _is_changed(head) or _are_changed(model, head.known):
         return None
     return head if isinstance(head.weight, DTensor) or _is_plain(head) else None
 

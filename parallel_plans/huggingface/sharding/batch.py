@@ -1,19 +1,15 @@
-"""A batch of a Hugging Face model: checks, padding, the part of each rank, and agreement."""
+"""A batch of a Hugging Face model: checks, padding, and the part of each rank."""
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import Any
-from zlib import crc32
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import DeviceMesh, ProcessGroup
 from torch.distributed.tensor import DTensor
 
-from dtensor_ring.extension import IGNORE_INDEX, Layout, axis_group, check_agreement, check_strided
+from dtensor_ring.extension import IGNORE_INDEX, Layout, check_strided
 from parallel_plans.huggingface.core.adapters import adapters_of, check_adapters
 from parallel_plans.huggingface.core.attention_function import RingInputs
 from parallel_plans.huggingface.core.documents import DocumentBounds, blocks, check_ones_and_zeros
@@ -36,14 +32,6 @@ SHAPES = {"inputs_embeds": "(B, S, H)", "per_layer_inputs": "(B, S, num_layers, 
 LOGITS_TO_KEEP = "logits_to_keep"
 # Which tokens belong to images, `(B, S)`, and what early layers add to these, by layer, `(T, H)`.
 IS_IMAGE, FEATURES = "visual_pos_masks", "deepstack_visual_embeds"
-SAME_WEIGHTS = (
-    "and have the same weights (seeded before the model is made, or loaded, and gradients averaged "
-    "over them)"
-)
-SAME_BATCH = (
-    "get the same batch (samplers and the seeds of random collators depend on the data-parallel "
-    f"rank only) {SAME_WEIGHTS}"
-)
 
 
 @dataclass(frozen=True)
@@ -214,33 +202,6 @@ def keywords(
     }
 
 
-def described(batch: dict[str, Any]) -> dict[str, str]:
-    """Describe the batch, so that ranks can compare theirs."""
-    return {name: _described(x) for name, x in batch.items()}
-
-
-def _described(x: Any) -> str:
-    if isinstance(x, (list, tuple)):
-        return f"[{', '.join(map(_described, x))}]"
-    if not isinstance(x, Tensor):
-        return repr(x) if isinstance(x, (bool, int, float, str)) else type(x).__name__
-    if x.layout is not torch.strided or x.is_nested:
-        return f"{x.layout} {x.dtype}"  # no shape, or no dense content
-    kind = f"{x.dtype} {tuple(x.shape)}"
-    if isinstance(x, DTensor):
-        return f"DTensor {kind}"
-    if x.is_meta or x.is_quantized:  # no content to compare
-        return f"{x.device.type} {kind}"
-    if x.is_floating_point():  # computed values may differ in rounding
-        return kind
-    return f"{kind} of checksum {checksum_of(x):08x}"
-
-
-def checksum_of(x: Tensor) -> int:
-    """Return a checksum of the content of a tensor, from its memory: nothing is copied."""
-    return crc32(x.detach().cpu().contiguous().numpy().data)
-
-
 _OF_INTEGERS = ("input_ids", "labels", POSITIONS, DOCUMENT_NUMBERS)
 
 
@@ -392,82 +353,3 @@ def _check_rows(arguments: dict[str, Any]) -> None:
             raise ValueError(
                 f"{name} must have the {len(tokens)} rows of the tokens, got {tuple(x.shape)}"
             )
-
-
-# Bytes that are summed as one integer.
-WORD_BYTES = 8
-
-
-class Agreement:
-    """Compares the ranks of an axis in a few forwards of a model.
-
-    Forwards with gradients are checked at numbers 1, 2, 4, 8, ...: the second check finds that
-    gradients of the first were not averaged, later ones find it after accumulation. Without
-    gradients weights do not change, so the first check is enough. A collective in each forward
-    would be slow.
-    """
-
-    def __init__(self) -> None:
-        self._num_agreed: Counter[bool] = Counter()  # forwards with gradients, and without
-
-    def check(self, model: nn.Module, batch: dict[str, Any], mesh: DeviceMesh) -> None:
-        """Compare weights and batch with the other ranks, if this forward is one to check.
-
-        Raises:
-            ValueError: on every rank, if their weights or batches differ.
-        """
-        if self.is_due():
-            group = axis_group(mesh)
-            here = described(batch) | {"weights": checksum(model, group)}
-            check_agreement(group, here, SAME_BATCH)
-        self.passed()
-
-    def is_due(self) -> bool:
-        """Return whether this forward is one to check."""
-        trains = torch.is_grad_enabled()
-        count = self._num_agreed[trains] + 1
-        # Powers of two have one bit.
-        return count.bit_count() == 1 if trains else count == 1
-
-    def passed(self) -> None:
-        """Count a forward in which the ranks agreed."""
-        self._num_agreed[torch.is_grad_enabled()] += 1
-
-
-def checksum(model: nn.Module, group: ProcessGroup) -> str:
-    """Return a checksum that is equal on two ranks of a group if their weights are equal.
-
-    It combines the sum of the bits of each weight. The bits are summed as integers, so rounding and
-    order have no effect. Each weight is read once, as in a forward of one token. Weights that are
-    sharded over these ranks are left out.
-    """
-    sums = [_sum(x) for x in _comparable(model, group)]
-    if not sums:
-        return "none to compare"
-    # Copy all sums to the host in one transfer.
-    numbers = torch.stack([x.to(sums[0].device) for x in sums]).tolist()
-    return f"checksum {crc32(repr(numbers).encode()):08x}"
-
-
-def _comparable(model: nn.Module, group: ProcessGroup) -> list[Tensor]:
-    """Return this rank's weights that should be equal on each rank of the group."""
-    others, found = set(dist.get_process_group_ranks(group)) - {dist.get_rank()}, []
-    for x in model.parameters():
-        if isinstance(x, DTensor):
-            if others & set(x.device_mesh.mesh.flatten().tolist()):
-                continue
-            x = x.to_local()
-        # A tensor subclass, such as a quantized one, may not store its values as plain bits.
-        if type(x) in (Tensor, nn.Parameter) and not x.is_meta and not x.is_quantized:
-            found.append(x.detach())
-    return found
-
-
-def _sum(x: Tensor) -> Tensor:
-    """Return the sum of the bits of a tensor, eight bytes at a time; it may overflow."""
-    flat = x.contiguous().view(-1).view(torch.uint8)
-    if flat.storage_offset() % WORD_BYTES:
-        flat = flat.clone()
-    end = flat.numel() // WORD_BYTES * WORD_BYTES
-    # A sum of smaller integers would first convert the whole tensor to int64.
-    return flat[:end].view(torch.int64).sum() + flat[end:].sum()

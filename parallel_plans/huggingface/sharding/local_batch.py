@@ -33,15 +33,17 @@ from parallel_plans.huggingface.core.documents import (
 )
 from parallel_plans.huggingface.core.modules import backbone_of, language_model_of
 from parallel_plans.huggingface.losses.loss import LossFunction
+from parallel_plans.huggingface.sharding.agreement import (
+    SAME_WEIGHTS,
+    Agreement,
+    checksum_of,
+    described,
+    facts,
+)
 from parallel_plans.huggingface.sharding.batch import (
     BOUNDARIES,
     POSITIONS,
-    SAME_WEIGHTS,
-    Agreement,
     ModelBatch,
-    checksum,
-    checksum_of,
-    described,
     num_labels,
     parse,
 )
@@ -181,8 +183,9 @@ class LocalBatches:
         """
         refuse_local(self._why_whole, self._axis.layout)
         group, here = axis_group(self._axis.mesh), {"error": "none"}
-        if self._agreement.is_due():
-            here["weights"] = checksum(model, group)
+        trains = torch.is_grad_enabled()
+        if self._agreement.is_due(trains):
+            here |= facts(model, group)
         try:
             arguments = local_parts(arguments, self._axis)
             here |= described_shards(arguments)
@@ -192,7 +195,7 @@ class LocalBatches:
             check_agreement(group, here, SAME_SHARDS)
             raise
         lengths = check_agreement(group, here, SAME_SHARDS, told=batch.tokens.shape[1])
-        self._agreement.passed()
+        self._agreement.passed(trains)
         self._check_lengths(lengths)
         return self._share(batch, sum(lengths))
 

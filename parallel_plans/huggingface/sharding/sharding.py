@@ -44,12 +44,11 @@ from parallel_plans.huggingface.losses.loss import (
 )
 from parallel_plans.huggingface.probing.probe import ROUTER_LOGITS
 from parallel_plans.huggingface.probing.scales import ScaleCheck
+from parallel_plans.huggingface.sharding.agreement import Agreement, described
 from parallel_plans.huggingface.sharding.batch import (
     LOGITS_TO_KEEP,
-    Agreement,
     BatchPlan,
     ModelBatch,
-    described,
     keywords,
     num_labels,
     parse,
@@ -84,7 +83,7 @@ class Sharding:
         self.cache_dtype, self.local_batch = cache_dtype, local_batch
         self.axis, self.layer_masks, self.loss, self.passing = axis, layer_masks, loss, passing
         self.outputs = Outputs(axis, unshard_outputs, is_even=passing is not None)
-        self.agreement = Agreement()
+        self.agreement = Agreement(axis, model)
         self.largest, self.scales = LargestPosition(model), ScaleCheck(nn.Linear, LossHead)
         self.returns_logits = False  # together with a loss, even if the call does not request them
         self.generates = False  # in a call of `generate`
@@ -120,11 +119,13 @@ class Sharding:
         if self.local_batch or is_local(arguments):
             batch, plan = self.local(model, arguments)
             return self.call(model, batch, plan, has_logits)
-        self.agree(model, arguments)
+        agreed = self.agree(model, arguments)
         batch = parse(model, arguments, self.loss)
         if batch.labels is not None and batch.num_items is None:
             batch = replace(batch, num_items=num_labels(batch))
         plan = self.plan(batch)
+        if agreed is not None:
+            plan = replace(plan, indices=plan.indices + agreed)
         batch = replace(batch, positions=self.positions(batch))
         self.set_largest(batch.positions, plan.indices, plan.seq_len)
         local = shard(batch, plan.indices, plan.sharded_length)
@@ -271,10 +272,21 @@ class Sharding:
         how[LOGITS_TO_KEEP] = kept.local_indices(how["ring"].indices.device)
         return kept
 
-    def agree(self, model: nn.Module, batch: dict[str, Any]) -> None:
-        """Check in some forwards that all ranks have the same batch and weights."""
+    def agree(self, model: nn.Module, batch: dict[str, Any]) -> Tensor | None:
+        """Check that all ranks have the same batch, and in some forwards the same model.
+
+        Returns:
+            In a compiled graph, a zero that the rest of it must depend on: then the check is made
+            before, when the graph runs.
+
+        Raises:
+            ValueError: on every rank, if they differ.
+        """
         if has_content(*batch.values()):
-            self.agreement.check(model, batch, self.axis.mesh)
+            self.agreement.check(model, batch)
+        elif torch.compiler.is_compiling() and self.axis.mesh.size() > 1:
+            return self.agreement.check_in_graph(batch)
+        return None
 
     def check_same_batch(self, batch: dict[str, Any], what: str) -> None:
         """Check in every forward that all ranks have the same batch; `what` names it in errors.

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from dtensor_ring.extension import axis_group_options, check_agreement
 from parallel_plans.huggingface.core.adapters import check_adapters
-from parallel_plans.huggingface.sharding.batch import checksum
+from parallel_plans.huggingface.sharding.agreement import checksum_of_weights
 
 # The order of accelerate, whose data loaders assume that ranks that share a batch are adjacent.
 AXES = ("dp_replicate", "dp_shard", "cp", "tp")
@@ -266,7 +266,7 @@ def check_weights(model: nn.Module) -> None:
     group = dist.distributed_c10d._get_default_group()
     check_agreement(
         group,
-        {"weights": checksum(model, group)},
+        {"weights": checksum_of_weights(model, group)},
         "start from the same weights (set a seed before the model is made, or load them with "
         "fsdp_config={'cpu_ram_efficient_loading': False}, as the plan needs them on every rank)",
     )

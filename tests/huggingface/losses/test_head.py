@@ -235,3 +235,31 @@ def test_ten_steps_of_a_head_in_a_group_of_its_own(pool: Pool) -> None:
     for differences in pool.run(2, train_own_group):
         assert len(differences) == STEPS
         assert largest(differences) < 1e-5, differences
+
+
+CHANGED: dict[str, Callable[[Any], None]] = {
+    "Gemma 2": lambda model: setattr(model.config, "final_logit_softcapping", None),
+    "Gemma 3, cap": lambda model: setattr(model.config, "final_logit_softcapping", 3.0),
+    "Granite": lambda model: setattr(model.config, "logits_scaling", 0.5),
+    "Cohere": lambda model: setattr(model, "logit_scale", 2.0),
+}
+"""What a user changes after the plan, where the head of the plan knew another number."""
+
+
+def test_numbers_changed_after_the_plan(pool: Pool) -> None:
+    pool.run(2, _check_changed_numbers)
+
+
+def _check_changed_numbers() -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    for name, change in CHANGED.items():
+        model, stock = MODELS[name][0](), MODELS[name][0]()
+        parallelize_module(model, mesh, context_parallel_plan(model, "contiguous"))
+        compiled = torch.compile(model, backend="eager", fullgraph=True)
+        calls = model, compiled if name == "Gemma 2" else model
+        for is_changed in (False, True):
+            for call in calls:
+                ours, expected = call(**batches()[0]).loss, stock(**batches()[0]).loss
+                assert relative(ours, expected) < 1e-5, (name, is_changed)
+            for each in (model, stock):
+                change(each)

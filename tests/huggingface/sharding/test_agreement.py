@@ -1,0 +1,183 @@
+"""Ranks compare their batches in each forward, and their models in some, eager and compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import parallelize_module
+
+from parallel_plans.huggingface import context_parallel_plan
+from parallel_plans.huggingface.sharding.agreement import Parts, checksum_words
+from tests.families import VOCABULARY, small_model
+from tests.pool import Pool
+
+SEQ_LEN, PARTS_AT = 16, 6
+DIFFER = "must get the same batch .*they differ in "
+
+
+def planned(change: Callable[[Any, int], None] | None = None) -> Any:
+    model = small_model("Llama")
+    model.config._attn_implementation = "eager"
+    if change is not None:
+        change(model, dist.get_rank())
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    return parallelize_module(model, mesh, context_parallel_plan(model, "zigzag"))
+
+
+def batch(step: int = 0, **others: Any) -> dict[str, Any]:
+    tokens = torch.randint(2, VOCABULARY, (1, SEQ_LEN), generator=_seeded(step))
+    return {"input_ids": tokens, "labels": tokens} | others
+
+
+def _seeded(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def embedded(step: int, rank: int) -> dict[str, Any]:
+    x = torch.randn(1, SEQ_LEN, small_model("Llama").config.hidden_size, generator=_seeded(step))
+    x[0, 3] += rank
+    return {"inputs_embeds": x, "labels": batch()["labels"]}
+
+
+# A batch of this step and rank, and what the error names, if ranks part in it.
+BATCHES: dict[str, tuple[Callable[[int, int], dict[str, Any]], str]] = {
+    "tokens": (lambda step, rank: batch(step + 100 * rank), "input_ids: .*checksum"),
+    "labels": (
+        lambda step, rank: batch(step, labels=batch(rank)["labels"]),
+        "labels: .*checksum",
+    ),
+    "items": (lambda step, rank: batch(step, num_items_in_batch=9 + rank), "num_items_in_batch: 9"),
+    "items, tensor": (
+        lambda step, rank: batch(step, num_items_in_batch=torch.tensor(9 + rank)),
+        "num_items_in_batch: .*checksum",
+    ),
+    "positions": (
+        lambda step, rank: batch(step, position_ids=torch.arange(SEQ_LEN)[None] % (16 - 8 * rank)),
+        "position_ids: .*checksum",
+    ),
+    "mask": (
+        lambda step, rank: batch(
+            step, attention_mask=(torch.arange(SEQ_LEN) < SEQ_LEN - rank).long()[None]
+        ),
+        "attention_mask: .*checksum",
+    ),
+    "documents": (
+        lambda step, rank: batch(
+            step,
+            **dict.fromkeys(
+                ("cu_seq_lens_q", "cu_seq_lens_k"),
+                torch.tensor([0, 5 + rank, SEQ_LEN], dtype=torch.int32),
+            ),
+        ),
+        "cu_seq_lens_q: .*checksum",
+    ),
+    "embeddings": (embedded, "inputs_embeds: mean and mean size"),
+}
+
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_batches_that_part(pool: Pool, name: str) -> None:
+    pool.run(2, _check_parting, name)
+
+
+def _check_parting(name: str) -> None:
+    """In the forward in which they do, whatever its number, on all ranks; and all may go on."""
+    make, reported = BATCHES[name]
+    model, rank = planned(), dist.get_rank()
+    for step in range(1, PARTS_AT):
+        model(**make(step, 0)).loss.backward()
+    with pytest.raises(ValueError, match=DIFFER + reported):
+        model(**make(PARTS_AT, rank))
+    assert model(**make(PARTS_AT, 0)).loss.isfinite()
+
+
+def test_compiled_batches_that_part(pool: Pool) -> None:
+    pool.run(3, _check_compiled)
+
+
+def _check_compiled() -> None:
+    """No step of these compiles again."""
+    rank, counter = dist.get_rank(), CompileCounterWithBackend("aot_eager")
+    model = planned()
+    compiled = torch.compile(model, backend=counter, fullgraph=True)
+    for name in ("tokens", "labels", "items, tensor"):
+        make, reported = BATCHES[name]
+        for step in range(1, PARTS_AT):
+            compiled(**make(step, 0)).loss.backward()
+        count = counter.frame_count
+        with pytest.raises(ValueError, match=DIFFER + reported):
+            compiled(**make(PARTS_AT, rank // 2))
+        assert compiled(**make(PARTS_AT, 0)).loss.isfinite()
+        assert counter.frame_count == count
+    assert count == 3  # labels that are the tokens; others; `num_items_in_batch`
+
+
+def _scaled(model: Any, rank: int) -> None:
+    model.model.layers[0].mlp.up_proj.weight.data *= 1 + rank
+
+
+def _other_eps(model: Any, rank: int) -> None:
+    model.model.norm.variance_epsilon *= 1 + rank
+
+
+def _other_config(model: Any, rank: int) -> None:
+    model.config.rms_norm_eps *= 1 + rank
+
+
+def _other_buffer(model: Any, rank: int) -> None:
+    model.model.rotary_emb.inv_freq *= 1 + rank
+
+
+MODELS: dict[str, tuple[Callable[[Any, int], None], str]] = {
+    "weights": (_scaled, "weights: checksum .*"),
+    "eps": (_other_eps, r"modules: .*LlamaRMSNorm.variance_epsilon=.*"),
+    "config": (_other_config, "config: .*rms_norm_eps=.*"),
+    "buffers": (_other_buffer, "buffers: checksum .*"),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("backend", [None, "eager"])
+def test_models_that_differ(pool: Pool, name: str, backend: str | None) -> None:
+    pool.run(2, _check_models, name, backend)
+
+
+def _check_models(name: str, backend: str | None) -> None:
+    change, reported = MODELS[name]
+    model: Any = planned(change)
+    if backend is not None:
+        model = torch.compile(model, backend=backend, fullgraph=True)
+    with pytest.raises(ValueError, match=DIFFER + reported):
+        model(**batch())
+
+
+def test_embeddings_that_differ_in_rounding(pool: Pool) -> None:
+    pool.run(2, _check_rounding)
+
+
+def _check_rounding() -> None:
+    """Ranks may compute them in another order; they are compared by their means from then on."""
+    model = planned()
+    for step in range(4):
+        given = embedded(step, 0)
+        given["inputs_embeds"] += 1e-7 * dist.get_rank()
+        assert model(**given).loss.isfinite()
+    assert not model.context_parallel_sharding.agreement._reads_floats
+
+
+def test_text_of_parts() -> None:
+    """What an op gets makes the same parts again."""
+    given = batch(num_items_in_batch=3, output_hidden_states=True, past=None)
+    given["features"] = [torch.ones(2), nn.Parameter(torch.ones(3))]
+    parts = Parts.of(given)
+    again = Parts.parse([*parts.tensors.values()], [*parts.numbers.values()], parts.text)
+    assert again.described == parts.described
+    assert checksum_words(again, True) == checksum_words(parts, True)
+    assert [*parts.tensors] == ["input_ids", "labels", "features[0]", "features[1]"]

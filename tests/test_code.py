@@ -256,6 +256,7 @@ TABLES |= {
     "ADDED",
     "FORMATS",
     "BY_DTYPE",
+    "SCANS",
 }
 """Module-level dicts, sets and lists that are read only."""
 

@@ -261,6 +261,7 @@ TABLES |= {
     "FORMATS",
     "BY_DTYPE",
     "STAND_INS",
+    "SCANS",
 }
 """Module-level dicts, sets and lists that are read only."""
 

@@ -296,12 +296,15 @@ class ScanChunks:
         cuts = sorted({0, *starts, self.length})
         return [ScanChunk(x, y, x in starts) for x, y in pairwise(cuts)]
 
-    def mask(self, row: int, chunk: ScanChunk) -> Tensor | None:
-        """Return the attention mask of a chunk, `(1, L)`; `None` without a mask."""
+    def mask(self, rows: slice, chunk: ScanChunk) -> Tensor | None:
+        """Return the attention mask of a chunk in some rows, `(rows, L)`; `None` without a mask.
+
+        A mask of one row serves all.
+        """
         if self.padding is None:
             return None
-        row = row if len(self.padding) > 1 else 0
-        return self.padding[row : row + 1, chunk.begin : chunk.end]
+        padding = self.padding if len(self.padding) == 1 else self.padding[rows]
+        return padding[:, chunk.begin : chunk.end]
 
 
 def own_padding(mask: Tensor | None, begin: int, length: int) -> Tensor | None:

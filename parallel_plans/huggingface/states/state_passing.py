@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 from weakref import WeakSet
 
@@ -9,14 +10,25 @@ import torch
 from torch import Tensor, nn
 
 from dtensor_ring import Contiguous, SequenceAxis, relayout
-from dtensor_ring.extension import Layout, layout_names, receive_state, send_state
-from parallel_plans.huggingface.core.layer_inputs import ScanChunks
+from dtensor_ring.extension import (
+    Layout,
+    attached,
+    layout_names,
+    receive_state,
+    send_state,
+)
+from parallel_plans.huggingface.core.layer_inputs import ScanChunk, ScanChunks
 from parallel_plans.huggingface.core.patterns import frozen
+from parallel_plans.huggingface.states.state_sources import (
+    GivenStates,
+    ScannedStates,
+    StateKey,
+    States,
+    StateSource,
+)
 from parallel_plans.huggingface.states.stateful import (
     LayerCall,
     RunLayer,
-    StateKey,
-    States,
     passing_states,
     required_parameters,
     stateful_layers,
@@ -30,6 +42,9 @@ class StateSpec(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype
 
+
+# Runs a layer on a range of tokens.
+RunChunk = Callable[[ScanChunk, StateSource], Any]
 
 # The states of each layer.
 StateSpecs = tuple[tuple[StateSpec, ...], ...]
@@ -48,9 +63,11 @@ class LocalStatePassing:
 
     def call(self, call: LayerCall, run: RunLayer) -> Any:
         before = self._states.get(call.number, {})
-        output, self._states[call.number] = run(call.hidden, None, before)
+        source = GivenStates(before)
+        output = run(call.hidden, None, source)
+        self._states[call.number] = source.after
         for key, x in before.items():  # some layers read a state for single tokens only
-            other = first(run(call.hidden, None, before | {key: x + 1})[0])
+            other = first(run(call.hidden, None, GivenStates(before | {key: x + 1})))
             if torch.equal(other, first(output)):
                 self.unused.setdefault(call.number, key)
         return output
@@ -82,10 +99,14 @@ def specs_of(model: Any) -> StateSpecs:
 
 
 class AxisStatePassing:
-    """Passes states from rank to rank, with one message for each layer and row of the batch.
+    """Gives each rank the states before its tokens, and passes on those after them.
 
-    Note [Row by row]: the ranks process a row in turn, since each needs the states of the previous
-    rank. While the next rank processes a row, this one processes the row after it.
+    Ranks run a layer whose states are scanned all at once. Rows with the same documents are one
+    call of the layer.
+
+    Note [Row by row]: in other layers the ranks process a row in turn, since each needs the states
+    of the previous rank, in one message for each row. While the next rank processes a row, this one
+    processes the row after it.
 
     Args:
         axis: the axis that shards the tokens.
@@ -132,15 +153,53 @@ class AxisStatePassing:
         chunks = self._chunks(call) if call.chunks is None else call.chunks
         mesh = self._axis.mesh
         x = relayout(call.hidden, mesh, 1, self._order)
-        # Received states need a gradient on all ranks if the sent ones have one.
-        needs_own = call.trains and not x.requires_grad and torch.is_grad_enabled()
-        outputs = [
-            self._row(call.number, x[row : row + 1], needs_own, chunks, row, run)
-            for row in range(len(x))
-        ]
+        outputs = [*(self._at_once if call.is_scanned else self._in_turn)(call, x, chunks, run)]
         out = torch.cat([first(output) for output in outputs])
         out = relayout(out, mesh, 1, self._axis.layout, layout=self._order)
-        return (out, *outputs[-1][1:]) if isinstance(outputs[-1], tuple) else out
+        return with_hidden(outputs[-1], out)
+
+    def _at_once(
+        self, call: LayerCall, x: Tensor, chunks: ScanChunks, run: RunLayer
+    ) -> Iterator[Any]:
+        """Yield the outputs of a layer for rows that have the same documents."""
+        together = slice(0, len(x)) if len(chunks.starts) == 1 else None
+        for rows in [together] if together else [slice(i, i + 1) for i in range(len(x))]:
+            *before, last = chunks.of_row(rows.start)
+
+            def of_chunk(chunk: ScanChunk, source: StateSource, rows: slice = rows) -> Any:
+                part = x[rows, chunk.begin : chunk.end]
+                return run(part, chunks.mask(rows, chunk), source)
+
+            yield self._of_documents(before, last, chunks.length, of_chunk)
+
+    def _of_documents(
+        self, before: list[ScanChunk], last: ScanChunk, length: int, run: RunChunk
+    ) -> Any:
+        """Return the output of a layer for this rank's documents, of which the last one goes on.
+
+        A document that begins here needs no other rank. So the last one is first: the ranks after
+        this one get its states in the scan that brings this rank the states before its tokens.
+        """
+        ends = GivenStates({}) if before else None
+        of_last = run(last, ends) if ends else None
+        begin = before[0] if before else last
+        source = ScannedStates(self._axis.mesh, length, not begin.is_first, ends)
+        outputs = [run(begin, source)]
+        outputs += [run(chunk, GivenStates({})) for chunk in before[1:]]
+        outputs += [of_last] if ends else []
+        out = torch.cat([first(output) for output in outputs], 1)
+        for state in source.unused:
+            out = attached(out, state)
+        return with_hidden(outputs[-1], out)
+
+    def _in_turn(
+        self, call: LayerCall, x: Tensor, chunks: ScanChunks, run: RunLayer
+    ) -> Iterator[Any]:
+        """Yield the outputs of a layer for each row, one rank after another."""
+        # Received states need a gradient on all ranks if the sent ones have one.
+        needs_own = call.trains and not x.requires_grad and torch.is_grad_enabled()
+        for row in range(len(x)):
+            yield self._row(call.number, x[row : row + 1], needs_own, chunks, row, run)
 
     def _row(
         self, number: int, x: Tensor, needs_own: bool, chunks: ScanChunks, row: int, run: RunLayer
@@ -156,14 +215,17 @@ class AxisStatePassing:
         for chunk in chunks.of_row(row):
             before = {} if chunk.is_first else states
             output, states = _run_chunk(
-                run, x[:, chunk.begin : chunk.end], chunks.mask(row, chunk), before
+                run,
+                x[:, chunk.begin : chunk.end],
+                chunks.mask(slice(row, row + 1), chunk),
+                before,
             )
             outs.append(first(output))
         # One message holds all states, so its dtype must be wide enough for each.
         wide = torch.promote_types(x.dtype, torch.float32)
         after = torch.cat([states[spec.key].flatten(1).to(wide) for spec in specs], 1)
         out = send_state(after, torch.cat(outs, 1), self._axis.mesh, received=flat)
-        return (out, *output[1:]) if isinstance(output, tuple) else out
+        return with_hidden(output, out)
 
     def _chunks(self, call: LayerCall) -> ScanChunks:
         """Return the chunks for a call without any, as in models without attention.
@@ -185,14 +247,19 @@ class AxisStatePassing:
 
 def _run_chunk(run: RunLayer, x: Tensor, mask: Tensor | None, before: States) -> tuple[Any, States]:
     """Return the output for a chunk, and the states after it."""
+    source = GivenStates(before)
     if x.shape[1] > 1 or not before:
-        return run(x, mask, before)
+        return run(x, mask, source), source.after
     # A layer may process a single token differently, for generation, so the token is repeated.
     # It ends its document, so the states after it are not used.
     mask = None if mask is None else mask.repeat(1, 2)
-    output, after = run(x.repeat(1, 2, 1), mask, before)
-    one = first(output)[:, :1]
-    return (one, *output[1:]) if isinstance(output, tuple) else one, after
+    output = run(x.repeat(1, 2, 1), mask, source)
+    return with_hidden(output, first(output)[:, :1]), source.after
+
+
+def with_hidden(output: Any, hidden: Tensor) -> Any:
+    """Return a layer's output with other hidden states."""
+    return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
 
 
 def first(output: Any) -> Tensor:

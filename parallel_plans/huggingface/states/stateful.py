@@ -1,45 +1,38 @@
-"""Passes the state that layers carry along the sequence from rank to rank, through their cache.
+"""Finds layers that carry a state along the sequence, and gives them states through their cache.
 
 Note [States through a cache]: for generation, stateful layers continue from the state in a cache.
 They read the state after the previous tokens from it, and store the state after their own. Here a
-small object replaces that cache in each call of a stateful layer. The state that it returns comes
-from the rank with the previous tokens, and the stored state goes to the rank with the next ones.
+small object replaces that cache in each call of a stateful layer, see `StateSource`.
 
-Note [A scan from zero]: transformers' own scan of several tokens begins without a state, with or
-without a kernel. Its state after a token is `decay * state + input`, so it is linear in the initial
-state. The contribution of the initial state to each output is computed separately and added.
+Layers whose scan is known, see `scans.py`, and those that have convolutions only, run on all ranks
+at once. Any other layer continues from the state that its cache returns.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from inspect import signature, unwrap
-from types import FunctionType, MethodType
+from dataclasses import dataclass
+from inspect import signature
+from types import MethodType
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import silu, softplus
 
 from dtensor_ring.extension import within_layer
 from parallel_plans.huggingface.core.layer_inputs import ScanChunks
 from parallel_plans.huggingface.core.versions import names_in_forward, parameter_of_cache
+from parallel_plans.huggingface.states.scans import scan_of, with_source
+from parallel_plans.huggingface.states.state_sources import StateSource
 
-# The cache methods with which stateful layers store a state.
-UPDATES = ("update_conv_state", "update_recurrent_state", "set_linear_cache")
-
-# "conv" or "recurrent", and the number of the state within the layer.
-StateKey = tuple[str, int]
-
-# The states of a layer, `(B, ...)`.
-States = dict[StateKey, Tensor]
+# The cache methods with which stateful layers store the state of a recurrence, and all of them.
+RECURRENT = ("update_recurrent_state", "set_linear_cache")
+UPDATES = ("update_conv_state", *RECURRENT)
 
 
-# Maps the input of a layer, its attention mask and the states before it to the output and the
-# states after it.
-RunLayer = Callable[[Tensor, Tensor | None, States], tuple[Any, States]]
+# Maps the input of a layer, its attention mask and the source of its states to its output.
+RunLayer = Callable[[Tensor, Tensor | None, StateSource], Any]
 
 
 class LayerCall(NamedTuple):
@@ -50,12 +43,14 @@ class LayerCall(NamedTuple):
         hidden: the input of the layer, `(B, L, H)`.
         trains: whether the layer has parameters that need a gradient.
         chunks: the chunks of the batch, if the model passes them to the layer.
+        is_scanned: whether all states of the layer come from `StateSource.columns` and `scanned`.
     """
 
     number: int
     hidden: Tensor
     trains: bool
     chunks: ScanChunks | None
+    is_scanned: bool
 
 
 class StatePassing(Protocol):
@@ -67,17 +62,22 @@ class StatePassing(Protocol):
 
 @dataclass
 class StateCache:
-    """Stands in for the cache in one call of one layer."""
+    """Stands in for the cache in one call of one layer.
 
-    before: States
-    after: States = field(default_factory=dict)
+    Attributes:
+        source: gives the states, and takes them.
+        has_scan: whether the scan of the layer asks the source itself.
+    """
+
+    source: StateSource
+    has_scan: bool
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> None:
         """Return `None`: given a state, a layer may take its single-token path, and store none."""
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        """Return the state after the previous tokens."""
-        return self.before.get(("recurrent", state_idx))
+        """Return the state after the previous tokens; `None` starts a scan from zero."""
+        return None if self.has_scan else self.source.given(("recurrent", state_idx))
 
     def update_conv_state(
         self,
@@ -93,19 +93,15 @@ class StateCache:
                 f"a convolution of layer {layer_idx} does not pass its kernel size to its cache, "
                 "so it is unknown how many earlier tokens it needs"
             )
-        key, num_before = ("conv", state_idx), conv_kernel_size - 1
-        last = self.before.get(key)
-        if last is None:
-            last = conv_states.new_zeros(*conv_states.shape[:-1], num_before)
-        whole = torch.cat([last.to(conv_states.dtype), conv_states], -1)
-        self.after[key] = whole[..., whole.shape[-1] - num_before :]
-        return whole
+        before = self.source.columns(("conv", state_idx), conv_states, conv_kernel_size - 1)
+        return torch.cat([before, conv_states], -1)
 
     def update_recurrent_state(
         self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **_: Any
     ) -> Tensor:
         """Store the state after these tokens."""
-        self.after["recurrent", state_idx] = recurrent_states
+        if not self.has_scan:
+            self.source.ended(("recurrent", state_idx), recurrent_states)
         return recurrent_states
 
     # MiniMax has a cache of its own, with other names.
@@ -166,6 +162,8 @@ def _forward(layer: nn.Module, number: int, passing: StatePassing) -> Callable[.
     known = signature(plain)
     first = [*known.parameters][1]
     needed = [name for name in required_parameters(layer) if not name.endswith("_mask")]
+    has_scan = scan_of(plain) is not None
+    is_scanned = has_scan or set(RECURRENT).isdisjoint(names_in_forward(layer))
 
     # A compiler would drop messages of the backward whose results are unused.
     @torch.compiler.disable
@@ -177,19 +175,17 @@ def _forward(layer: nn.Module, number: int, passing: StatePassing) -> Callable[.
         kept = {name: x for name, x in bound.arguments.items() if name in ("self", first)}
         others = {name: _without_tokens(x) for name, x in bound.arguments.items()} | kept
 
-        def run(hidden: Tensor, mask: Tensor | None, before: States) -> tuple[Any, States]:
-            here = StateCache(before)
+        def run(hidden: Tensor, mask: Tensor | None, source: StateSource) -> Any:
+            here = StateCache(source, has_scan)
             masks = dict.fromkeys((x for x in others if x.endswith("_mask")), mask)
             bound.arguments.update(others | masks | {first: hidden, cache: here})
-            state = here.get_recurrent_state(number) if scans(plain) else None
-            runs = plain if state is None else continued_from(plain, state)
-            return runs(*bound.args, **bound.kwargs), here.after
+            runs = with_source(plain, source) if has_scan else plain
+            return runs(*bound.args, **bound.kwargs)
 
         trains = any(x.requires_grad for x in self.parameters())
+        chunks = getattr(ring, "scan_chunks", None)
         with within_layer(self):
-            return passing.call(
-                LayerCall(number, hidden, trains, getattr(ring, "scan_chunks", None)), run
-            )
+            return passing.call(LayerCall(number, hidden, trains, chunks, is_scanned), run)
 
     return forward
 
@@ -209,55 +205,3 @@ def _without_tokens(x: Any) -> Any:
     if isinstance(x, dict):  # it holds further keywords
         return {name: y for name, y in x.items() if not isinstance(y, (Tensor, tuple))}
     return None if isinstance(x, (Tensor, tuple)) else x
-
-
-# The global name by which forwards of layers call the scan.
-SCAN = "mamba_selective_scan"
-
-
-def scans(forward: Callable[..., Any]) -> bool:
-    """Return whether a layer's forward calls the scan."""
-    return SCAN in unwrap(forward).__code__.co_names
-
-
-def continued_from(forward: Callable[..., Any], state: Tensor) -> Callable[..., Any]:
-    """Return a copy of a layer's forward whose scan continues from a state.
-
-    Args:
-        forward: the unbound forward of the layer.
-        state: the state of D channels with N numbers each, `(B, D, N)`; if each head calls the
-            scan, `(B, heads, D, N)`.
-    """
-    # The code looks the scan up as a global, so the copy gets globals with another scan.
-    plain: Any = unwrap(forward)
-    parts = iter(state.unbind(1) if state.dim() == 4 else (state,))
-    names = plain.__globals__ | {SCAN: _from(plain.__globals__[SCAN], parts)}
-    made = FunctionType(
-        plain.__code__, names, plain.__name__, plain.__defaults__, plain.__closure__
-    )
-    made.__kwdefaults__ = plain.__kwdefaults__
-    return made
-
-
-def _from(scan: Callable[..., Any], states: Iterator[Tensor]) -> Callable[..., Any]:
-    """Return a scan in which each call continues from the next of `states`."""
-
-    def whole(
-        x: Tensor,
-        dt: Tensor,
-        a: Tensor,
-        b: Tensor,
-        c: Tensor,
-        *,
-        z: Tensor,
-        delta_bias: Tensor | None,
-        **options: Any,
-    ) -> tuple[Tensor, Tensor]:
-        out, last = scan(x, dt, a, b, c, z=z, delta_bias=delta_bias, **options)
-        biased = dt if delta_bias is None else dt + delta_bias[:, None]
-        decay = torch.exp(a[None, :, None] * softplus(biased.float()).cumsum(-1)[..., None])
-        kept = decay * next(states)[:, :, None]  # (B, D, L, N)
-        added = torch.einsum("bdln,bnl->bdl", kept, c.to(kept.dtype))
-        return out + added * silu(z), last + kept[:, :, -1]
-
-    return whole

@@ -32,12 +32,18 @@ SAMPLE = ("Qwen3-Next", "Granite 4", "LFM2")
 """A delta rule, a selective scan, and convolutions alone; `--all-hybrids` runs the others, too."""
 
 
-@pytest.mark.parametrize(("world_size", "layout"), [*product([2, 4], [LAYOUT, "zigzag"])])
+@pytest.mark.parametrize(
+    ("world_size", "layout"), [*product([2, 4], [LAYOUT, "zigzag"]), (3, "zigzag"), (3, "striped")]
+)
 @pytest.mark.parametrize("family", HYBRIDS)
 def test_hybrid_equals_the_stock_model(
     pool: Pool, request: pytest.FixtureRequest, family: str, world_size: int, layout: str
 ) -> None:
-    is_sample = family in SAMPLE and (world_size, layout) != (2, "zigzag")
+    is_sample = family in SAMPLE and (world_size, layout) in (
+        (2, LAYOUT),
+        (4, LAYOUT),
+        (4, "zigzag"),
+    )
     if not is_sample and not request.config.getoption("--all-hybrids"):
         pytest.skip("make test ARGS=--all-hybrids")
     for rank, errors in enumerate(pool.run(world_size, compare, family, layout, None, KINDS)):
@@ -95,7 +101,7 @@ def refused(family: str, layout: str, reason: str) -> None:
 
 def refused_without_a_state() -> None:
     reported = r"layers\.0\.mamba goes on from the recurrent state .* a single token"
-    with patch("parallel_plans.huggingface.states.stateful.scans", return_value=False):
+    with patch("parallel_plans.huggingface.states.stateful.scan_of", return_value=None):
         refused("Jamba", LAYOUT, reported)
 
 

@@ -16,6 +16,7 @@ from dtensor_ring import Mask
 from dtensor_ring.all_to_all.op import all_to_all_op
 from dtensor_ring.balanced.hybrid import Hybrid, compare_hybrid_layouts
 from dtensor_ring.ops.axis_ops import receive_op, send_op
+from dtensor_ring.states.op import scan_op
 from dtensor_ring.transport.transport import ProcessGroupTransport
 from parallel_plans.huggingface.states.stateful import stateful_layers
 from tests.families import VOCABULARY
@@ -29,13 +30,15 @@ class StateCalls(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.states = ""
-        """Calls in their order: r(eceive) and s(end)."""
+        """Calls in their order: r(eceive) and s(end), or scans of c(olumns) and m(aps)."""
         self.sent: Counter[str] = Counter()
         self._op: Any = None
         self._shards_tokens = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.states += {receive_op: "r", send_op: "s"}.get(func, "")
+        if func is scan_op:
+            self.states += "c" if args[1] is None and args[2] is None else "m"
         self._op = func
         # The sum of the ranks' losses is an exchange, too: of one number each.
         self._shards_tokens = func is all_to_all_op and args[0][0].shape[-1] > 1
@@ -46,7 +49,7 @@ class StateCalls(TorchDispatchMode):
 
         def counting(transport: Any, receives: Any, sends: Any) -> Any:
             for message in sends:
-                self.sent["states"] += self._op in (receive_op, send_op)
+                self.sent["states"] += self._op in (receive_op, send_op, scan_op)
                 size = message.flat.numel() * message.flat.itemsize
                 self.sent["exchanged"] += size * self._shards_tokens
             return start(transport, receives, sends)
@@ -54,24 +57,42 @@ class StateCalls(TorchDispatchMode):
         return counting
 
 
-def calls(seq_len: int, num_rows: int = 1) -> str:
-    """What the two layers with a state receive and send in a step."""
-    model = planned("Nemotron-H")
+def calls(family: str, seq_len: int, num_rows: int = 1, starts: tuple[int, ...] = ()) -> str:
+    """What the layers with a state receive and send in a step."""
+    model = planned(family)
     tokens = torch.arange(2, seq_len + 2).expand(num_rows, -1)
+    how = {}
+    if starts:
+        is_start = torch.zeros_like(tokens)
+        for row, start in enumerate(starts):
+            is_start[row, start] = 1
+        how["seq_idx"] = is_start.cumsum(1)
     with StateCalls() as found:
-        model(input_ids=tokens, labels=tokens).loss.backward()
-    assert len(stateful_layers(model)) == 2
+        model(input_ids=tokens, labels=tokens, **how).loss.backward()
     return found.states
 
 
-def test_a_layer_has_one_message_of_a_row_each_way(pool: Pool) -> None:
-    """Also where there are fewer tokens than ranks want."""
-    assert pool.run(2, calls, 8) == ["rs" * 4] * 2
-    assert pool.run(4, calls, 3) == ["rs" * 4] * 4
+def test_all_ranks_scan_at_once(pool: Pool) -> None:
+    """Each of the two layers the columns of its convolution and the map of its state, for all rows.
+
+    Also where there are fewer tokens than ranks want: then columns have a map, too.
+    """
+    for rows in (1, 3):
+        assert pool.run(2, calls, "Nemotron-H", 8, rows) == ["cm" * 2 + "mc" * 2] * 2
+    assert pool.run(4, calls, "Nemotron-H", 3) == ["mm" * 4] * 4
 
 
-def test_a_row_is_handed_over_before_the_next_one_begins(pool: Pool) -> None:
-    assert pool.run(2, calls, 8, 3) == ["rs" * 3 * 4] * 2
+def test_rows_with_other_documents_scan_one_by_one(pool: Pool) -> None:
+    """A document begins on either rank, within its shard or with it, or on none."""
+    for starts in ((2, 6), (4, 6), (3, 0)):
+        expected = "cm" * 2 * 2 + "mc" * 2 * 2
+        assert pool.run(2, calls, "Nemotron-H", 8, 2, starts) == [expected] * 2
+
+
+def test_other_layers_have_one_message_of_a_row_each_way(pool: Pool) -> None:
+    """A row is handed over before the next one begins."""
+    assert pool.run(2, calls, "MiniMax-01", 8) == ["rs" * 2] * 2
+    assert pool.run(2, calls, "MiniMax-01", 8, 3) == ["rs" * 3 * 2] * 2
 
 
 def sent(layout: str, seq_len: int) -> tuple[list[Counter[str]], int]:

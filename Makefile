@@ -11,7 +11,7 @@ PACKAGED := out/packaged
 SOURCES := dtensor_ring parallel_plans
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-oldest test-newest lint format docs package bench census soak gpu-check clean
+.PHONY: help demo test test-oldest test-newest lint format docs package bench census soak gpu-check findings clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -99,6 +99,9 @@ gpu-check: ## check and measure a GPU, ten minutes a run, with what is installed
 	@PYTHONPATH=.$${PYTHONPATH:+:$$PYTHONPATH} $(GPU_PYTHON) \
 		$(if $(RANKS),-m torch.distributed.run --standalone --nproc-per-node $(RANKS)) \
 		benchmarks/gpu_check.py $(ARGS)
+
+findings: ## run the findings: where other libraries surprise; each downloads what it needs, outside CI
+	@set -e; for script in $(wildcard findings/*.sh); do echo "$$script"; PYTHON=$(PYTHON) sh "$$script"; done
 
 clean: ## remove caches, builds and outputs, but no environment
 	rm -rf build dist out *.egg-info .pytest_cache .ruff_cache .hypothesis

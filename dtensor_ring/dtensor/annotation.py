@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary, WeakValueDictionary, ref
 
 import torch
 import torch.distributed as dist
@@ -41,7 +41,7 @@ class Annotation:
         num_layers: the number of modules that attend over the axis; ranks call them by number.
         choices: the configuration that "auto" has chosen by, and what, see `choice_of`.
         machines: those read for the axis, by the names that were given, and "" for the default.
-        token_meshes: those of its sequences, by device type and name, see `token_mesh`.
+        token_meshes: those of its sequences that live, by device type and name, see `token_mesh`.
     """
 
     ranks: tuple[int, ...]
@@ -51,7 +51,9 @@ class Annotation:
     num_layers: int = 0
     choices: tuple[AxisConfig | None, dict[Any, Any]] = field(default_factory=lambda: (None, {}))
     machines: dict[str, Machine] = field(default_factory=dict)
-    token_meshes: dict[tuple[str, str], DeviceMesh] = field(default_factory=dict)
+    token_meshes: WeakValueDictionary[tuple[str, str], DeviceMesh] = field(
+        default_factory=WeakValueDictionary
+    )
 
     @property
     def how(self) -> str:

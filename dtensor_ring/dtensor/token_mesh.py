@@ -21,9 +21,6 @@ from dtensor_ring.dtensor.annotation import annotation_of, axis_group
 from dtensor_ring.dtensor.axis_config import TOKENS, AxisConfig, Tokens
 from dtensor_ring.planning.layout import Layout, Padded
 
-# Layouts of batches that an axis remembers; older ones are made again.
-MAX_MESHES = 256
-
 REFUSED = (
     "this operation needs tokens of other ranks, or to know where those of a rank are, and the "
     "sequence is in {layout} order over {size} ranks: make it whole first, "
@@ -53,11 +50,10 @@ def token_mesh(
     tokens, here = Tokens(mesh, config, layout or config.layout, averages), annotation_of(group)
     known, name = here.token_meshes, _name(tokens)
     key = mesh.device_type, name
-    if key not in known:
-        if len(known) >= MAX_MESHES:
-            known.pop(next(iter(known)))
-        known[key] = _made(group, name, tokens)
-    return known[key]
+    made = known.get(key)
+    if made is None:
+        made = known[key] = _made(group, name, tokens)
+    return made
 
 
 def _name(tokens: Tokens) -> str:
@@ -80,6 +76,8 @@ def _made(group: ProcessGroup, name: str, tokens: Tokens) -> DeviceMesh:
     made = DeviceMesh.from_group(group, tokens.mesh.device_type, mesh_dim_names=(name,))
     why = REFUSED.format(layout=tokens.layout.spec, size=group.size())
     vars(made)["_dim_group_names"] = _NoGroups(why)
+    # A mesh that outlives the group, in a cache of DTensor, must not keep its connections open.
+    made._pg_registry.clear()
     vars(made)[TOKENS] = tokens
     if isinstance(tokens.layout, Padded):
         # Shards have other lengths than those that DTensor computes from the coordinate.

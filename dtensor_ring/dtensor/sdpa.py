@@ -43,7 +43,9 @@ OTHER_DIM = (
     "layout, Shard({dim}) of {ndim} dims, and these are in {placed}; see shard_sequence, or call "
     "transpose(1, 2) on (batch, sequence, heads, head dim)"
 )
-MIXED = "got mixed torch.Tensor and DTensor"  # PyTorch's own causal mask is plain
+# How ops that attention is made of fail on DTensors: PyTorch's own causal mask is plain, and older
+# versions cannot flatten sharded dims.
+OF_PARTS = "got mixed torch.Tensor and DTensor", "Sharding propagation failed"
 
 INPUTS = ("query", "key", "value")
 
@@ -135,7 +137,7 @@ def _unfused(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
         try:
             return UNFUSED_OP.decompose(*args, **kwargs)
         except RuntimeError as error:
-            if MIXED in str(error):
+            if any(text in str(error) for text in OF_PARTS):
                 raise _other_dim(args) from error
             raise
     bound = dispatch.arguments_of(UNFUSED_OP, args, kwargs)

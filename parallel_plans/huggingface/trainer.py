@@ -242,6 +242,10 @@ class ContextParallelTrainer(Trainer):
             if not isinstance(self.model_wrapped, DistributedDataParallel):
                 self._forget_evaluation()
             return super()._prepare_for_training(*args, **kwargs)
+        model: Any = self.model
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # the optimizer must get shards, also before transformers 5.24
         # An evaluation or training before this one has done it, and layers have other classes now.
         plugin: Any = self.accelerator.state.fsdp_plugin
         before, plugin.activation_checkpointing = plugin.activation_checkpointing, False

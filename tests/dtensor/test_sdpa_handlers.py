@@ -77,7 +77,7 @@ def _outcomes(mesh: DeviceMesh, *whole: Tensor) -> Iterator[tuple[Any, ...]]:
             with sdpa_kernel(SDPBackend.MATH):
                 out = F.scaled_dot_product_attention(*inputs)
         except RuntimeError as refusal:  # torch 2.11 cannot with sharded heads
-            yield ("math", where), str(refusal)
+            yield ("math", where), str(refusal.__cause__ or refusal)
         else:
             yield _outcome(("math", where), out, inputs)
         # GPUs' ops have rules, but no kernel on a CPU: without data, placements are what is left.
@@ -103,8 +103,11 @@ def _check_other_dim() -> None:
     whole = random_inputs(kv_heads=4)[:3]
     for ndim, inputs in ((4, whole), (3, [x[0] for x in whole]), (5, [x[None] for x in whole])):
         sharded = [place(x, mesh, (Shard(ndim - 3),)) for x in inputs]
-        needed, placed = max(ndim, 4), rf"in \[\(Shard\(dim={max(ndim, 4) - 3}\)"
-        reported = rf"Shard\({needed - 2}\) of {needed} dims, and these are {placed}"
+        dims = (3, 4) if ndim == 3 else (ndim,)  # newer versions of torch add a dim to three
+        reported = "|".join(
+            rf"Shard\({x - 2}\) of {x} dims, and these are in \[\(Shard\(dim={x - 3}\)"
+            for x in dims
+        )
         with pytest.raises(NotImplementedError, match=reported):
             F.scaled_dot_product_attention(*sharded, is_causal=True)
 

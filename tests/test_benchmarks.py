@@ -107,3 +107,10 @@ def test_benchmark_of_packed_documents(folder: Path) -> None:
         assert (one["received_by_all"] > 0) == (one["cp"] > 1)
         assert one["received"] * 8 >= one["received_by_all"]
         assert one["step"] > 32 * one["attention"] > 0
+
+
+@pytest.mark.repeats  # it runs layers of transformers
+def test_benchmark_of_states(folder: Path) -> None:
+    found = measured("states", folder)
+    assert [m["case"]["world_size"] for m in found["measurements"]] == [2, 2]
+    assert all(x["sharded"] <= 1.5 * x["whole"] for x in found["errors"])

@@ -60,10 +60,11 @@ class SequenceTensor(DTensor):
         out = op(*tree_map_only(cls, _plain, args), **tree_map_only(cls, _plain, kwargs))
         if op._schema.is_mutable and isinstance(args[0], cls):
             return args[0]
-        out = tree_map_only(DTensor, known, out)
-        return (
-            return_and_correct_aliasing(op, args, kwargs, out) if op._schema._is_view_op() else out
-        )
+        if not op._schema._is_view_op():
+            return tree_map_only(DTensor, known, out)
+        # A view has the class of what it shows, in a graph, too.
+        out = tree_map_only(DTensor, _as_sequence, out)
+        return return_and_correct_aliasing(op, args, kwargs, out)
 
     @staticmethod
     def __tensor_unflatten__(
@@ -152,6 +153,10 @@ def known(x: Any) -> Any:
         or type(x._local_tensor) is not Tensor
     ):
         return x
+    return _as_sequence(x)
+
+
+def _as_sequence(x: Any) -> Any:
     if tokens_of(x._spec.mesh) is not None:
         # The class adds no field, and a new object would have no gradient.
         x.__class__ = SequenceTensor

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from dtensor_ring.dtensor.annotation import annotation_of, axis_group
+from dtensor_ring.dtensor.annotation import annotation_of, axis_group, axis_mesh
 from dtensor_ring.dtensor.axis import AnyMachine, SequenceAxis
 from dtensor_ring.dtensor.axis_config import check_axis_options
 from dtensor_ring.dtensor.placement import SEQUENCE
@@ -232,7 +232,7 @@ def _local_outputs(module: nn.Module, args: Any, kwargs: dict[str, Any], output:
 
 def _refuse_whole(name: str, given: DTensor, output: DTensor) -> None:
     """Refuse a result that has all tokens on each rank, which callers would take for a shard."""
-    if output.device_mesh != given.device_mesh:
+    if axis_mesh(output.device_mesh) != axis_mesh(given.device_mesh):
         return
     axis = [where == Shard(SEQUENCE) for where in given.placements].index(True)
     where = output.placements[axis]

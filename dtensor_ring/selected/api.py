@@ -224,7 +224,7 @@ def selected_attention(
     place = _placed_call(query, key, mesh, batch, Strategy.default, seq_len)
     call = Call(batch, scores, place)
     call_check.check_options(query, call)
-    if route is not None and route not in KEY_ROUTES:
+    if route is not None and not (isinstance(route, str) and route in KEY_ROUTES):
         raise ValueError(f"route must be one of {', '.join(KEY_ROUTES)}, or None, got {route!r}")
     out, lse = called_by_user(selected_op, query, rows, selected, *values, route, *flatten(call))
     return (out, lse) if return_lse else out
@@ -251,7 +251,7 @@ def _rows(key: Tensor, value: Tensor | int) -> tuple[Tensor, tuple[int, int]]:
 def _route(route: str | None) -> str:
     if route is None:
         return Strategy.default
-    if route not in ROUTES:
+    if not isinstance(route, str) or route not in ROUTES:
         raise ValueError(f"route must be one of {', '.join(ROUTES)}, or None, got {route!r}")
     return route
 

@@ -189,6 +189,23 @@ FUNCTIONS |= {
             {"dtensor": [dtensor], **DIMS, "layout": just(None)},
             check_same("dtensor"),
         ),
+        (
+            "StateMap",
+            {
+                "state": made(lambda: torch.ones(2, 3, 4)),
+                "decay": made(lambda: torch.zeros(2), lambda: None),
+                "matrix": just(None),
+            },
+            nothing,
+        ),
+        (
+            "exclusive_scan",
+            {
+                "maps": made(lambda: [ring.StateMap(torch.ones(2, 3), decay=torch.zeros(2))]),
+                "axis": MESH["mesh"],
+            },
+            nothing,
+        ),
         ("sum_over_sequence", {"local": QKV["query"], **MESH}, check_same("local")),
         ("sequence_runs", {"layout": just(ring.Balanced(Mask.causal(), 8, 2))}, nothing),
         ("slices_of_block_mask", {"block_mask": made(block_mask)}, nothing),

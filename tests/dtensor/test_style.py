@@ -165,18 +165,18 @@ def _check_whole_results() -> None:
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "cp"))
     inputs = torch.randn(3, 1, 2, 6, 4)
     whole = Mixes(lambda out, _: out.redistribute(placements=[Replicate()]))
-    mean = Mixes(
-        lambda out, x: out + x.mean(2, keepdim=True).redistribute(placements=[Replicate()])
-    )
+    mean = Mixes(lambda out, x: out + x.mean(2, keepdim=True))
     for module in (whole, mean):
         parallelize_module(module, mesh["cp"], ContextParallel())
-        for call in (module, torch.compile(module, backend="eager", fullgraph=True)):
-            if module is mean:
-                assert call(*inputs)[0].shape == (1, 2, 6, 4)
-                continue
+        compiled = torch.compile(module, backend="eager", fullgraph=True)
+        if module is mean:
+            assert mean(*inputs)[0].shape == (1, 2, 6, 4)
+        else:
             message = r"Mixes got shards of 12 tokens and returned all of them, \(1, 2, 12, 4\)"
-            with pytest.raises(Exception, match=message):
-                call(*inputs)
+            with pytest.raises(ValueError, match=message):
+                whole(*inputs)
+        with pytest.raises(Exception, match="make it whole first"):
+            compiled(*inputs)
 
 
 def test_one_node_per_attention(pool: Pool) -> None:

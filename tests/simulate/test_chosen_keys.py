@@ -106,7 +106,7 @@ def test_command(given: str, tmp_path: Path, capsys: pytest.CaptureFixture[str])
 def test_wrong_numbers_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     for chosen, text in (("16,4", "such as"), ("nowhere.json", "cannot be read")):
         asked = ["--seq-len", "64", "--world-size", "4", "--chosen", chosen]
-        assert main(load, ["compare", *asked]) == 1
+        assert main(load, ["compare", *asked]) == 2
         assert text in capsys.readouterr().err
 
 

@@ -325,9 +325,10 @@ def _check_lengths(model: Any, arguments: dict[str, Any]) -> int:
         _check_shape(model, name, x)
         lengths[name] = x.shape[-1 if name == POSITIONS else 1]
     _check_rows(arguments)
-    if len(set(lengths.values())) > 1:
+    seq_len, *others = lengths.values()
+    if any(x != seq_len for x in others):  # a set would make a compiler's symbols numbers
         raise ValueError(f"the inputs of a model must have one length, got {lengths}")
-    return next(iter(lengths.values()))
+    return seq_len
 
 
 def _check_shape(model: Any, name: str, x: Tensor) -> None:

@@ -181,3 +181,26 @@ def test_text_of_parts() -> None:
     assert again.described == parts.described
     assert checksum_words(again, True) == checksum_words(parts, True)
     assert [*parts.tensors] == ["input_ids", "labels", "features[0]", "features[1]"]
+
+
+def test_lengths_are_symbols(pool: Pool) -> None:
+    pool.run(2, _check_lengths)
+
+
+def _check_lengths() -> None:
+    """A graph for the first length, and one for all others, uneven ones as well."""
+    counter, model, stock = CompileCounterWithBackend("aot_eager"), planned(), small_model("Llama")
+    compiled = torch.compile(model, backend=counter, fullgraph=True)
+    for seq_len in (32, 48, 33, 47, 31, 97):
+        tokens = torch.randint(2, VOCABULARY, (1, seq_len), generator=_seeded(seq_len))
+        given = {"input_ids": tokens, "labels": tokens.clone()}
+        for each in (model, stock):
+            each.zero_grad()
+        loss, expected = compiled(**given).loss, stock(**given).loss
+        loss.backward()
+        expected.backward()
+        grad = model.lm_head.weight.grad
+        dist.all_reduce(grad)
+        torch.testing.assert_close(loss, expected)
+        torch.testing.assert_close(grad / 2, stock.lm_head.weight.grad)
+    assert counter.frame_count <= 3

@@ -267,7 +267,7 @@ def _are_changed(model: Any, known: KnownNumbers) -> bool:
     """Return whether one of these numbers is another one now."""
     owners = _owners(model)
     for i, name, before in known:
-        now = getattr(owners[i], name, None)
+        now = vars(owners[i]).get(name)
         if type(now) is not type(before) or now != before:
             return True
     return False

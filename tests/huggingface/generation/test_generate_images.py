@@ -176,7 +176,7 @@ def check_differing(family: str) -> None:
     with pytest.raises(ValueError, match="differ in pixel_values"):
         generate(ours, **fewer)
     cache = ours(**batch, use_cache=True)[CACHE]
-    with pytest.raises(RingError, match="differ in agree"):
+    with pytest.raises(RingError, match="differ in tokens given as agree"):
         ours(batch["input_ids"][:, :1] + rank, cache=cache)
 
 

@@ -49,7 +49,7 @@ class Raises(OtherToken):
 
 
 PLANTED: dict[str, tuple[Any, dict[str, Any], str]] = {
-    "another token": (OtherToken(3, 7), {}, "differ in agree: .* rank"),
+    "another token": (OtherToken(3, 7), {}, "differ in tokens given as agree: .* rank"),
     "another last token": (OtherToken(NUM_NEW, 7), {}, "differ in tokens: .* rank"),
     "an early end": (
         OtherToken(3, 1),

@@ -1,0 +1,201 @@
+"""What users do with the outputs of planned models is right, or refused: each line of the table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.utils._pytree import tree_leaves
+
+from parallel_plans.huggingface import context_parallel_plan
+from tests import families
+from tests.border.operations import OPERATIONS, REFUSED
+from tests.border.trying import Answer, attempt
+from tests.pool import Pool
+
+MODELS = {
+    "Llama": ("Llama", "ForCausalLM"),
+    "hybrid": ("LFM2", "ForCausalLM"),
+    "classifier": ("Llama", "ForTokenClassification"),
+    "encoder": ("ModernBERT", "Model"),
+}
+"""Logits, those of layers with a state, classes of tokens, and hidden states."""
+DERIVED: dict[str, Callable[[Any], Any]] = {
+    "": lambda x: x,
+    "x * 2": lambda x: x * 2,
+    "x.float()": lambda x: x.float(),
+    "x.log_softmax(-1)": lambda x: x.log_softmax(-1),
+}
+MODES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "gradients": nullcontext,
+    "no_grad": torch.no_grad,
+    "inference": torch.inference_mode,
+    "compiled": nullcontext,
+    "hook": nullcontext,
+}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A model that is called once, and where lines run on its output.
+
+    Attributes:
+        model: a name of `MODELS`.
+        ranks: how many.
+        length: of the sequence.
+        layout: of the plan; `None` for its own.
+        mode: a name of `MODES`.
+        derived: what is made of the output first.
+    """
+
+    model: str
+    ranks: int
+    length: int
+    layout: str | None
+    mode: str = "gradients"
+    derived: str = ""
+
+    def __str__(self) -> str:
+        parts = self.model, f"{self.length} on {self.ranks}", self.layout, self.mode, self.derived
+        return ", ".join(str(part) for part in parts if part != "")
+
+
+CELLS = [
+    Cell("Llama", 3, 21, "zigzag"),
+    Cell("hybrid", 2, 13, None, "no_grad"),
+    Cell("classifier", 3, 7, "contiguous", "inference", "x * 2"),
+    Cell("encoder", 2, 12, "balanced", "hook"),
+]
+"""Each model, number of ranks and layout once."""
+WRONG = {
+    "a rank without tokens": Cell("classifier", 3, 2, "contiguous", "inference", "x * 2"),
+    "of a graph come bare DTensors": Cell("encoder", 2, 12, "striped", "compiled"),
+}
+"""Cells with lines that are silently wrong, or raise errors of PyTorch alone."""
+
+
+def combinations() -> Iterator[Cell]:
+    """All of them; a mode and a tensor that is derived for each, in turn."""
+    count = 0
+    for model in MODELS:
+        for ranks in (2, 3):
+            for length in (12, 13, 1, 2):
+                for layout in ("zigzag", "striped", "contiguous", "balanced"):
+                    if model == "hybrid" and layout == "balanced":
+                        continue  # the plan refuses it
+                    mode = list(MODES)[count % len(MODES)]
+                    if mode == "compiled" and layout == "balanced":
+                        mode = "no_grad"  # no graph shards a batch by its documents
+                    derived = list(DERIVED)[count // len(MODES) % len(DERIVED)]
+                    yield Cell(model, ranks, length, layout, mode, derived)
+                    count += 1
+
+
+@pytest.mark.parametrize("cell", CELLS, ids=str)
+def test_each_line_is_right_or_refused(pool: Pool, cell: Cell) -> None:
+    assert_right(pool, cell)
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_not_right_yet(pool: Pool, request: pytest.FixtureRequest, name: str) -> None:
+    request.applymarker(pytest.mark.xfail(raises=AssertionError, reason=name))
+    assert_right(pool, WRONG[name])
+
+
+@pytest.mark.repeats
+@pytest.mark.parametrize("cell", list(combinations()), ids=str)
+def test_all_combinations(pool: Pool, cell: Cell) -> None:
+    assert_right(pool, cell)
+
+
+def assert_right(pool: Pool, cell: Cell) -> None:
+    by_rank = pool.run(cell.ranks, wrong_lines, cell)
+    wrong = [(rank, *one) for rank, found in enumerate(by_rank) for one in found.items()]
+    assert not wrong, "\n".join(f"rank {rank}: {line}: {text}" for rank, line, text in wrong)
+
+
+def wrong_lines(cell: Cell) -> dict[str, str]:
+    """What came of lines that are neither right nor refused as the table says, on this rank."""
+    with MODES[cell.mode]():
+        x, stock, weights = outputs(cell)
+        answers = {line: attempt(line, x, stock) for line in OPERATIONS}
+        may_refuse = cell.length < cell.ranks or cell.mode in ("compiled", "inference")
+        may_refuse = may_refuse or is_padded(x)
+        wrong = {line: _wrong(line, answer, may_refuse) for line, answer in answers.items()}
+        if cell.mode == "gradients":
+            wrong |= {
+                line: _wrong_gradient(answer, *weights)
+                for line, answer in answers.items()
+                if answer.is_right and not wrong[line]
+            }
+    return {line: text for line, text in wrong.items() if text}
+
+
+def outputs(cell: Cell) -> tuple[Any, Tensor, tuple[Tensor, Tensor]]:
+    """The output of the planned model, that of the stock model, and a weight of each."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    # In double: what is not rounded alike would sort, and round, otherwise.
+    ours, stock = (families.small_model(*MODELS[cell.model]).double() for _ in range(2))
+    parallelize_module(ours, mesh, context_parallel_plan(ours, cell.layout))
+    tokens = torch.arange(2 * cell.length).view(2, cell.length) % 29 + 2
+    derive, kept = DERIVED[cell.derived], []
+    if cell.mode == "hook":
+        ours.register_forward_hook(lambda module, args, output: kept.append(derive(output[0])))
+    called = torch.compile(ours, backend="aot_eager") if cell.mode == "compiled" else ours
+    output = called(input_ids=tokens, use_cache=False)[0]
+    x = kept[0] if kept else derive(output)
+    expected = derive(stock(input_ids=tokens, use_cache=False)[0])
+    weights = [model.get_input_embeddings().weight for model in (ours, stock)]
+    return x, expected, (weights[0], weights[1])
+
+
+def is_padded(x: Any) -> bool:
+    """Whether shards have other lengths than those that DTensor computes, as views ask for."""
+    return isinstance(x, DTensor) and "padded" in str(x.device_mesh.mesh_dim_names)
+
+
+def _wrong(line: str, answer: Answer, may_refuse: bool) -> str:
+    """What came of a line, if it is wrong.
+
+    DTensor takes a dimension shorter than the ranks for one that cannot be sharded, `one_hot` is
+    computed otherwise in inference mode, and of a graph come DTensors: there a line may be refused
+    that is right otherwise.
+    """
+    allowed = {OPERATIONS[line]}
+    if may_refuse or isinstance(answer.expected, Exception):
+        allowed.add(REFUSED)
+    return "" if answer.verdict in allowed else f"{answer.verdict}, not {OPERATIONS[line]}"
+
+
+def _wrong_gradient(answer: Answer, weight: Tensor, stock_weight: Tensor) -> str:
+    """Whether a loss by the result has another gradient than on one process."""
+    loss, expected = _loss(answer.value), _loss(answer.expected)
+    if expected is None or loss is None:
+        return "" if loss is expected else "it has no gradient"
+    (found,) = torch.autograd.grad(loss, weight, retain_graph=True)
+    (gradient,) = torch.autograd.grad(expected, stock_weight, retain_graph=True)
+    dist.all_reduce(found)
+    leaves = [x for x in tree_leaves(answer.value) if isinstance(x, Tensor)]
+    tolerance = 5e-2 if any(x.dtype == torch.bfloat16 for x in leaves) else 1e-4
+    error = (found / dist.get_world_size() - gradient).abs().max()
+    is_near = error <= tolerance * (1e-6 + gradient.abs().max())
+    return "" if is_near else f"gradient: off by {error:.2g} of {gradient.abs().max():.2g}"
+
+
+def _loss(value: Any) -> Any:
+    """The sum of all squares, which weighs each token by its number."""
+    leaves = [x for x in tree_leaves(value) if isinstance(x, Tensor) and x.requires_grad]
+    if not leaves:
+        return None
+    if any(isinstance(x, DTensor) for x in leaves):
+        return sum((x * x).sum() for x in leaves)
+    return sum(x.double().square().sum() for x in leaves)

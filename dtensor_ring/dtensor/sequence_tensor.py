@@ -179,7 +179,7 @@ def _computed(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     length = length_of(args)
     try:
         out = func(*args, **kwargs)
-    except (RuntimeError, NotImplementedError) as error:
+    except (RuntimeError, NotImplementedError, IndexError) as error:
         error.add_note(str(refusal(first_of(args), _named(func))))
         raise
     return tree_map_only(DTensor, lambda x: _checked(x, length, func), out)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from inspect import signature
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -171,7 +172,9 @@ def _loss(func: Any, *args: Any, **kwargs: Any) -> Any:
         if given.get("weight") is not None:
             raise refusal(x, f"{func.__name__} with weight and reduction='mean'")
         return total / summed((local != given["ignore_index"]).sum(), x)
-    return total / (losses.numel() // max(x.to_local().shape[dim], 1) * x.shape[dim])
+    # Of all ranks: this one may have no token.
+    beside = (length for d, length in enumerate(losses.shape) if d != dim)
+    return total / (prod(beside) * x.shape[dim])
 
 
 # By the functions that PyTorch hands over.

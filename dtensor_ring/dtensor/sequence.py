@@ -64,8 +64,19 @@ def shard_sequence(
     if layout is not None:  # annotate only now, when the layout is known to fit the length
         annotate(mesh, chosen)
         install_handlers()
-    on = token_mesh(mesh, annotation_of(group).config_or_default, chosen)
+    if torch.compiler.is_dynamo_compiling():
+        on = _mesh_in_graph(mesh, chosen.spec)
+    else:
+        on = token_mesh(mesh, annotation_of(group).config_or_default, chosen)
     return from_local_tokens(local, on, dim, tensor.shape[dim])
+
+
+def _mesh_in_graph(mesh: DeviceMesh, spec: str) -> DeviceMesh:
+    """Return the token mesh of a layout, which is a constant of a graph."""
+    return token_mesh(mesh, annotation_of(axis_group(mesh)).config_or_default, as_layout(spec))
+
+
+_mesh_in_graph._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def check_whole(tensor: Any, dim: int) -> int:

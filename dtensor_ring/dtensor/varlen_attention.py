@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from dtensor_ring.dtensor import dispatch
 from dtensor_ring.dtensor.call_check import scores_of
 from dtensor_ring.dtensor.placement import check_kinds, on_annotated_axis, wrap_on
+from dtensor_ring.dtensor.sequence_tensor import SequenceTensor
 from dtensor_ring.ops.boundaries import on_host
 from dtensor_ring.ops.checks import called_from
 from dtensor_ring.ops.options import ON_DTENSORS, Batch, Call
@@ -166,4 +167,5 @@ for _name, _run in (
     ("_varlen_attn_backward", _backward),
     ("_varlen_attn_out", _into_memory),
 ):
-    torch.library.register_torch_dispatch(f"torch_attn::{_name}", DTensor, _rule(_run))
+    for _class in (DTensor, SequenceTensor):
+        torch.library.register_torch_dispatch(f"torch_attn::{_name}", _class, _rule(_run))

@@ -74,10 +74,10 @@ CELLS = [
     Cell("hybrid", 2, 13, None, "no_grad"),
     Cell("classifier", 3, 7, "contiguous", "inference", "x * 2"),
     Cell("encoder", 2, 12, "balanced", "hook"),
+    Cell("classifier", 3, 2, "contiguous", "inference", "x * 2"),  # a rank has no token
 ]
 """Each model, number of ranks and layout once."""
 WRONG = {
-    "a rank without tokens": Cell("classifier", 3, 2, "contiguous", "inference", "x * 2"),
     "of a graph come bare DTensors": Cell("encoder", 2, 12, "striped", "compiled"),
 }
 """Cells with lines that are silently wrong, or raise errors of PyTorch alone."""

@@ -10,11 +10,17 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from dtensor_ring import ShardedCache
 from tests.decode.caches import BLOCK, LAYERS, World, empty, own, tokens
 from tests.pool import Pool
+
+
+def fresh_mesh() -> DeviceMesh:
+    """That of a cache may be of an earlier world, as caches are kept between tests."""
+    return init_device_mesh("cpu", (1,))
 
 
 def _begun(dealt: bool = True) -> ShardedCache:
@@ -151,10 +157,10 @@ REFUSALS: dict[str, tuple[Callable[[ShardedCache], Any], type[Exception], str]] 
         ValueError,
         "times must be from 1",
     ),
-    "no layers": (lambda cache: ShardedCache(cache.mesh, 0), ValueError, "num_layers must be from"),
+    "no layers": (lambda _: ShardedCache(fresh_mesh(), 0), ValueError, "num_layers must be from"),
     "no mesh": (lambda _: ShardedCache("cp", 1), TypeError, "mesh must be a DeviceMesh, got str"),
     "a layout of a batch": (
-        lambda cache: ShardedCache(cache.mesh, 1, "balanced").begin(8, dealt=True),
+        lambda _: ShardedCache(fresh_mesh(), 1, "balanced").begin(8, dealt=True),
         ValueError,
         "belongs to one batch",
     ),

@@ -75,13 +75,13 @@ def _nothing(mesh: DeviceMesh) -> None:
 
 
 DIFFERENCES: dict[str, tuple[Call, Call, str]] = {
-    "shapes of a sum": (_sum, partial(_sum, count=3), "head dims"),
+    "shapes of a sum": (_sum, partial(_sum, count=3), "numbers to sum"),
     "dtypes of a sum": (_sum, partial(_sum, dtype=torch.float64), "dtypes"),
     "shapes": (partial(_unshard, shape=(4, 8, 3)), partial(_unshard, shape=(4, 8, 2)), "head dims"),
     "lengths": (partial(_unshard, shape=(4, 8)), partial(_unshard, shape=(4, 6)), "tokens"),
     "dims": (partial(_unshard, shape=(4, 4)), partial(_unshard, shape=(4, 4), dim=0), "batch"),
     "batches": (partial(_unshard_batch, begin=3), partial(_unshard_batch, begin=9), "runs"),
-    "sum, gather": (_sum, partial(_unshard, shape=(4, 8)), "tokens"),
+    "sum, gather": (_sum, partial(_unshard, shape=(4, 8)), "direction"),
     "sum, attention": (_sum, _attend, "direction"),
     "validation, attention": (partial(_attend, validate=True), _attend, "direction"),
     "backward, a further sum": (_sum, partial(_sum, dtype=torch.int64), "dtypes"),

@@ -136,9 +136,8 @@ class _ToLocal(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        spec = ctx.spec
-        how = {"run_check": False, "shape": spec.shape, "stride": spec.stride}
-        return known(DTensor.from_local(grads[0], spec.mesh, spec.placements, **how))
+        # A gradient has no history, so `from_local` and its node are not needed.
+        return known(DTensor(grads[0], ctx.spec, requires_grad=False))
 
 
 _RULES = INDEXING | RESULTS

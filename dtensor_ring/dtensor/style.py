@@ -242,8 +242,8 @@ def _refuse_whole(name: str, given: DTensor, output: DTensor) -> None:
         raise ValueError(
             f"{name} got shards of {seq_len} tokens and returned all of them, "
             f"{tuple(output.shape)}, on every rank of the ring: a result over all tokens, such as "
-            "a mean, made the others whole, too; return tokens as they came, "
-            "x.redistribute(placements=query.placements)"
+            "a mean, made the others whole, too; return tokens as they came, and combine them "
+            "with such a result as it is, query + query.mean(2, keepdim=True)"
         )
 
 
@@ -313,7 +313,8 @@ class ShardedMultiheadAttention(nn.MultiheadAttention):
             for x, weight, bias in zip(inputs, *self._projections(), strict=True)
         )
         if self.seq_len is not None:
-            heads = (from_local_tokens(x, self.axis.mesh, SEQUENCE, self.seq_len) for x in heads)
+            on = self.axis.token_mesh
+            heads = (from_local_tokens(x, on, SEQUENCE, self.seq_len) for x in heads)
         with within_layer(self):
             out = self.axis.attention(*heads, mask=Mask.causal() if is_causal else Mask.full())
         out = out.to_local() if isinstance(out, DTensor) else out

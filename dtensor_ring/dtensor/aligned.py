@@ -22,11 +22,44 @@ from dtensor_ring.dtensor.sequence_order import (
 )
 
 # Functions of elements that line up by broadcasting, by name without underscores.
-ELEMENTWISE = """
-    add sub mul div truediv rsub radd rmul rtruediv true_divide floor_divide pow remainder fmod
-    eq ne lt le gt ge isclose maximum minimum fmax fmin clamp where masked_fill lerp atan2
-    logical_and logical_or logical_xor and or xor
-"""
+ELEMENTWISE = (
+    "add",
+    "sub",
+    "mul",
+    "div",
+    "truediv",
+    "rsub",
+    "radd",
+    "rmul",
+    "rtruediv",
+    "true_divide",
+    "floor_divide",
+    "pow",
+    "remainder",
+    "fmod",
+    "eq",
+    "ne",
+    "lt",
+    "le",
+    "gt",
+    "ge",
+    "isclose",
+    "maximum",
+    "minimum",
+    "fmax",
+    "fmin",
+    "clamp",
+    "where",
+    "masked_fill",
+    "lerp",
+    "atan2",
+    "logical_and",
+    "logical_or",
+    "logical_xor",
+    "and",
+    "or",
+    "xor",
+)
 
 
 def aligned(
@@ -42,9 +75,9 @@ def aligned(
     if x is None or sequence_dim(x) < 0:
         return args, kwargs
     args = tuple(_on_mesh_of(given, x) for given in args)
-    return tuple(
-        _lined_up(given, x) for given in args
-    ) if name in ELEMENTWISE.split() else args, kwargs
+    if name in ELEMENTWISE:
+        args = tuple(_lined_up(given, x) for given in args)
+    return args, kwargs
 
 
 def _on_mesh_of(given: Any, x: DTensor) -> Any:
@@ -74,7 +107,7 @@ def _lined_up(given: Any, x: DTensor) -> Any:
     dim = sequence_dim(x) - (x.ndim - given.ndim)
     has_tokens = dim >= 0 and given.numel() > 1 and given.shape[dim] > 1
     if not has_tokens and given.requires_grad and torch.is_grad_enabled():
-        # Each rank would have the gradient of its own tokens only.
+        # A rank's gradient would cover its own tokens only.
         raise refusal(x, "a function of this and of a plain tensor that requires gradients")
     if given.ndim == 0 or given.numel() == 1:
         return given

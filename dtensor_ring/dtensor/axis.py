@@ -282,7 +282,7 @@ class SequenceAxis:
         """
         dim = sequence.check_whole(tensor, dim)
         chosen = sequence.order_of(self._config, layout, f"is annotated {self.layout.spec}")
-        local = local_tokens(tensor, self.mesh.get_local_rank(), self._size, dim, chosen)
+        local = local_tokens(tensor, self.mesh, dim, chosen)
         on = token_mesh(self.mesh, self._config, chosen)
         return from_local_tokens(local, on, dim, tensor.shape[dim])
 

@@ -23,7 +23,7 @@ import torch
 import torch.compiler.config as compiler
 from torch.distributed.tensor import DTensor
 
-# Begins our part of the tag; only the text behind it is replaced.
+# Our part of the tag begins with it; only the text after it is replaced.
 MARK = " dtensor_ring:"
 
 

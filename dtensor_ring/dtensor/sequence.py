@@ -60,7 +60,7 @@ def shard_sequence(
     """
     dim, group = check_whole(tensor, dim), axis_group(mesh)
     chosen = _chosen_layout(group, None) if layout is None else as_layout(layout)
-    local = local_tokens(tensor, mesh.get_local_rank(), mesh.size(), dim, chosen)
+    local = local_tokens(tensor, mesh, dim, chosen)
     if layout is not None:  # annotate only now, when the layout is known to fit the length
         annotate(mesh, chosen)
         install_handlers()

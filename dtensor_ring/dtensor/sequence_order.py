@@ -10,8 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from dtensor_ring.compute.memory import strides
 from dtensor_ring.dtensor.annotation import group_of, tokens_of
 from dtensor_ring.dtensor.axis_config import Tokens
 from dtensor_ring.dtensor.gather import sum_over_sequence, whole_sequence
@@ -95,14 +97,15 @@ class _Scaled(torch.autograd.Function):
         return grads[0] * ctx.factor, None
 
 
-def local_tokens(tensor: Tensor, rank: int, size: int, dim: int, layout: Layout) -> Tensor:
-    """Return the tokens of a rank of a whole tensor, in contiguous memory."""
+def local_tokens(tensor: Tensor, mesh: DeviceMesh, dim: int, layout: Layout) -> Tensor:
+    """Return this rank's tokens of a whole tensor, in contiguous memory; `mesh` is the axis's."""
+    runs = layout.runs(mesh.get_local_rank(), mesh.size(), tensor.shape[dim])
     parts = [
         # Runs are strided views, so `cat` makes the only copy.
         tensor.narrow(dim, run.start, (run.length - 1) * run.stride + 1)[
             (slice(None),) * (dim % tensor.ndim) + (slice(None, None, run.stride),)
         ]
-        for run in layout.runs(rank, size, tensor.shape[dim])
+        for run in runs
     ]
     return torch.cat(parts or [tensor.narrow(dim, 0, 0)], dim)
 
@@ -138,19 +141,31 @@ def own_tokens(given: Any, x: DTensor, dim: int) -> Tensor:
     if given.ndim <= dim or given.shape[dim] != size:
         raise refusal(x, f"a function of this and of a plain tensor of {tuple(given.shape)}")
     if given.requires_grad and torch.is_grad_enabled() and not order_of(x).averages:
-        # Each rank would have the gradient of its own tokens; of a plan's outputs they are summed.
+        # A rank's gradient covers its own tokens only; those of a plan's outputs are summed.
         raise refusal(x, "a function of this and of a plain tensor that requires gradients")
-    mesh = order_of(x).mesh
-    return local_tokens(given, mesh.get_local_rank(), mesh.size(), dim, order_of(x).layout)
+    return local_tokens(given, order_of(x).mesh, dim, order_of(x).layout)
+
+
+def placed_tokens(local: Tensor, mesh: DeviceMesh, dim: int, seq_len: int) -> DTensor:
+    """Make the DTensor of `seq_len` tokens on a mesh, whose shard on this rank is `local`."""
+    dim %= local.ndim
+    # Pass the global shape: `from_local` would assume shards of equal length.
+    shape = (*local.shape[:dim], seq_len, *local.shape[dim + 1 :])
+    # Those of PyTorch, which torch 2.11 does not trace: an empty dim counts as one of length 1.
+    stride = strides([max(length, 1) for length in shape], tuple(range(len(shape))))
+    return DTensor.from_local(
+        local,
+        mesh,
+        [Shard(dim)],
+        run_check=False,
+        shape=torch.Size(shape),
+        stride=stride,
+    )
 
 
 def wrapped(local: Tensor, x: DTensor, dim: int) -> DTensor:
     """Make a sharded sequence of local results with the tokens of `x`."""
-    shape = list(local.shape)
-    shape[dim] = x.shape[sequence_dim(x)]
-    meta = torch.empty(shape, device="meta")
-    how = {"run_check": False, "shape": meta.shape, "stride": meta.stride()}
-    made = DTensor.from_local(local, x.device_mesh, [Shard(dim)], **how)
+    made = placed_tokens(local, x.device_mesh, dim, x.shape[sequence_dim(x)])
     made.__class__ = type(x)
     return made
 

@@ -16,15 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_map_only
 
-from dtensor_ring.compute.memory import strides
 from dtensor_ring.dtensor import checkpoint
 from dtensor_ring.dtensor.aligned import aligned
 from dtensor_ring.dtensor.annotation import tokens_of
-from dtensor_ring.dtensor.sequence_order import first_of, length_of, refusal, whole
+from dtensor_ring.dtensor.sequence_order import first_of, length_of, placed_tokens, refusal, whole
 from dtensor_ring.dtensor.token_index import INDEXING
 from dtensor_ring.dtensor.whole_results import RESULTS
 
@@ -208,20 +207,7 @@ def from_local_tokens(local: Tensor, mesh: DeviceMesh, dim: int, seq_len: int) -
         NotImplementedError: within a transform of `torch.func`.
     """
     refuse_transforms(local)
-    dim %= local.ndim
-    # Pass the global shape: `from_local` would assume shards of equal length.
-    shape = (*local.shape[:dim], seq_len, *local.shape[dim + 1 :])
-    # Those of PyTorch, which torch 2.11 does not trace: an empty dim counts as one of length 1.
-    stride = strides([max(length, 1) for length in shape], tuple(range(len(shape))))
-    made = DTensor.from_local(
-        local,
-        mesh,
-        [Shard(dim)],
-        run_check=False,
-        shape=torch.Size(shape),
-        stride=stride,
-    )
-    return known(made)
+    return known(placed_tokens(local, mesh, dim, seq_len))
 
 
 def refuse_transforms(local: Tensor) -> None:

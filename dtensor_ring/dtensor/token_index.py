@@ -129,7 +129,7 @@ def _listed(x: DTensor, entry: Any) -> np.ndarray:
     Raises:
         ValueError: if they are not integers in one dimension.
     """
-    if isinstance(entry, Tensor) and isinstance(entry, DTensor):
+    if isinstance(entry, DTensor):
         raise refusal(x, "indexing by a DTensor")
     found = np.asarray(entry.tolist() if isinstance(entry, Tensor) else entry)
     if found.ndim != 1 or (found.size and found.dtype.kind not in "iu"):
@@ -168,16 +168,9 @@ def _along(x: Any, dim: int, compute: Callable[[], Any]) -> Any:
     return compute()
 
 
-def _unbind(func: Any, x: Any, dim: int = 0) -> Any:
+def _refused_along(func: Any, x: Any, dim: int = 0, *args: Any, **kwargs: Any) -> Any:
     def refuse() -> Any:
         raise refusal(x, func.__name__)
-
-    return _along(x, dim, refuse)
-
-
-def _unflatten(func: Any, x: Any, dim: int, sizes: Any) -> Any:
-    def refuse() -> Any:
-        raise refusal(x, "unflatten")
 
     return _along(x, dim, refuse)
 
@@ -209,9 +202,9 @@ INDEXING: dict[Any, Callable[..., Any]] = {
     torch.gather: _gather,
     Tensor.take_along_dim: _take_along_dim,
     torch.take_along_dim: _take_along_dim,
-    Tensor.unbind: _unbind,
-    torch.unbind: _unbind,
-    Tensor.__iter__: _unbind,
-    Tensor.unflatten: _unflatten,
-    torch.unflatten: _unflatten,
+    Tensor.unbind: _refused_along,
+    torch.unbind: _refused_along,
+    Tensor.__iter__: _refused_along,
+    Tensor.unflatten: _refused_along,
+    torch.unflatten: _refused_along,
 }

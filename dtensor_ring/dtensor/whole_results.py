@@ -10,7 +10,6 @@ from inspect import signature
 from math import prod
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -64,8 +63,7 @@ def _sum(local: Tensor, dims: list[int], keepdim: bool, x: DTensor) -> Tensor:
 def _mean(local: Tensor, dims: list[int], keepdim: bool, x: DTensor) -> Tensor:
     if not (local.is_floating_point() or local.is_complex()):
         raise RuntimeError(f"mean(): the dtype must be floating or complex, got {local.dtype}")
-    count = int(np.prod([x.shape[d] for d in dims]))
-    return _sum(local / count, dims, keepdim, x)
+    return _sum(local / prod(x.shape[d] for d in dims), dims, keepdim, x)
 
 
 def _any(local: Tensor, dims: list[int], keepdim: bool, x: DTensor) -> Tensor:
@@ -156,7 +154,7 @@ def _loss(func: Any, *args: Any, **kwargs: Any) -> Any:
     if is_labelled and dim == 1 and x.ndim > 1:
         raise refusal(x, f"{func.__name__}, whose classes are in dim 1,")
     target = given["target"]
-    # Labels of classes have no dimension of their own for them.
+    # Class labels have no class dimension.
     of_target = dim - (dim > 1) if is_labelled and target.ndim < x.ndim else dim
     local = own_tokens(target, x, of_target)
     given |= {"input": x.to_local(), "target": local, "reduction": "none"}

@@ -159,10 +159,10 @@ def read_json(path: Path, where: str) -> Any:
 
 
 def parsed_json(text: str, where: str) -> Any:
-    """Return what a JSON text has.
+    """Return the value of a JSON text.
 
     Raises:
-        ValueError: if it is none.
+        ValueError: if the text is not JSON.
     """
     try:
         return json.loads(text)

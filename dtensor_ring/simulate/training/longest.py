@@ -46,7 +46,7 @@ SPARE = 0.05
 
 
 def usable(memory: int) -> int:
-    """Return the bytes that a step may take of a device with so many.
+    """Return how many of a device's bytes a step may use.
 
     >>> usable(100)
     95

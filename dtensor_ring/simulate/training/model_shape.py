@@ -214,7 +214,7 @@ class _Reader:
         """Return the first entry of these names.
 
         Raises:
-            ValueError: if there is none, or it is a list, one for each layer.
+            ValueError: if no name has an entry, or the entry is a list with one value per layer.
         """
         found = next((x for x in map(self._config.get, names) if x is not None), default)
         if found is None:

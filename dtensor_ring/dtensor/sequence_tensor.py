@@ -1,20 +1,25 @@
 """The class of a sharded sequence, which answers what a user does with it, or refuses.
 
 Note [Right or refused]: the mesh of a sharded sequence makes DTensor refuse what would be computed
-in rank order, wherever the tensor goes (see Note [Token meshes]). In eager calls this class does
-more. What is cheap and meant is right: a token, a range or a list of tokens, a sum or a mean over
-the sequence, the loss of all tokens, the tensor as a whole. Such a result is a plain tensor, the
-same on every rank. What acts on each token alone
-gives another sharded sequence. Everything else raises. Graphs have DTensors in its place.
+in rank order, wherever the tensor goes (see Note [Token meshes]). This class does more. What is
+cheap and meant is right: a token, a range or a list of tokens, a sum or a mean over the sequence,
+the loss of all tokens, the tensor as a whole. Such a result is a plain tensor, the same on every
+rank. What acts on each token alone gives another sharded sequence. Everything else raises.
+
+torch.compile does not trace what this class does. It puts the function of PyTorch into the graph;
+when that is computed, on tensors without content and then for the backend, it comes here again.
+Gradients that enter a graph are DTensors, as torch 2.11 has them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._python_dispatch import return_and_correct_aliasing
@@ -37,13 +42,10 @@ class SequenceTensor(DTensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
-        with torch._C.DisableTorchFunctionSubclass():
-            if torch.compiler.is_compiling():
-                return func(*args, **kwargs)
-            if getattr(func, "__name__", "") == "__get__":  # an attribute
-                return known(func(*args))
-            return _computed(func, args, kwargs)
+        if torch.compiler.is_dynamo_compiling():  # the call in the graph comes here again
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        return _result(func, args, kwargs or {})
 
     @classmethod
     def __torch_dispatch__(  # pyrefly: ignore[bad-override]
@@ -59,11 +61,10 @@ class SequenceTensor(DTensor):
         out = op(*tree_map_only(cls, _plain, args), **tree_map_only(cls, _plain, kwargs))
         if op._schema.is_mutable and isinstance(args[0], cls):
             return args[0]
-        if not op._schema._is_view_op():
-            return tree_map_only(DTensor, known, out)
-        # A view has the class of what it shows, in a graph, too.
-        out = tree_map_only(DTensor, _as_sequence, out)
-        return return_and_correct_aliasing(op, args, kwargs, out)
+        out = tree_map_only(DTensor, known, out)
+        return (
+            return_and_correct_aliasing(op, args, kwargs, out) if op._schema._is_view_op() else out
+        )
 
     @staticmethod
     def __tensor_unflatten__(
@@ -72,6 +73,9 @@ class SequenceTensor(DTensor):
         made = DTensor.__tensor_unflatten__(inner_tensors, flatten_spec, outer_size, outer_stride)
         made.__class__ = SequenceTensor
         return made
+
+    def __coerce_tangent_metadata__(self) -> DTensor:
+        return _plain(self)
 
     def __coerce_same_metadata_as_tangent__(
         self, flatten_spec: Any, expected_type: Any = None
@@ -143,19 +147,13 @@ _RULES = INDEXING | RESULTS
 
 
 def known(x: Any) -> Any:
-    """Give a DTensor on a token mesh the class that goes with it, in place; not in a graph."""
-    # A compiler's tensors have other types.
-    if (
-        torch.compiler.is_compiling()
-        or type(x) is not DTensor
-        or type(x._local_tensor) is not Tensor
-    ):
-        return x
+    """Give a DTensor on a token mesh the class that goes with it, in place."""
+    _tell_compiler()
     return _as_sequence(x)
 
 
 def _as_sequence(x: Any) -> Any:
-    if tokens_of(x._spec.mesh) is not None:
+    if type(x) is DTensor and tokens_of(x._spec.mesh) is not None:
         # The class adds no field, and a new object would have no gradient.
         x.__class__ = SequenceTensor
     return x
@@ -164,6 +162,36 @@ def _as_sequence(x: Any) -> Any:
 def _plain(x: Any) -> Any:
     """Return a DTensor of the same shard; below autograd, where nothing hangs on the object."""
     return DTensor(x._local_tensor, x._spec, requires_grad=x.requires_grad)
+
+
+def _tell_compiler() -> bool:
+    return _told()
+
+
+# While a function is traced, it is called once, before what it tells is needed.
+_tell_compiler._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+@cache
+def _told() -> bool:
+    """Tell torch.compile how to trace what this file does."""
+    import torch._dynamo
+    from torch._dynamo.eval_frame import set_code_exec_strategy
+    from torch._dynamo.types import FrameAction, FrameExecStrategy
+
+    torch._dynamo.allow_in_graph(_as_sequence)  # a change of class cannot be traced
+    # What is called outside of a graph, after a break, must not be traced as if it were in one.
+    eager = FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP)
+    set_code_exec_strategy(SequenceTensor.__torch_function__.__func__.__code__, eager)
+    return True
+
+
+def _result(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Return the result of a function on sharded sequences, or an attribute of one."""
+    with torch._C.DisableTorchFunctionSubclass():
+        if getattr(func, "__name__", "") == "__get__":  # an attribute
+            return known(func(*args))
+        return _computed(func, args, kwargs)
 
 
 def _computed(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -178,7 +206,11 @@ def _computed(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     try:
         out = func(*args, **kwargs)
     except (RuntimeError, NotImplementedError, IndexError) as error:
-        error.add_note(str(refusal(first_of(args), _named(func))))
+        x = first_of(args)
+        why = str(refusal(x, _named(func)))
+        if isinstance(x._local_tensor, FakeTensor):  # compilers show no notes
+            raise type(error)(f"{error}\n{why}") from error
+        error.add_note(why)
         raise
     return tree_map_only(DTensor, lambda x: _checked(x, length, func), out)
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 
 from dtensor_ring.dtensor.sequence_order import (
@@ -72,7 +73,24 @@ class TokenCopy(Tensor):
             )
         with torch._C.DisableTorchFunctionSubclass():
             out = func(*args, **(kwargs or {}))
-            return out.as_subclass(cls) if _is_view_of(out, args) else out
+            # Compilers go up by `_base`, which ends at a tensor that is no view.
+            is_view = _is_view_of(out, args) and func != Tensor._base.__get__
+            return out.as_subclass(cls) if is_view else out
+
+
+def _as_copy(tokens: Tensor) -> Tensor:
+    """Return tokens that must not be written to.
+
+    Raises:
+        NotImplementedError: in a graph, which breaks here, or fails if it must not break.
+    """
+    if type(tokens) is not Tensor:  # a compiler's
+        raise NotImplementedError(
+            "a graph cannot have a view of some tokens of a sharded sequence: take a copy by a "
+            "list of positions, x[:, [0, 1]], make it whole first, unshard_sequence(x, dim), or of "
+            "logits, ask for the last ones by logits_to_keep="
+        )
+    return tokens.as_subclass(TokenCopy)
 
 
 def _is_view_of(out: Any, args: Any) -> bool:
@@ -103,7 +121,7 @@ def _getitem(func: Any, x: Any, index: Any) -> Any:
     else:
         tokens, entries[place] = take(x, _listed(x, entry)), slice(None)
     result = tokens[tuple(entries)]
-    return result.as_subclass(TokenCopy) if isinstance(entry, (int, slice)) else result
+    return _as_copy(result) if isinstance(entry, (int, slice)) else result
 
 
 def _entries(index: Any, ndim: int) -> list[Any]:
@@ -128,9 +146,15 @@ def _listed(x: DTensor, entry: Any) -> np.ndarray:
 
     Raises:
         ValueError: if they are not integers in one dimension.
+        NotImplementedError: in a graph, which breaks here, if they are a tensor.
     """
     if isinstance(entry, DTensor):
         raise refusal(x, "indexing by a DTensor")
+    if isinstance(entry, FakeTensor):
+        raise NotImplementedError(
+            "a graph does not know the positions in a tensor: index a sharded sequence by a list "
+            "of numbers, x[:, [0, 1]], or make it whole first, unshard_sequence(x, dim)"
+        )
     found = np.asarray(entry.tolist() if isinstance(entry, Tensor) else entry)
     if found.ndim != 1 or (found.size and found.dtype.kind not in "iu"):
         raise refusal(x, "indexing by a mask, or by several dimensions,")
@@ -150,11 +174,11 @@ def _of_rows(x: DTensor, entries: list[Any], dim: int) -> Tensor:
 
 
 def _select(func: Any, x: Any, dim: int, index: int) -> Any:
-    return _along(x, dim, lambda: take(x, [index]).squeeze(sequence_dim(x)).as_subclass(TokenCopy))
+    return _along(x, dim, lambda: _as_copy(take(x, [index]).squeeze(sequence_dim(x))))
 
 
 def _narrow(func: Any, x: Any, dim: int, start: int, length: int) -> Any:
-    return _along(x, dim, lambda: take(x, range(start, start + length)).as_subclass(TokenCopy))
+    return _along(x, dim, lambda: _as_copy(take(x, range(start, start + length))))
 
 
 def _index_select(func: Any, x: Any, dim: int, index: Tensor) -> Any:

@@ -81,8 +81,24 @@ def function_of(line: str) -> Callable[[Any, dict[str, Any]], Any]:
     return run
 
 
-def attempt(line: str, x: Any, stock: Tensor) -> Answer:
-    """Run a line on both tensors, and compare."""
+def compiled_function_of(line: str) -> Callable[[Any, dict[str, Any]], Any]:
+    """The same, compiled; what the line is of is computed within the graph, too."""
+
+    def run(x: Any, names: dict[str, Any]) -> Any:
+        torch._dynamo.reset()  # one function, for a compiler
+        function = eval(f"lambda x: {line}", dict(names))
+        return torch.compile(lambda x: function(x * 1), backend="aot_eager")(x)
+
+    return run
+
+
+def attempt(
+    line: str,
+    x: Any,
+    stock: Tensor,
+    run: Callable[[str], Callable[[Any, dict[str, Any]], Any]] = function_of,
+) -> Answer:
+    """Run a line on both tensors, and compare; `run` makes the function of the sharded one."""
     names = names_of(stock)
     expected: Any
     try:
@@ -91,7 +107,7 @@ def attempt(line: str, x: Any, stock: Tensor) -> Answer:
     except Exception as error:
         expected = error
     try:
-        value = function_of(line)(x, names | {"unshard_sequence": unshard_sequence})
+        value = run(line)(x, names | {"unshard_sequence": unshard_sequence})
         # What is made whole by its user is made whole here: that may be refused, too.
         whole = tree_map_only(DTensor, _whole, value)
     except Exception as error:

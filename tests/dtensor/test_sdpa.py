@@ -116,7 +116,8 @@ def _check_empty(shape: tuple[int, ...]) -> None:
     expected = F.scaled_dot_product_attention(*whole, is_causal=True)
     inputs = [shard_sequence(x.requires_grad_(), mesh, dim) for x in whole]
     out = F.scaled_dot_product_attention(*inputs, is_causal=True)
-    assert out.placements == (Shard(dim),) and out.shape == expected.shape
+    assert out.placements == (Shard(dim),)
+    assert out.shape == expected.shape
     assert torch.equal(unshard_sequence(out, dim), expected)
     grads = torch.autograd.grad(unshard_sequence(out, dim).sum(), whole)
     assert all(torch.equal(x, torch.zeros_like(x)) for x in grads)

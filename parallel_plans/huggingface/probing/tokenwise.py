@@ -10,7 +10,7 @@ right before its own call, where FSDP2 has gathered its weight. Hooks are not ru
 from __future__ import annotations
 
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
@@ -60,6 +60,7 @@ class TokenwiseCheck:
         self._plain = plain
         self._known: WeakKeyDictionary[nn.Module, Kind] = WeakKeyDictionary()
         self._seen: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
+        self._done: WeakKeyDictionary[nn.Module, list[Any]] = WeakKeyDictionary()
         self._hooks: list[RemovableHandle] = []
         self._is_running = False
 
@@ -77,6 +78,9 @@ class TokenwiseCheck:
             return
         self._remove_hooks()
         decoder, head = language_model_of(model), model.get_output_embeddings()
+        facts = _facts(decoder, head)
+        if self._done.get(decoder) == facts:  # as nearly always, so a forward does no more
+            return
         if decoder not in self._seen:  # a copy of the model
             self.remember(decoder)
         parts = [*decoder.named_modules()]
@@ -89,6 +93,8 @@ class TokenwiseCheck:
                 self._check_next_call(name or "a layer", layer, ONE_SCALE, kind)
         if new:
             self._check_new(decoder, new)
+        if not self._hooks:
+            self._done[decoder] = facts
 
     def _is_plain(self, kind: Kind) -> bool:
         return kind[0] in self._plain and kind[1] in (Tensor, nn.Parameter)
@@ -141,6 +147,23 @@ class TokenwiseCheck:
     def _remove_hooks(self) -> None:
         while self._hooks:
             self._hooks.pop().remove()
+
+
+def _facts(*parts: nn.Module | None) -> list[Any]:
+    """Return what tells whether any module was replaced, or is of another kind."""
+    facts: list[Any] = []
+    todo, found = list(parts), set()
+    while todo:
+        module = todo.pop()
+        if module is None or module in found:
+            continue
+        found.add(module)
+        own = vars(module)
+        weight = own["_parameters"].get("weight")
+        local = getattr(weight, "_local_tensor", None)
+        facts += ref(module), type(module), _forward(module), type(weight), type(local)
+        todo += own["_modules"].values()
+    return facts
 
 
 def _forward(module: nn.Module) -> int:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from dtensor_ring.dtensor.annotation import tokens_of
-from dtensor_ring.dtensor.sequence_order import sequence_dim
+from dtensor_ring.dtensor.sequence_order import own_rank, sequence_dim
 from dtensor_ring.planning.layout import Run, joined
 
 
@@ -59,8 +59,7 @@ def _runs(x: DTensor) -> Iterator[tuple[Run, int]]:
     """Return runs of neighbouring tokens, and the local column at which each begins."""
     tokens = tokens_of(x.device_mesh)
     assert tokens is not None, "a sharded sequence is on a token mesh"
-    rank, size = tokens.mesh.get_local_rank(), tokens.mesh.size()
-    runs = tokens.layout.runs(rank, size, x.shape[sequence_dim(x)])
+    runs = tokens.layout.runs(own_rank(x), x.device_mesh.size(), x.shape[sequence_dim(x)])
     column = 0
     for run in runs if all(run.stride == 1 for run in runs) else _single(runs):
         yield run, column

@@ -63,6 +63,14 @@ def order_of(x: DTensor) -> Tokens:
     return tokens
 
 
+def own_rank(x: DTensor) -> int:
+    """Return this rank on the axis of a sharded sequence.
+
+    Its mesh may be of a group that was destroyed since, see `group_of`, and can tell no rank.
+    """
+    return group_of(x.device_mesh, 0).rank()
+
+
 def whole(x: DTensor) -> Tensor:
     """Return the whole sequence in its order, see `unshard_sequence`."""
     dim = sequence_dim(x)
@@ -99,7 +107,7 @@ class _Scaled(torch.autograd.Function):
 
 def local_tokens(tensor: Tensor, mesh: DeviceMesh, dim: int, layout: Layout) -> Tensor:
     """Return this rank's tokens of a whole tensor, in contiguous memory; `mesh` is the axis's."""
-    runs = layout.runs(mesh.get_local_rank(), mesh.size(), tensor.shape[dim])
+    runs = layout.runs(group_of(mesh, 0).rank(), mesh.size(), tensor.shape[dim])
     parts = [
         # Runs are strided views, so `cat` makes the only copy.
         tensor.narrow(dim, run.start, (run.length - 1) * run.stride + 1)[

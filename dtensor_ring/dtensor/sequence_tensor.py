@@ -15,9 +15,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
+from traceback import walk_tb
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed import DeviceMesh
@@ -28,7 +30,15 @@ from torch.utils._pytree import tree_map_only
 from dtensor_ring.dtensor import checkpoint
 from dtensor_ring.dtensor.aligned import aligned
 from dtensor_ring.dtensor.annotation import tokens_of
-from dtensor_ring.dtensor.sequence_order import first_of, length_of, placed_tokens, refusal, whole
+from dtensor_ring.dtensor.sequence_order import (
+    first_of,
+    length_of,
+    placed_tokens,
+    refusal,
+    sequence_dim,
+    whole,
+    wrapped,
+)
 from dtensor_ring.dtensor.token_index import INDEXING
 from dtensor_ring.dtensor.whole_results import RESULTS
 
@@ -143,7 +153,18 @@ class _ToLocal(torch.autograd.Function):
         return known(DTensor(grads[0], ctx.spec, requires_grad=False))
 
 
-_RULES = INDEXING | RESULTS
+def _of_nothing(func: Any, query: Any, key: Any, value: Any, *args: Any, **how: Any) -> Any:
+    """Return an empty result of attention: PyTorch makes a plain one, which DTensor refuses."""
+    inputs, dim = (query, key, value), query.ndim - 2
+    if 0 not in (*query.shape[:-1], value.shape[-1]):
+        return NotImplemented
+    if any(not isinstance(x, SequenceTensor) or sequence_dim(x) != dim for x in inputs):
+        return NotImplemented
+    return wrapped(func(*(x.to_local() for x in inputs), *args, **how), query, dim)
+
+
+_RULES = INDEXING | RESULTS | {F.scaled_dot_product_attention: _of_nothing}
+PACKAGE = __name__.partition(".")[0] + "."
 
 
 def known(x: Any) -> Any:
@@ -206,13 +227,23 @@ def _computed(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     try:
         out = func(*args, **kwargs)
     except (RuntimeError, NotImplementedError, IndexError) as error:
+        if _is_ours(error):
+            raise
         x = first_of(args)
         why = str(refusal(x, _named(func)))
-        if isinstance(x._local_tensor, FakeTensor):  # compilers show no notes
+        is_builtin = type(error).__module__ == "builtins"
+        if is_builtin and isinstance(x._local_tensor, FakeTensor):  # compilers show no notes
             raise type(error)(f"{error}\n{why}") from error
         error.add_note(why)
         raise
     return tree_map_only(DTensor, lambda x: _checked(x, length, func), out)
+
+
+def _is_ours(error: BaseException) -> bool:
+    """Return whether another module of ours raised an error, which says what to write itself."""
+    *_, (frame, _) = walk_tb(error.__traceback__)
+    name = frame.f_globals.get("__name__", "")
+    return name.startswith(PACKAGE) and name != __name__
 
 
 def _checked(x: DTensor, length: int | None, func: Any) -> Any:

@@ -50,6 +50,9 @@ class ContextParallel(ParallelStyle):
     the mean over a rank's tokens, or over those of all ranks (`sum_over_sequence`), gradients
     average over the axis, as over data-parallel ranks.
 
+    PyTorch only warns of a pattern in the plan of `parallelize_module` that matches no module. Then
+    nothing is a ring, and each rank attends to its own tokens: make that warning an error.
+
     Args:
         layout: the order in which the tokens are sharded; a layout or its spec.
         strategy: how attention is made parallel, see `SequenceAxis`.

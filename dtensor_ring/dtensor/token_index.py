@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from dtensor_ring.dtensor.sequence_order import (
     first_of,
     order_of,
+    own_rank,
     own_tokens,
     refusal,
     sequence_dim,
@@ -32,7 +33,7 @@ def take(x: DTensor, positions: Sequence[int] | np.ndarray) -> Tensor:
 
     Each rank puts its own tokens into a tensor of zeros, and the sum over ranks has all of them.
     """
-    dim, mesh = sequence_dim(x), order_of(x).mesh
+    dim = sequence_dim(x)
     length, asked = x.shape[dim], np.asarray(positions, dtype=np.int64)
     wrong = asked[(asked < -length) | (asked >= length)]
     if wrong.size:
@@ -41,7 +42,7 @@ def take(x: DTensor, positions: Sequence[int] | np.ndarray) -> Tensor:
     if 2 * len(asked) >= length:  # a gather sends each token once, a sum twice
         return whole(x).index_select(dim, torch.as_tensor(asked, device=x.device))
     local = x.to_local()
-    own = run_positions(order_of(x).layout.runs(mesh.get_local_rank(), mesh.size(), length))
+    own = run_positions(order_of(x).layout.runs(own_rank(x), x.device_mesh.size(), length))
     columns = np.searchsorted(own, asked)
     is_own = own[np.minimum(columns, len(own) - 1)] == asked if len(own) else asked < 0
     rows = local.narrow(dim, 0, 0)
@@ -74,8 +75,11 @@ class TokenCopy(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             out = func(*args, **(kwargs or {}))
             # Compilers go up by `_base`, which ends at a tensor that is no view.
-            is_view = _is_view_of(out, args) and func != Tensor._base.__get__
-            return out.as_subclass(cls) if is_view else out
+            is_base = func == _BASE
+            return out.as_subclass(cls) if not is_base and _is_view_of(out, args) else out
+
+
+_BASE = vars(torch._C.TensorBase)["_base"].__get__
 
 
 def _as_copy(tokens: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from dtensor_ring.dtensor.sequence_order import (
     first_of,
-    order_of,
+    own_rank,
     own_tokens,
     refusal,
     sequence_dim,
@@ -97,7 +97,7 @@ def _best(local: Tensor, dims: list[int], x: DTensor, largest: bool) -> Tensor:
     else:  # a rank without tokens
         shape = [1 if d in dims else length for d, length in enumerate(local.shape)]
         found = local.new_full(shape, _bound(local.dtype, not largest))
-    size, rank = x.device_mesh.size(), order_of(x).mesh.get_local_rank()
+    size, rank = x.device_mesh.size(), own_rank(x)
     by_rank = found.new_zeros((size, *found.shape))
     by_rank[rank] = found
     everyone = summed(by_rank, x)

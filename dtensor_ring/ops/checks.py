@@ -289,7 +289,9 @@ def check_inputs(
         )
     if head_dim != key_head_dim:
         raise ValueError(f"query and key must have one head dim, got {_shapes(tensors)}")
-    if num_key_heads == 0 or num_heads % num_key_heads:
+    if not (num_heads and num_key_heads):
+        raise ValueError(f"query, key and value need heads, got {_shapes(tensors)}")
+    if num_heads % num_key_heads:
         raise ValueError(
             f"the query heads must be a multiple of the key heads, got {_shapes(tensors)}; "
             "grouped-query heads are shared in order and need not be repeated"

@@ -280,6 +280,7 @@ class ShardedModel(ParallelStyle):
         install_generate(model, sharding)
         install_generate_batch(model)
         _name_layers(model)
+        sharding.tokenwise.remember(decoder)
         # Insert it first: pickle must reach its error before objects that transformers added.
         others = dict(vars(model))
         vars(model).clear()

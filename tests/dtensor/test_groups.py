@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -56,6 +57,23 @@ def check_attention(mesh: DeviceMesh) -> None:
             )
 
 
+def check_results(mesh: DeviceMesh) -> None:
+    """What a user does with results of DTensor's ops, which need this rank's place on the axis."""
+    tokens = torch.arange(16.0).square()
+    sharded = shard_sequence(tokens, mesh, 0) * 2
+    for of in (
+        lambda x: x[-1],
+        lambda x: x[[3, 12]],
+        lambda x: x.amax(0),
+        lambda x: x + torch.arange(16.0),
+    ):
+        found = of(sharded)
+        whole = found.full_tensor() if isinstance(found, DTensor) else found
+        assert torch.equal(whole, of(tokens * 2))
+    pieces = sharded.__create_chunk_list__()
+    assert all(sharded.__get_tensor_shard__(MetadataIndex("x", x.offsets)).numel() for x in pieces)
+
+
 def _sdpa(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(query, key, value, is_causal=True)
 
@@ -70,6 +88,7 @@ def _check_groups() -> None:
         for _ in range(2):
             mesh = new_mesh()
             check_attention(mesh)
+            check_results(mesh)
             expected = ring_attention(*local, mesh=mesh)
             assert torch.equal(ring_attention(*local, mesh=old or mesh), expected)
             dist.destroy_process_group(mesh.get_group())

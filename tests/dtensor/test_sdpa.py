@@ -104,6 +104,25 @@ def _check_dims(shape: tuple[int, ...]) -> None:
             F.scaled_dot_product_attention(sharded, sharded, sharded, dropout_p=0.5)
 
 
+@pytest.mark.parametrize("shape", [(0, 3, 8, 4), (2, 0, 8, 4), (2, 3, 0, 4), (0, 8, 4)])
+def test_empty_tensors(pool: Pool, shape: tuple[int, ...]) -> None:
+    pool.run(2, _check_empty, shape)
+
+
+def _check_empty(shape: tuple[int, ...]) -> None:
+    """PyTorch computes these before DTensor's dispatcher sees them."""
+    mesh, dim = annotated_mesh((2,), (SEQUENCE,), "zigzag"), len(shape) - 2
+    whole = [torch.randn(shape), torch.randn(shape), torch.randn(*shape[:-1], 5)]
+    expected = F.scaled_dot_product_attention(*whole, is_causal=True)
+    inputs = [shard_sequence(x.requires_grad_(), mesh, dim) for x in whole]
+    out = F.scaled_dot_product_attention(*inputs, is_causal=True)
+    assert out.placements == (Shard(dim),)
+    assert out.shape == expected.shape
+    assert torch.equal(unshard_sequence(out, dim), expected)
+    grads = torch.autograd.grad(unshard_sequence(out, dim).sum(), whole)
+    assert all(torch.equal(x, torch.zeros_like(x)) for x in grads)
+
+
 # The ops that GPUs choose between, called as `scaled_dot_product_attention` calls them.
 GPU_OPS: dict[str, Callable[..., Any]] = {
     "flash": lambda q, k, v, **dropout: aten._scaled_dot_product_flash_attention(

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from dtensor_ring import SequenceAxis
+from dtensor_ring import SequenceAxis, shard_sequence
 from dtensor_ring.dtensor import sdpa
 from tests.dtensor.test_sdpa import GPU_OPS
 from tests.meshes import (
@@ -110,6 +110,10 @@ def _check_other_dim() -> None:
         )
         with pytest.raises(NotImplementedError, match=reported):
             F.scaled_dot_product_attention(*sharded, is_causal=True)
+    sequences = [shard_sequence(x, mesh, 1) for x in whole]
+    with pytest.raises(NotImplementedError, match=r"transpose\(1, 2\)") as failure:
+        F.scaled_dot_product_attention(*sequences, is_causal=True)
+    assert not hasattr(failure.value, "__notes__")  # it says what to write
 
 
 def _outcome(name: Any, out: DTensor, inputs: list[DTensor]) -> tuple[Any, ...]:

@@ -138,8 +138,9 @@ def _check_untold() -> None:
     ):
         module = parallelize_module(Attention(), mesh, ContextParallel("zigzag", seq_len=seq_len))
         inputs = torch.randn(3, 1, 2, 31 if seq_len else 32 - dist.get_rank(), 4)
-        with pytest.raises(error, match=message):
+        with pytest.raises(error, match=message) as caught:
             module(*inputs)
+        assert not hasattr(caught.value, "__notes__")  # each says what to write
     for wrong in (0, 1.5):
         with pytest.raises((TypeError, ValueError), match="seq_len"):
             ContextParallel(seq_len=wrong)  # pyrefly: ignore[bad-argument-type]

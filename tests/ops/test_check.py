@@ -125,7 +125,11 @@ REFUSALS: dict[str, tuple[Change, str]] = {
     ),
     "no key heads": (
         tensors(key=lambda x: x[:, :0], value=lambda x: x[:, :0]),
-        "the query heads must be a multiple of the key heads, got query (2, 4, 4, 8), key (2, 0, 4",
+        "query, key and value need heads, got query (2, 4, 4, 8), key (2, 0, 4, 8), value (2, 0, 4",
+    ),
+    "no heads": (
+        tensors(**dict.fromkeys(("query", "key", "value"), lambda x: x[:, :0])),
+        "query, key and value need heads, got query (2, 0, 4, 8), key (2, 0, 4, 8), value (2, 0, 4",
     ),
     "sinks of key heads": (
         options(sinks=torch.zeros(2)),

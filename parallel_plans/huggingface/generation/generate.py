@@ -162,7 +162,7 @@ def call_with_cache(
     with memory.appending(tokens, padding, batch.others.get(LOGITS_TO_KEEP, 0)) as (new, inputs):
         if new.sharded_length:  # otherwise a layer's message compares the tokens
             sharding.check_same_batch(arguments | {"input_ids": tokens}, "a sharded append step")
-            sharding.scales.begin(model)
+            sharding.tokenwise.begin(model)
             mesh, length = new.axis.mesh, new.sharded_length
             runs = new.layout.runs(mesh.get_local_rank(), mesh.size(), length)
             indices = positions_of(runs, tokens.device)

@@ -43,7 +43,7 @@ from parallel_plans.huggingface.losses.loss import (
     uses_router_logits,
 )
 from parallel_plans.huggingface.probing.probe import ROUTER_LOGITS
-from parallel_plans.huggingface.probing.scales import ScaleCheck
+from parallel_plans.huggingface.probing.tokenwise import TokenwiseCheck
 from parallel_plans.huggingface.sharding.agreement import Agreement, described
 from parallel_plans.huggingface.sharding.batch import (
     LOGITS_TO_KEEP,
@@ -84,7 +84,7 @@ class Sharding:
         self.axis, self.layer_masks, self.loss, self.passing = axis, layer_masks, loss, passing
         self.outputs = Outputs(axis, unshard_outputs, is_even=passing is not None)
         self.agreement = Agreement(axis, model)
-        self.largest, self.scales = LargestPosition(model), ScaleCheck(nn.Linear, LossHead)
+        self.largest, self.tokenwise = LargestPosition(model), TokenwiseCheck(nn.Linear, LossHead)
         self.returns_logits = False  # together with a loss, even if the call does not request them
         self.generates = False  # in a call of `generate`
         self.replaced: WeakSet[Any] = WeakSet()  # stock caches that our caches replace
@@ -115,7 +115,7 @@ class Sharding:
     def inputs(self, model: Any, arguments: dict[str, Any]) -> tuple[dict[str, Any], OutputSpec]:
         """Return the keywords of the forward on this rank, and what joining its outputs needs."""
         has_logits = pops_logits(model, arguments) or self.returns_logits
-        self.scales.begin(model)
+        self.tokenwise.begin(model)
         if self.local_batch or is_local(arguments):
             batch, plan = self.local(model, arguments)
             return self.call(model, batch, plan, has_logits)

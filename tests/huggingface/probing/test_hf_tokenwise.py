@@ -1,9 +1,14 @@
-"""Linear layers that quantise what they get: by token they are right, else refused by name."""
+"""What is put into a planned model: by token it is right, else it is refused by name.
+
+Such as linear layers that quantise what they get, adapters, and layers of a user.
+"""
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from copy import deepcopy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -101,6 +106,99 @@ def check_scales() -> None:
         sharded(TOKENS)
 
 
+class Around(nn.Module):
+    """A layer with something of a user's own after it."""
+
+    def __init__(self, inner: nn.Module, then: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.inner, self.then = inner, then
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.then(self.inner(*args, **kwargs))
+
+
+class ByName(nn.Module):
+    """Calls a layer by the name of its argument, with few tokens only."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Any:
+        out = self.inner(hidden_states=x)
+        assert x.shape[1] <= 16
+        return out
+
+
+class Mixes(nn.Module):
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return hidden_states.cumsum(1)
+
+
+def shifted(x: Tensor) -> Tensor:
+    return x + nn.functional.pad(x, (0, 0, 1, -1))
+
+
+MIXING: dict[str, Callable[[Tensor], Tensor]] = {
+    "mean": lambda x: x + x.mean(1, keepdim=True),
+    "token before": shifted,
+    "positions": lambda x: x + torch.arange(float(x.shape[1])).view(1, -1, 1),
+    "number of tokens": lambda x: x * x.shape[1],
+}
+
+
+def check_new() -> None:
+    """Layers, or their forwards, that come after the plan; also of copies and under FSDP2."""
+    for name, then in MIXING.items():
+        model = planned(small_model("Llama"))
+        model(TOKENS)
+        for part in (model, deepcopy(model), fully_shard(model)):
+            part(TOKENS)
+            layer = part.model.layers[1]
+            mlp, layer.mlp = layer.mlp, Around(layer.mlp, then)
+            for _ in range(2):
+                with pytest.raises(ValueError, match=r"layers\.1\.mlp \(Around\) was put into"):
+                    part(TOKENS)
+            layer.mlp = mlp
+            if name == "mean":
+                plain = mlp.forward
+                mlp.forward = lambda x, plain=plain: plain(x).roll(1, 1)
+                with pytest.raises(ValueError, match=r"layers\.1\.mlp \(LlamaMLP\) was put into"):
+                    part(TOKENS)
+                del mlp.forward
+                layer.mlp = nn.Sequential(mlp, ByName(Mixes()))
+                with pytest.raises(ValueError, match=r"layers\.1\.mlp\.1\.inner \(Mixes\) was put"):
+                    part(TOKENS)
+                layer.mlp = mlp
+            part(TOKENS)
+
+
+def check_new_by_token() -> None:
+    """These give what the stock model gives with them: by token, or around what mixes tokens."""
+    tokens, options = TOKENS[:, :16], {"use_cache": False}
+    for kind in ("Llama", "Qwen3.5"):
+        model, seen = planned(small_model(kind)), list[int]()
+        model(tokens)
+        for layer in model.model.layers:
+            layer.mlp = Around(layer.mlp, torch.tanh)
+        if kind == "Qwen3.5":
+            model.model.layers[0].linear_attn = Around(
+                model.model.layers[0].linear_attn, torch.tanh
+            )
+        model.model.layers[0] = Around(model.model.layers[0], lambda x: 1.5 * x)
+        layer.mlp.register_forward_pre_hook(partial(record_tokens, seen))
+        with stock_model(model):
+            expected = model(tokens, labels=tokens, **options).loss
+        for _ in range(2):
+            found = model(tokens, labels=tokens, **options).loss
+            torch.testing.assert_close(found, expected)
+        assert seen == [16, 8, 8]  # hooks see no other tokens
+
+
+def record_tokens(seen: list[int], _: nn.Module, given: tuple[Tensor]) -> None:
+    seen.append(given[0].shape[1])
+
+
 def check_adapters() -> None:
     """Of peft, with dropout, in training: they are no other layers, and nothing draws numbers."""
     model = planned(small_model("Llama")).train()
@@ -127,6 +225,8 @@ def check_kept() -> None:
     assert min(seen) == 1
 
 
-@pytest.mark.parametrize("check", [check_scales, check_adapters, check_kept])
+@pytest.mark.parametrize(
+    "check", [check_scales, check_new, check_new_by_token, check_adapters, check_kept]
+)
 def test_layers_of_other_libraries(pool: Pool, check: Any) -> None:
     pool.run(2, check)

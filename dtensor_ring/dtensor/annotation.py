@@ -19,7 +19,7 @@ from functools import cache
 from hashlib import blake2b
 from importlib.metadata import PackageNotFoundError, version
 from os import PathLike
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -31,12 +31,15 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.utils._python_dispatch import _disable_current_modes
 
 from dtensor_ring.compute.kernels import check_kernel
+from dtensor_ring.dtensor.laboratory import is_machine
 from dtensor_ring.ops.options import Place, group_named
 from dtensor_ring.planning.layout import Contiguous, Layout
 from dtensor_ring.planning.run_table import PerBatch
 from dtensor_ring.planning.strategy import AUTO, as_strategy, check_strategy
-from dtensor_ring.simulate.machine import Machine
 from dtensor_ring.transport.transport import DEFAULT_POLICY, TransferPolicy
+
+if TYPE_CHECKING:
+    from dtensor_ring.dtensor.laboratory import Machine
 
 # Begins our part of the tag; only the text behind it is replaced.
 MARK = " dtensor_ring:"
@@ -163,7 +166,7 @@ def check_machine(given: Any) -> None:
     Raises:
         TypeError: if it is neither a machine nor a name.
     """
-    if given is not None and not isinstance(given, Machine | str | PathLike):
+    if given is not None and not isinstance(given, str | PathLike) and not is_machine(given):
         raise TypeError(
             f"machine must be a Machine, a name such as 'h100', or a file, got {given!r}"
         )
@@ -355,7 +358,7 @@ def _check_same(mesh: DeviceMesh, here: Annotation, old: AxisConfig, new: AxisCo
 
 
 def _text(option: Any) -> str:
-    return option.label if isinstance(option, Machine) else repr(option)
+    return option.label if is_machine(option) else repr(option)
 
 
 def _contradict(one: Layout, other: Layout, num_ranks: int) -> bool:

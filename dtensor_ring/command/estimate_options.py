@@ -9,16 +9,16 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from dtensor_ring.command.estimate import estimate
 from dtensor_ring.command.option_values import dtype_of, gibibytes, mesh_of, number
-from dtensor_ring.command.simulate import ReadConfig
 from dtensor_ring.dtensor.choice import DEFAULT_MACHINE
 from dtensor_ring.dtensor.meta_model import LoadModel
+from dtensor_ring.lab.presets import as_machine
+from dtensor_ring.lab.training.estimate import estimate
+from dtensor_ring.lab.training.longest import longest_sequences, usable
+from dtensor_ring.lab.training.simulate import ReadConfig
+from dtensor_ring.lab.training.step_request import CHECKPOINTS
 from dtensor_ring.planning.strategy import Strategy
 from dtensor_ring.quantised.block_scales import FORMATS
-from dtensor_ring.simulate.presets import as_machine
-from dtensor_ring.simulate.training.longest import longest_sequences, usable
-from dtensor_ring.simulate.training.step_request import CHECKPOINTS
 
 # Options that say what a step does to take less memory, or what else is estimated of it.
 SETTINGS = "checkpoint", "offload", "unsharded", "cache_dtype"

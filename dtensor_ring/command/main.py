@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from dtensor_ring.balanced.hybrid import Hybrid, compare_hybrid_layouts
-from dtensor_ring.command.calibrate import calibrate
-from dtensor_ring.command.doctor import doctor, version_of
+from dtensor_ring.command.doctor import doctor
 from dtensor_ring.command.estimate_options import add_estimate, add_strategy
 from dtensor_ring.command.option_values import (
     chosen_of,
@@ -26,18 +25,20 @@ from dtensor_ring.command.option_values import (
     number,
     numbers,
 )
-from dtensor_ring.command.pictures import drawing
-from dtensor_ring.command.simulate import ReadConfig, config_file, simulate
 from dtensor_ring.dtensor.choice import DEFAULT_MACHINE
 from dtensor_ring.dtensor.meta_model import LoadModel
+from dtensor_ring.lab.calibrate.calibrate import calibrate
+from dtensor_ring.lab.choose import choose
+from dtensor_ring.lab.comparison import compare_strategies
+from dtensor_ring.lab.machine import Machine
+from dtensor_ring.lab.pictures import drawing
+from dtensor_ring.lab.presets import as_machine
+from dtensor_ring.lab.report import version_of
+from dtensor_ring.lab.schedule import Schedule, describe_schedule
+from dtensor_ring.lab.training.simulate import ReadConfig, config_file, simulate
+from dtensor_ring.lab.training.step_request import CHECKPOINTS
 from dtensor_ring.planning.mask import Mask
 from dtensor_ring.planning.strategy import AUTO, Strategy
-from dtensor_ring.simulate.choose import choose
-from dtensor_ring.simulate.comparison import compare_strategies
-from dtensor_ring.simulate.machine import Machine
-from dtensor_ring.simulate.presets import as_machine
-from dtensor_ring.simulate.schedule import Schedule, describe_schedule
-from dtensor_ring.simulate.training.step_request import CHECKPOINTS
 
 
 def schedule(
@@ -103,11 +104,11 @@ def _save(found: Schedule, html: Path | None, png: Path | None) -> None:
 def _draw(found: Schedule, path: Path, suffix: str) -> None:
     # Imported here, as plotly and matplotlib are optional.
     if suffix == "html":
-        from dtensor_ring.command.pictures import page
+        from dtensor_ring.lab.pictures import page
 
         path.write_text(page(drawing(found)))
     else:
-        from dtensor_ring.command.pictures import save_picture
+        from dtensor_ring.lab.pictures import save_picture
 
         save_picture(drawing(found), path)
 

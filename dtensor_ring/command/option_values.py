@@ -7,11 +7,11 @@ import argparse
 import torch
 
 from dtensor_ring.balanced.hybrid import Hybrid
+from dtensor_ring.lab.machine import Machine
+from dtensor_ring.lab.presets import as_machine
+from dtensor_ring.lab.training.step_request import MESH_AXES
 from dtensor_ring.planning.mask import Mask
 from dtensor_ring.planning.ranges import MAX_RANKS, MAX_TOKENS
-from dtensor_ring.simulate.machine import Machine
-from dtensor_ring.simulate.presets import as_machine
-from dtensor_ring.simulate.training.step_request import MESH_AXES
 
 
 def number(text: str) -> int:

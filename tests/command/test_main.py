@@ -15,8 +15,8 @@ from dtensor_ring.balanced.hybrid import Hybrid, compare_hybrid_layouts
 from dtensor_ring.command.main import main
 from parallel_plans.models import load
 from tests.forced import machine_for
+from tests.lab.machines import round_machine
 from tests.scripts import run_launcher, run_script
-from tests.simulate.machines import round_machine
 from tests.test_public import ROOT
 
 TORCHRUN = "torch.distributed.run", "--standalone", "--nproc-per-node", "2"

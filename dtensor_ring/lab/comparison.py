@@ -11,19 +11,23 @@ import torch
 
 from dtensor_ring.all_to_all.plan import AllToAllPlan, all_to_all_plan
 from dtensor_ring.compute.execute import launches
-from dtensor_ring.lab.machine import Machine
-from dtensor_ring.lab.message_costs import (
+from dtensor_ring.lab.chosen_keys import (
     SEEN,
     ChosenKeys,
-    Cost,
-    by_field,
     chosen_keys,
     index_cost,
     moved_costs,
-    rank_costs,
 )
+from dtensor_ring.lab.machine import Machine
 from dtensor_ring.lab.presets import as_machine
 from dtensor_ring.lab.problem import TensorSizes, problem_of
+from dtensor_ring.lab.recorded import (
+    Cost,
+    RankAttention,
+    by_field,
+    no_content,
+    recorded_costs,
+)
 from dtensor_ring.lab.schedule import Schedule, describe_schedule
 from dtensor_ring.lab.simulated_attention import timeline_of
 from dtensor_ring.planning.layout import Layout
@@ -52,6 +56,8 @@ class StrategyCost:
         seconds: simulated seconds of the slowest rank, forward and backward; `None` without a
             machine.
         exposed: seconds of them in which the kernels of some rank wait for messages, likewise.
+        counted: ranks whose messages were counted: of many, those that move most tokens.
+        ranks: ranks of the axis.
     """
 
     strategy: str
@@ -63,6 +69,8 @@ class StrategyCost:
     balance: float = 0.0
     seconds: tuple[float, float] | None = None
     exposed: tuple[float, float] | None = None
+    counted: int = 0
+    ranks: int = 0
 
 
 # Headings of the columns with milliseconds.
@@ -91,7 +99,14 @@ class StrategyComparison:
         over = "forward, MB".ljust(sum(widths[:4]) + 8) + "backward, MB"
         if timed:
             over = over.ljust(sum(widths[:11]) + 22) + "milliseconds"
-        return "\n".join([" " * (first + 2) + over, *lines])
+        return "\n".join([" " * (first + 2) + over, *lines, *self._sample()])
+
+    def _sample(self) -> list[str]:
+        sizes = {(row.counted, row.ranks) for row in self.rows if row.counted < row.ranks}
+        return [
+            f"bytes and messages: the most of {few} of {ranks} ranks, those that move most tokens"
+            for few, ranks in sizes
+        ]
 
 
 def _cells(row: StrategyCost) -> tuple[str, ...]:
@@ -220,12 +235,15 @@ def _choosing(
         choice: how queries choose.
     """
     positions = key_positions(index.layout, len(index.plans), index.seq_len)
-    numbers = sizes.batch * choice.token_dim
-    of_token = numbers * sizes.itemsize, numbers * sizes.sum_itemsize
     there, back = [], []
     for of_index, of_keys in zip(index.plans, seen.plans, strict=True):
-        first = index_cost(of_index, sizes, choice.index_dim)
-        forward, backward = moved_costs(of_keys, positions, choice.num_keys, of_token)
+        key, rows = (
+            no_content((sizes.batch, 1, of_index.num_local[1], dim), sizes.dtype)
+            for dim in (choice.index_dim, choice.token_dim)
+        )
+        first = index_cost(of_index, key, positions)
+        how = positions, choice.num_keys, rows, sizes.sum_dtype
+        forward, backward = moved_costs(of_keys, *how)
         # One after the other: messages of the index are free when keys travel.
         there.append(replace(first + forward, held=max(first.held, forward.held)))
         back.append(backward)
@@ -263,8 +281,8 @@ def _cost(schedule: Schedule, strategy: Strategy, sizes: TensorSizes) -> Strateg
             for rank in range(size)
         ]
     pairs = list(zip(schedule.plans, all_to_alls, strict=True))
-    costs = [rank_costs(plan, all_to_all, sizes) for plan, all_to_all in pairs]
-    forward, backward = (by_field(max, side) for side in zip(*costs, strict=True))
+    recorded = recorded_costs([RankAttention(*pair, sizes) for pair in pairs])
+    forward, backward = (by_field(max, side) for side in zip(*recorded, strict=True))
     heads = [sizes.heads_after(all_to_all)[0] for all_to_all in all_to_alls]
     work = [sum(steps) * count for steps, count in zip(schedule.areas, heads, strict=True)]
     return StrategyCost(
@@ -275,6 +293,8 @@ def _cost(schedule: Schedule, strategy: Strategy, sizes: TensorSizes) -> Strateg
         max(sum(_num_launches(plan, sizes.batch)) for plan in schedule.plans),
         max(sum(len(step.tiles) for step in plan.steps) for plan in schedule.plans),
         max(work) * len(work) / sum(work) if any(work) else 1.0,
+        counted=len(recorded),
+        ranks=size,
     )
 
 

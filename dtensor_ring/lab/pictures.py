@@ -9,8 +9,10 @@ from textwrap import wrap
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
-from dtensor_ring.lab.schedule import Schedule, shard_traffic, step_begins
+from dtensor_ring.lab.recorded import no_content, shard_cost
+from dtensor_ring.lab.schedule import Schedule, step_begins
 from dtensor_ring.planning.demand import Cols
 from dtensor_ring.planning.layout import Layout
 from dtensor_ring.planning.plan import Plan, Step, layout_of_groups
@@ -114,7 +116,7 @@ def drawing(schedule: Schedule) -> Drawing:
         bars=_bars(schedule, areas),
         moves=[x for plan in schedule.plans for x in _moves(plan)],
         own=[plan.num_local[1] for plan in schedule.plans],
-        held=[shard_traffic(plan).num_buffers * _largest(plan) for plan in schedule.plans],
+        held=[_held(plan) for plan in schedule.plans],
     )
 
 
@@ -200,9 +202,11 @@ def _moves(plan: Plan) -> list[Move]:
     ]
 
 
-def _largest(plan: Plan) -> int:
-    """Return the tokens of the largest message, which are those of a buffer."""
-    return max((len(x.cols) for hop in plan.shards for x in hop.sends + hop.receives), default=0)
+def _held(plan: Plan) -> int:
+    """Return the tokens that the message buffers of a forward have room for."""
+    # A key of one byte, and a value of none.
+    key, value = (no_content((1, 1, plan.num_local[1], dim), torch.int8) for dim in (1, 0))
+    return shard_cost(plan, (key, value)).held
 
 
 STYLE = (

@@ -2,97 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from dtensor_ring.balanced.balanced import check_seen, layout_for, layouts_for
-from dtensor_ring.planning.demand import Cols
 from dtensor_ring.planning.layout import Layout
 from dtensor_ring.planning.mask import Boundaries, Documents, Mask, as_documents
 from dtensor_ring.planning.plan import FULL, Plan, check_documents, plan
 from dtensor_ring.planning.ranges import MAX_RANKS, as_count
-from dtensor_ring.planning.route import Hop, Transfer
 from dtensor_ring.planning.slices import Slices
 from dtensor_ring.planning.strategy import Strategy, as_strategy
-
-# The size of what a transfer moves.
-Size = Callable[[Transfer], int]
-
-
-def num_columns(transfer: Transfer) -> int:
-    """Return the number of columns of a transfer."""
-    return len(transfer.cols)
-
-
-class Traffic(NamedTuple):
-    """The messages of one rank; sizes are in columns, or as the `size` of transfers counts them.
-
-    Attributes:
-        sent: size of all messages that the rank sends.
-        received: size of all messages that the rank receives.
-        num_sent: number of messages that the rank sends.
-        num_received: number of messages that the rank receives.
-        num_buffers: the largest number of buffers in use at once.
-        owned: size of each sent message with keys of the rank's own shard.
-    """
-
-    sent: int
-    received: int
-    num_sent: int
-    num_received: int
-    num_buffers: int
-    owned: tuple[int, ...]
-
-
-def shard_traffic(plan: Plan, size: Size = num_columns) -> Traffic:
-    """Return the messages of keys and values, as `ShardRotation` moves them."""
-    resident: dict[int, Cols] = {}
-    most = 0
-    for hop in plan.shards:
-        # A packet that is forwarded whole needs no second buffer. Columns of the own shard and
-        # parts of packets are packed once for all peers that receive them.
-        packed = {(x.source, x.cols) for x in hop.sends if resident.get(x.source) != x.cols}
-        most = max(most, len(resident) + len(packed) + len(hop.receives))
-        resident |= {x.source: x.cols for x in hop.receives}
-        for source in hop.releases:
-            del resident[source]
-    return _traffic(plan.rank, plan.shards, most, size)
-
-
-def sum_traffic(plan: Plan, size: Size = num_columns) -> Traffic:
-    """Return the messages of gradient sums, as `SumRotation` moves them."""
-    resident: dict[int, Cols] = {}
-    most = 0
-    arriving: list[tuple[int, Cols]] = []
-    for step, hop in zip(plan.steps[1:], plan.sums[1:], strict=True):
-        # The last hop ends before this step adds to a sum, so arrived sums are resident now.
-        resident |= {source: cols for source, cols in arriving if source != plan.rank}
-        if step.cols:
-            resident.setdefault(step.source, step.cols)
-        wholes = {x.source: resident[x.source] for x in hop.sends}
-        copied = {(x.source, x.cols) for x in hop.sends if x.cols != wholes[x.source]}
-        # A sum that is sent in parts is packed part by part, while the whole is still resident.
-        most = max(most, len(resident) + len(copied))
-        resident = {source: cols for source, cols in resident.items() if source not in wholes}
-        flying = len({(x.source, x.cols) for x in hop.sends}) + len(hop.receives)
-        most = max(most, len(resident) + flying)
-        arriving = [(x.source, x.cols) for x in hop.receives]
-    return _traffic(plan.rank, plan.sums, most, size)
-
-
-def largest_packet(plan: Plan, size: Size = num_columns) -> int:
-    """Return the size of a buffer that any message of the plan fits into."""
-    hops = plan.shards + plan.sums
-    return max((size(x) for hop in hops for x in hop.sends + hop.receives), default=0)
-
-
-def _traffic(rank: int, hops: Sequence[Hop], num_buffers: int, size: Size) -> Traffic:
-    sent = [size(x) for hop in hops for x in hop.sends]
-    received = [size(x) for hop in hops for x in hop.receives]
-    owned = tuple(size(x) for hop in hops for x in hop.sends if x.source == rank)
-    return Traffic(sum(sent), sum(received), len(sent), len(received), num_buffers, owned)
-
 
 # The largest number of steps over all ranks: describing them takes a minute and 1 GB.
 MAX_STEPS = 2**20

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,32 +14,17 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from dtensor_ring import Mask, SequenceAxis, compare_strategies, select_keys, selected_attention
 from dtensor_ring.command.main import main
-from dtensor_ring.lab.message_costs import Cost, by_field
+from dtensor_ring.lab.recorded import Cost, by_field
 from dtensor_ring.planning.route import ROUTES
 from dtensor_ring.selected.plan import MAX_SELECTED
-from dtensor_ring.transport.transport import P2P, ProcessGroupTransport
 from parallel_plans.models import load
+from tests.lab.counted import counted
 from tests.pool import Pool
 from tests.selected.test_selected_ops import inputs, sequence_dim
 
 SEQ_LEN, NUM_INDEX, NUM_LATENT, BATCH = 64, 4, 6, 2
 ASKED: Any = Mask.causal(), SEQ_LEN
 SHAPE: Any = {"heads": (4, 1), "head_dim": NUM_LATENT, "batch": BATCH, "dtype": torch.float32}
-
-
-def counted(run: Callable[[], Any]) -> tuple[Any, Cost]:
-    """What a call returns, and what its transport sends and receives."""
-    cost, start = Cost(), ProcessGroupTransport.start
-
-    def counting(this: Any, receives: list[P2P], sends: list[P2P]) -> Any:
-        nonlocal cost
-        sent, received = (sum(x.flat.nbytes for x in side) for side in (sends, receives))
-        cost += Cost(sent, received, len(sends))
-        return start(this, receives, sends)
-
-    with patch.object(ProcessGroupTransport, "start", counting):
-        result = run()
-    return result, cost
 
 
 def _of_rank(layout: str, route: str, k: int) -> tuple[Cost, Cost]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -23,20 +24,12 @@ from torch import Tensor, UntypedStorage
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
-from dtensor_ring.all_to_all.op import all_to_all_op, unflatten_all_to_all
-from dtensor_ring.compute.kernels import Kernel, Launch, Problem, Saved, Scores
-from dtensor_ring.compute.kernels.kernel import Gradients, Result
-from dtensor_ring.compute.memory import TOKEN_MAJOR, empty, order_of, region
-from dtensor_ring.lab.message_costs import (
-    SEEN,
-    Cost,
-    all_to_all_cost,
-    index_cost,
-    moved_costs,
-    ring_costs,
-)
-from dtensor_ring.lab.problem import TensorSizes
-from dtensor_ring.ops.axis_ops import sum_ranks_op
+from dtensor_ring.all_to_all.op import all_to_all_op, run_exchange, unflatten_all_to_all
+from dtensor_ring.compute.kernels import Saved
+from dtensor_ring.compute.memory import empty, order_of, region
+from dtensor_ring.lab.chosen_keys import SEEN, moved_costs
+from dtensor_ring.lab.recorded import Cost, Recorder, ShapeKernel
+from dtensor_ring.ops.axis_ops import parts_of_ranks, sum_ranks_op
 from dtensor_ring.ops.checks import unit_stride
 from dtensor_ring.ops.options import Call, group_named, unflatten
 from dtensor_ring.ops.ring_op import ring_backward_op, ring_op
@@ -56,29 +49,6 @@ from dtensor_ring.selected.op import positions_of_keys, select_op, selected_back
 from dtensor_ring.selected.plan import ALL, KeyPositions
 from dtensor_ring.selected.run import IndexQueries, KeyChoice, ring_select, rows_at_once
 from dtensor_ring.transport.transport import NullTransport
-
-
-class ShapeKernel(Kernel):
-    """A kernel that computes nothing: it returns empty tensors of the right shapes."""
-
-    name = "shapes"
-
-    def missing(self) -> None:
-        return None
-
-    def supports(self, problem: Problem) -> None:
-        return None
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, launch: Launch, scores: Scores) -> Result:
-        wide = torch.promote_types(q.dtype, torch.float32)
-        shape = *q.shape[:3], v.shape[3]
-        return empty(q, shape, TOKEN_MAJOR), q.new_empty(q.shape[:3], dtype=wide)
-
-    def backward(
-        self, saved: Saved, q: Tensor, k: Tensor, v: Tensor, launch: Launch, scores: Scores
-    ) -> Gradients:
-        grads = [empty(x, x.shape, TOKEN_MAJOR) for x in (q, k, v)]
-        return grads[0], grads[1], grads[2]
 
 
 class Storages(TorchDispatchMode):
@@ -172,7 +142,8 @@ class Footprint(Storages):
         self.messages = Cost()
         self.working = 0
         self._kept: dict[int, ref[UntypedStorage]] = {}
-        self._loops: dict[tuple[Any, ...], int] = {}  # peak by arguments, as layers are alike
+        # Peak and messages by arguments, as layers are alike.
+        self._loops: dict[tuple[Any, ...], tuple[int, Cost]] = {}
         self._choices: dict[int, Choice] = {}  # by the `_cdata` of what was chosen
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -183,9 +154,9 @@ class Footprint(Storages):
         elif func is ring_backward_op:
             self._attend_backward(*args)
         elif func is all_to_all_op:
-            self._send(_all_to_all_cost(*args))
+            self._send(_all_to_all(*args))
         elif func is sum_ranks_op:
-            self._send(_sum_cost(*args))
+            self._send(_sum(*args))
         elif func is select_op:
             self._select(result, *args)
         elif func is selected_op:
@@ -208,7 +179,6 @@ class Footprint(Storages):
         plan = call.request(query.shape[0]).plan(query, key)
         heads, dims = (query.shape[1], key.shape[1]), (key.shape[3], value.shape[3])
         self.attentions[Attention(heads, dims, call.scores.mask, plan.num_steps)] += 1
-        self._send(_message_cost(plan, call, key, value, is_forward=True))
         self._add((query, key, value, *options), lambda: _forward(call, plan, query, key, value))
 
     def _attend_backward(
@@ -217,7 +187,6 @@ class Footprint(Storages):
         value, out, lse, *options = rest
         call = unflatten(tuple(options))
         plan = call.request(query.shape[0]).plan(query, key)
-        self._send(_message_cost(plan, call, key, value, is_forward=False))
         saved = Saved(grad_out, out, lse, grad_lse)
         self._add(
             (grad_out, grad_lse, query, key, *rest),
@@ -227,7 +196,6 @@ class Footprint(Storages):
     def _select(self, result: Tensor, query: Tensor, key: Tensor, *rest: Any) -> None:
         choice = Choice.of(query, key, *rest)
         self._choices[result.untyped_storage()._cdata] = choice
-        self._send(choice.cost(key))
         self._add((query, key, *rest), lambda: choice.loop(query, key, *rest))
 
     def _attend_selected(self, query: Tensor, rows: Tensor, selected: Tensor, *rest: Any) -> None:
@@ -236,9 +204,8 @@ class Footprint(Storages):
         mask, width = choice.call.scores.mask, selected.shape[3]
         self.attentions[Attention(heads, dims, mask, choice.plan.num_steps, width)] += 1
         self._send(choice.moved(rows, width, rest)[0])
-        self._add(
-            (query, rows, selected, *rest), lambda: _forward_loop(query, rows, selected, rest)
-        )
+        loop = partial(_forward_loop, query, rows, selected, rest)
+        self._add((query, rows, selected, *rest), loop)
 
     def _attend_selected_backward(
         self, grad_out: Tensor, grad_lse: Any, query: Tensor, rows: Tensor, *rest: Any
@@ -258,59 +225,55 @@ class Footprint(Storages):
         held = max(self.messages.held, cost.held)
         self.messages = replace(self.messages + cost, held=held)
 
-    def _add(self, arguments: tuple[Any, ...], run: Callable[[], None]) -> None:
-        """Add what the loop of an attention allocates to what is alive; equal loops run once."""
+    def _add(self, arguments: tuple[Any, ...], run: Callable[[], Cost]) -> None:
+        """Add what the loop of an attention sends, and allocates to what is alive.
+
+        Equal loops run once.
+        """
         key = tuple(
             (x.shape, x.stride(), x.dtype) if isinstance(x, Tensor) and x.is_meta else x
             for x in arguments
         )
         if key not in self._loops:
             with Storages() as loop:
-                run()
-            self._loops[key] = loop.peak
-        self.working = max(self.working, self._loops[key])
-        self.peak = max(self.peak, self.alive + self._loops[key])
+                cost = run()
+            self._loops[key] = loop.peak, cost
+        peak, cost = self._loops[key]
+        self._send(cost)
+        self.working = max(self.working, peak)
+        self.peak = max(self.peak, self.alive + peak)
 
 
-def _forward(call: Call, plan: Plan, query: Tensor, key: Tensor, value: Tensor) -> None:
+def _forward(call: Call, plan: Plan, query: Tensor, key: Tensor, value: Tensor) -> Cost:
     query, key, value = unit_stride(query, key, value)
-    how = plan, ShapeKernel(), call.scores, NullTransport(), call.place.policy, call.rounded
+    transport = Recorder()
+    how = plan, ShapeKernel(), call.scores, transport, call.place.policy, call.rounded
     ring_forward(query, (key, value), *how)
+    return transport.cost
 
 
 def _backward(
     call: Call, plan: Plan, saved: Saved, query: Tensor, key: Tensor, value: Tensor
-) -> None:
+) -> Cost:
     grad_out, query, key, value = unit_stride(saved.grad_out, query, key, value)
-    saved = replace(saved, grad_out=grad_out)
-    how = plan, ShapeKernel(), call.scores, NullTransport(), call.place.policy, call.rounded
+    saved, transport = replace(saved, grad_out=grad_out), Recorder()
+    how = plan, ShapeKernel(), call.scores, transport, call.place.policy, call.rounded
     ring_backward(saved, query, (key, value), *how)
+    return transport.cost
 
 
-def _message_cost(plan: Plan, call: Call, key: Tensor, value: Tensor, is_forward: bool) -> Cost:
-    """Return the messages of one loop: backward sends keys and values again, and gradients."""
-    policy, num_heads, dims = call.place.policy, key.shape[1], (key.shape[3], value.shape[3])
-    dtypes = policy.dtype_of_keys(key.dtype), policy.sum_dtype(key.dtype)
-    sizes = TensorSizes((0, num_heads), dims, key.shape[0], key.dtype, *dtypes)
-    shards, sums = ring_costs(plan, sizes, num_heads, call.rounded is not None)
-    return shards if is_forward else shards + sums
+def _all_to_all(tensors: list[Tensor], *options: Any) -> Cost:
+    """Run an all-to-all, and return its messages."""
+    args, transport = unflatten_all_to_all(options), Recorder()
+    run_exchange(tensors, args, args.layouts(), transport)
+    return transport.cost
 
 
-def _all_to_all_cost(tensors: list[Tensor], *options: Any) -> Cost:
-    """Return the messages of one all-to-all."""
-    args = unflatten_all_to_all(options)
-    plan, x = args.plan(tensors, args.layouts()), tensors[0]
-    heads = 0, args.num_key_heads
-    sizes = TensorSizes(heads, (0, 0), x.shape[0], *[x.dtype] * 3)
-    shapes = [(count, x.shape[3]) for count, x in zip(args.num_heads, tensors, strict=True)]
-    return all_to_all_cost(plan, sizes, shapes, args.is_back, args.kv_dtype)
-
-
-def _sum_cost(local: Tensor, group_name: str, *_: Any) -> Cost:
-    """Return the messages of a sum over ranks: each rank sends its tensor to all others."""
-    peers = group_named(group_name).size() - 1
-    num_bytes = peers * local.nbytes
-    return Cost(sent=num_bytes, received=num_bytes, messages=peers)
+def _sum(local: Tensor, group_name: str, *_: Any) -> Cost:
+    """Run a sum over ranks, and return its messages."""
+    group, transport = group_named(group_name), Recorder()
+    parts_of_ranks(local, group.rank(), group.size(), transport)
+    return transport.cost
 
 
 class Choice(NamedTuple):
@@ -337,10 +300,6 @@ class Choice(NamedTuple):
         plans = request.plan(query, key), direct.plan(query, key)
         return cls(call, *plans, positions_of_keys(request))
 
-    def cost(self, key: Tensor) -> Cost:
-        """Return the messages of index keys, of which `(B, 1, C, Di)` are this rank's."""
-        return index_cost(self.plan, _sizes(key, self.call), key.shape[3])
-
     def moved(self, rows: Tensor, num_chosen: int, rest: Sequence[Any]) -> tuple[Cost, Cost]:
         """Return the messages of chosen keys, forward and backward.
 
@@ -349,26 +308,19 @@ class Choice(NamedTuple):
             num_chosen: keys of a query.
             rest: the arguments of the op after the lists.
         """
-        numbers = rows.shape[0] * rows.shape[1] * rows.shape[3]
-        dtypes = rows.dtype, unflatten(tuple(rest[3:])).place.policy.sum_dtype(rows.dtype)
-        bytes_of = numbers * dtypes[0].itemsize, numbers * dtypes[1].itemsize
-        return moved_costs(self.seen, self.positions, num_chosen, bytes_of, rest[2])
+        sum_dtype = unflatten(tuple(rest[3:])).place.policy.sum_dtype(rows.dtype)
+        return moved_costs(self.seen, self.positions, num_chosen, rows, sum_dtype, rest[2])
 
-    def loop(self, query: Tensor, key: Tensor, *rest: Any) -> None:
+    def loop(self, query: Tensor, key: Tensor, *rest: Any) -> Cost:
         """Run the loop of the selection, with one chunk of queries for each tile."""
         weights, k, block_size, local_blocks = rest[:4]
         choice = KeyChoice(k, self.call.scores.scale, block_size, local_blocks)
         of_rows = query.new_empty(query.shape[2], dtype=torch.int32)
         own = IndexQueries(query, weights, of_rows)
         steps = tuple(_one_chunk(step, query) for step in self.plan.steps)
-        shorter = replace(self.plan, steps=steps)
-        ring_select(own, key, shorter, choice, self.positions, NullTransport())
-
-
-def _sizes(key: Tensor, call: Call) -> TensorSizes:
-    """Return the sizes of index keys."""
-    dtypes = key.dtype, key.dtype, call.place.policy.sum_dtype(key.dtype)
-    return TensorSizes((1, 1), (key.shape[3], 0), key.shape[0], *dtypes)
+        shorter, transport = replace(self.plan, steps=steps), Recorder()
+        ring_select(own, key, shorter, choice, self.positions, transport)
+        return transport.cost
 
 
 def _one_chunk(step: Step, query: Tensor) -> Step:
@@ -382,20 +334,21 @@ def _one_chunk(step: Step, query: Tensor) -> Step:
     return replace(step, tiles=tuple(map(cut, step.tiles)))
 
 
-def _forward_loop(query: Tensor, rows: Tensor, selected: Tensor, rest: Sequence[Any]) -> None:
-    """Bring all keys, and attend to them with a chunk of queries."""
+def _forward_loop(query: Tensor, rows: Tensor, selected: Tensor, rest: Sequence[Any]) -> Cost:
+    """Bring all keys, and attend to them with a chunk of queries; messages are those of `moved`."""
     keys, moved, call = _all_keys(query, rows, rest, "forward")
     few = slice(min(query.shape[2], queries_at_once(selected, moved.residents.rows)))
     results = empty(query, (*query.shape[:3], rest[1] - rest[0]), order_of(query))
     scores = call.scores.scale, call.scores.sinks
     gathered_forward(query[:, :, few], moved.residents, selected[:, :, few], *scores)
     del results, keys
+    return Cost()
 
 
 def _backward_loop(
     saved: Saved, query: Tensor, rows: Tensor, selected: Tensor, rest: Sequence[Any]
-) -> None:
-    """Bring all keys, and send their gradients home."""
+) -> Cost:
+    """Bring all keys, and send their gradients home; messages are those of `moved`."""
     keys, moved, call = _all_keys(query, rows, rest, "backward")
     few = slice(min(query.shape[2], queries_at_once(selected, moved.residents.rows)))
     grad_query = empty(query, query.shape, order_of(query))
@@ -404,6 +357,7 @@ def _backward_loop(
     _, grad = gathered_backward(some, query[:, :, few], *how)
     keys.summed(moved, grad, call.place.policy.sum_dtype(rows.dtype))
     del grad_query
+    return Cost()
 
 
 def _all_keys(

@@ -18,8 +18,8 @@ from typing import NamedTuple
 
 from dtensor_ring.all_to_all.plan import all_to_all_plan
 from dtensor_ring.compute.accumulate import ON_GPUS
-from dtensor_ring.lab.message_costs import rank_costs
 from dtensor_ring.lab.problem import SimulatedProblem
+from dtensor_ring.lab.recorded import RankAttention
 from dtensor_ring.lab.training.layer_seconds import Shard
 from dtensor_ring.lab.training.model_shape import LayerShape, ModelShape, Product, StateShape
 from dtensor_ring.lab.training.step_request import MemorySetting
@@ -67,7 +67,7 @@ def attention_room(problem: SimulatedProblem, strategy: Strategy, on_gpu: bool) 
         layouts = problem.layout, problem.layout
         all_to_all = all_to_all_plan(*layouts, strategy.heads, rank, size, problem.seq_len)
     sizes = problem.sizes
-    forward, backward = (x.held for x in rank_costs(of_rank, all_to_all, sizes))
+    forward, backward = (x.held for x in RankAttention(of_rank, all_to_all, sizes).costs())
     heads, key_heads = sizes.heads_after(all_to_all)
     tokens = of_rank.num_local[0] * sizes.batch
     query, keys = (count * sizes.head_dims[0] * tokens for count in (heads, key_heads))

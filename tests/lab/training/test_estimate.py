@@ -23,8 +23,8 @@ from dtensor_ring.all_to_all.plan import all_to_all_plan
 from dtensor_ring.all_to_all.ulysses import ulysses_attention
 from dtensor_ring.command.main import main
 from dtensor_ring.compute.kernels.kernel import Kernel
-from dtensor_ring.lab.message_costs import Cost, rank_costs
 from dtensor_ring.lab.problem import TensorSizes
+from dtensor_ring.lab.recorded import Cost, RankAttention
 from dtensor_ring.lab.training.estimate import STATES
 from dtensor_ring.lab.training.footprint import Footprint, Storages
 from dtensor_ring.ops import ring_op
@@ -177,11 +177,9 @@ def _costs_of_the_last(strategy: Strategy) -> tuple[Cost, Cost]:
     """Forward and backward of an attention of the demo model."""
     plans = describe_schedule("zigzag", Mask.causal(), SEQ_LEN, RANKS, strategy=strategy.spec).plans
     where = ZigZag(), ZigZag(), strategy.heads, RANKS - 1, RANKS, SEQ_LEN
-    return rank_costs(
-        plans[-1],
-        all_to_all_plan(*where),
-        TensorSizes((4, 2), (32, 32), BATCH, *(torch.float32,) * 3),
-    )
+    exchange = all_to_all_plan(*where) if strategy.heads > 1 else None
+    sizes = TensorSizes((4, 2), (32, 32), BATCH, *(torch.float32,) * 3)
+    return RankAttention(plans[-1], exchange, sizes).costs()
 
 
 @pytest.mark.parametrize(
@@ -384,7 +382,7 @@ def _check_messages(policy: TransferPolicy) -> None:
         *((4, 2), (64, 64), 2, torch.bfloat16),
         *(policy.dtype_of_keys(torch.bfloat16), torch.float32),
     )
-    forward, backward = rank_costs(plan, None, sizes)
+    forward, backward = RankAttention(plan, None, sizes).costs()
     assert step.messages == replace(forward + backward, held=backward.held)
 
 
@@ -408,5 +406,5 @@ def _check_all_to_all(strategy: str, policy: TransferPolicy) -> None:
     exchange = all_to_all_plan(ring.layout, ring.layout, heads, rank, 4, 800)
     sums = policy.sum_dtype(dtype)
     sizes = TensorSizes((8, 4), (64, 64), 2, dtype, policy.dtype_of_keys(dtype), sums)
-    forward, backward = rank_costs(ring.plans()[rank], exchange, sizes)
+    forward, backward = RankAttention(ring.plans()[rank], exchange, sizes).costs()
     assert step.messages == replace(forward + backward, held=step.messages.held)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import platform
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
+
+T = TypeVar("T")
 
 
 class Finding(NamedTuple):
@@ -71,6 +73,31 @@ def version_of(package: str) -> str:
         return version(package)
     except PackageNotFoundError:
         return "not installed"
+
+
+# Yields items, and may show how many are done, under a name.
+Track = Callable[[Sequence[T], str], Iterable[T]]
+
+
+def untracked(items: Sequence[T], what: str) -> Iterable[T]:
+    """Yield items and show nothing, as functions do that are no command."""
+    return items
+
+
+def tracked(items: Sequence[T], what: str) -> Iterator[T]:
+    """Yield items, and show on a terminal how many are done, beside what is printed.
+
+    Args:
+        items: what a long command goes through.
+        what: what is shown before the bar, such as "steps".
+    """
+    from rich.console import Console
+    from rich.progress import track
+
+    console = Console(stderr=True)  # stdout has the result, such as JSON
+    # No thread refreshes it: one would run beside what is measured.
+    shown: dict[str, Any] = {"console": console, "transient": True, "auto_refresh": False}
+    yield from track(items, what, disable=not console.is_terminal, **shown)
 
 
 def print_table(rows: Iterable[Sequence[str]], headings: Sequence[str] = ()) -> None:

@@ -18,7 +18,7 @@ from dtensor_ring.lab.calibrate.stopwatch import FULL_EFFORT, QUICK_EFFORT, Effo
 from dtensor_ring.lab.machine import Curve, Machine
 from dtensor_ring.lab.presets import as_machine, is_machine_file
 from dtensor_ring.lab.ranks import connected
-from dtensor_ring.lab.report import print_table
+from dtensor_ring.lab.report import print_table, tracked, untracked
 from dtensor_ring.transport.transport import axis_group_options
 
 # What is measured on a CPU and on a GPU unless options say otherwise: heads, and head dim.
@@ -89,7 +89,8 @@ def _measure(
         if dist.get_rank() == 0:
             _check_writable(path)  # before the measurement
         kind = ranks.device.type
-        watch = Stopwatch(ranks.device, effort)
+        shown = tracked if dist.get_rank() == 0 else untracked
+        watch = Stopwatch(ranks.device, effort, shown)
         usual = HEADS[watch.on_gpu], HEAD_DIM[watch.on_gpu]
         sizes = heads or usual[0], head_dim or usual[1], dtype or ranks.dtype
         problem = CalibratedProblem(*sizes, kernel)

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dtensor_ring.lab.machine import Curve
+from dtensor_ring.lab.report import Track, untracked
 
 Call = Callable[[], object]
 
@@ -87,13 +88,19 @@ class Stopwatch:
     Args:
         device: where the calls run.
         effort: how long to measure.
+        track: goes through what is measured, and may show how much is done.
 
     Attributes:
         on_gpu: whether that is a GPU.
     """
 
-    def __init__(self, device: torch.device, effort: Effort = FULL_EFFORT) -> None:
-        self.device, self.effort = device, effort
+    def __init__(
+        self,
+        device: torch.device,
+        effort: Effort = FULL_EFFORT,
+        track: Track[Any] = untracked,
+    ) -> None:
+        self.device, self.effort, self._track = device, effort, track
         self.on_gpu = device.type == "cuda"
 
     def measure(
@@ -111,14 +118,16 @@ class Stopwatch:
                 of their tensors in caches then, and here, too.
         """
         known = {
-            kind: list(self._grown(of, self._timer(kind in cold))) for kind, of in points.items()
+            kind: list(self._grown(of, self._timer(kind in cold)))
+            for kind, of in self._track(list(points.items()), "first calls")
         }
         calls = [
             partial(self._timer(kind in cold), call, count)
             for kind, of in known.items()
             for _, call, count in of
         ]
-        rounds = [self._slowest([timed() for timed in calls]) for _ in range(self.effort.repeats)]
+        turns = self._track(range(self.effort.repeats), "repeats")
+        rounds = [self._slowest([timed() for timed in calls]) for _ in turns]
         seconds = iter(zip(*rounds, strict=True))
         return {
             kind: Series(tuple(size for size, _, _ in of), tuple(islice(seconds, len(of))))

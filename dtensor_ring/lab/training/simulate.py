@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from dtensor_ring.lab.pictures import COLORS, page_of, save_figure
 from dtensor_ring.lab.presets import as_machine
 from dtensor_ring.lab.problem import config_json
+from dtensor_ring.lab.report import tracked
 from dtensor_ring.lab.simulated_attention import Timeline
 from dtensor_ring.lab.training.collectives import COLLECTIVE
 from dtensor_ring.lab.training.step import TITLES, SimulatedStep, simulate_step, step_trace
@@ -119,7 +120,7 @@ def _swept(
     if trace is not None:
         raise ValueError("--trace is of one step, and not of a --sweep")
     swept = parse_sweep(sweep)
-    found = sweep_steps(swept, **asked)
+    found = sweep_steps(swept, track=tracked, **asked)
     if html is not None or png is not None:
         winners = _winners(swept, asked)
         if html is not None:

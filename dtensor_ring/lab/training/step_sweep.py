@@ -9,6 +9,7 @@ from math import inf, prod
 from typing import Any, NamedTuple
 
 from dtensor_ring.lab.machine import Curve, Links, Machine
+from dtensor_ring.lab.report import Track, untracked
 from dtensor_ring.lab.training.layer_attention import AttentionKind, model_attentions
 from dtensor_ring.lab.training.step import SimulatedStep, simulate_step
 from dtensor_ring.lab.training.step_request import (
@@ -116,7 +117,12 @@ def _value(name: str, text: str) -> Any:
         raise ValueError(f"{name}={text} is not a number") from None
 
 
-def sweep_steps(swept: Mapping[str, Sequence[Any]], **arguments: Any) -> StepSweep:
+def sweep_steps(
+    swept: Mapping[str, Sequence[Any]],
+    *,
+    track: Track[dict[str, Any]] = untracked,
+    **arguments: Any,
+) -> StepSweep:
     """Simulate a step at each combination of values.
 
     The number of ranks stays what the mesh has: where an axis of it is swept, `dp_shard` takes the
@@ -124,6 +130,7 @@ def sweep_steps(swept: Mapping[str, Sequence[Any]], **arguments: Any) -> StepSwe
 
     Args:
         swept: values by name; the strategy "all" is every one that divides the axis.
+        track: goes through the combinations, and may show how many are done.
         arguments: all other arguments of `simulate_step`.
 
     Returns:
@@ -134,7 +141,7 @@ def sweep_steps(swept: Mapping[str, Sequence[Any]], **arguments: Any) -> StepSwe
         ValueError: if the mesh is not one.
     """
     rows = []
-    for chosen in _points(swept, arguments):
+    for chosen in track(list(_points(swept, arguments)), "steps"):
         changed = arguments | {x: y for x, y in chosen.items() if x not in MESH_AXES}
         try:
             mesh = _mesh(arguments["mesh"], chosen)

@@ -13,12 +13,13 @@ from unittest.mock import patch
 import pytest
 import torch
 from parts.small_models import small_model
+from torch import Tensor
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils._python_dispatch import _disable_current_modes
 
-from dtensor_ring import Contiguous, Mask, ZigZag, describe_schedule
+from dtensor_ring import Contiguous, Mask, ZigZag, compare_strategies, describe_schedule
 from dtensor_ring.all_to_all.plan import all_to_all_plan
 from dtensor_ring.all_to_all.ulysses import ulysses_attention
 from dtensor_ring.command.main import main
@@ -30,6 +31,7 @@ from dtensor_ring.lab.training.footprint import Footprint, Storages
 from dtensor_ring.ops import ring_op
 from dtensor_ring.planning.strategy import Strategy, as_strategy
 from dtensor_ring.transport import transport
+from dtensor_ring.transport.rotation import Packet
 from dtensor_ring.transport.transport import BufferPool, TransferPolicy
 from parallel_plans.huggingface import (
     ContextParallelCache,
@@ -171,6 +173,33 @@ def test_messages_are_those_of_the_plans(
             each = sum(getattr(x, name) for x in passes)
             expected = attention["calls"] * each + loss[name]
             assert found["messages"][name] == expected, (strategy, name)
+
+
+def test_a_message_that_grows_is_counted_everywhere(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A header of 16 bytes, which only the transport knows, in `compare` and in `estimate`."""
+    path, before = _written("llama", tmp_path), {}
+
+    def told() -> dict[str, tuple[int, int]]:
+        (row,) = compare_strategies(Mask.causal(), SEQ_LEN, RANKS, strategies=["ring"]).rows
+        messages = _estimated(path, capsys, "--strategy", "ring")["messages"]
+        both = row.forward + row.backward
+        return {
+            "compare": (both.sent, both.messages),
+            "estimate": (messages["sent"], messages["messages"] - 2),  # without those of the loss
+        }
+
+    before, original = told(), Packet.messages
+
+    def longer(self: Packet, is_apart: bool) -> list[Tensor]:
+        header = torch.empty(16, dtype=torch.uint8, device="meta")
+        return [torch.cat([header, x.view(torch.uint8)]) for x in original(self, is_apart)]
+
+    monkeypatch.setattr(Packet, "messages", longer)
+    for name, (sent, count) in told().items():
+        assert count == before[name][1] > 0
+        assert sent == before[name][0] + 16 * count, name
 
 
 def _costs_of_the_last(strategy: Strategy) -> tuple[Cost, Cost]:

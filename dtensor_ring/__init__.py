@@ -3,6 +3,10 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from dtensor_ring.command.first import parse_first as _parse_first
+
+_parse_first()  # in a process of `python -m dtensor_ring`: help need not wait for torch
+
 from dtensor_ring.agreement.call_record import RingError
 from dtensor_ring.all_to_all.api import exchange, relayout
 from dtensor_ring.balanced.balanced import Balanced

@@ -11,14 +11,12 @@ from dtensor_ring.lab.presets import as_machine
 from dtensor_ring.lab.training.collectives import RankGroup, rank_group
 from dtensor_ring.lab.training.layer_seconds import Shard, gemm_rate, itemsize
 from dtensor_ring.lab.training.model_shape import ModelShape
+from dtensor_ring.lab.training.names import CHECKPOINTS, MESH_AXES
 from dtensor_ring.planning.layout import Layout
 from dtensor_ring.planning.mask import Boundaries, Documents, as_documents
 from dtensor_ring.planning.ranges import MAX_RANKS, as_count
 from dtensor_ring.planning.strategy import check_strategy
 from dtensor_ring.transport.transport import DEFAULT_POLICY, TransferPolicy
-
-# How much of a layer its backward computes again: nothing; all but its attention; all of it.
-CHECKPOINTS = ("none", "attention", "full")
 
 # What may live on the host: what layers with checkpoints keep until their backward; parameters,
 # their gradients and the states of AdamW, as `CPUOffloadPolicy` of FSDP2 does it.
@@ -104,9 +102,6 @@ def memory_setting(
     tile = None if mlp_tile is None else as_count("mlp_tile", mlp_tile, 1)
     return MemorySetting(checkpoint, tile, names, policy)
 
-
-# Names as in torchtitan; "dp" is short for "dp_shard".
-MESH_AXES = ("dp_replicate", "dp_shard", "cp", "tp")
 
 # A time of each pair of ranks is kept, which are 0.3 GB.
 MAX_CP = 4096

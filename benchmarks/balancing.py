@@ -17,9 +17,9 @@ from rich.console import Console
 
 from dtensor_ring import Balanced, Mask, describe_schedule
 from dtensor_ring.balanced import balanced
+from dtensor_ring.lab.schedule import Schedule
 from dtensor_ring.planning.plan import plan
 from dtensor_ring.planning.slices import slices_of
-from dtensor_ring.simulate.schedule import Schedule
 
 CAUSAL = Mask.causal()
 

@@ -40,9 +40,9 @@ from dtensor_ring import (
     sequence_runs,
 )
 from dtensor_ring.compute.kernels import Scores
+from dtensor_ring.lab.schedule import Schedule
 from dtensor_ring.ops.options import Batch, Call, Place, default_scale
 from dtensor_ring.planning.layout import Layout
-from dtensor_ring.simulate.schedule import Schedule
 
 WORLD_SIZE, SEQ_LEN = 2, 16384
 WINDOW, NUM_DOCUMENTS, BLOCK = 1024, 16, 256

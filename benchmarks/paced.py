@@ -13,8 +13,8 @@ from dtensor_ring import register_kernel
 from dtensor_ring.compute.kernels import Kernel, Saved, Scores
 from dtensor_ring.compute.kernels.kernel import Gradients, Launch, Problem, Result
 from dtensor_ring.compute.kernels.registry import KERNELS
+from dtensor_ring.lab.launch_table import form_of
 from dtensor_ring.planning.tile import Tile
-from dtensor_ring.simulate.launch_table import form_of
 
 RATES = {"full": 120e9, "causal": 90e9, "window": 75e9}
 """FLOPs per second by the form of a tile, about those of `cpu_flash` on a core."""

@@ -17,8 +17,8 @@ from harness import is_quick, origin, publish, table_of
 from rich.console import Console
 
 from dtensor_ring import Mask, describe_schedule
-from dtensor_ring.simulate.presets import as_machine
-from dtensor_ring.simulate.simulated_attention import simulate_attention
+from dtensor_ring.lab.presets import as_machine
+from dtensor_ring.lab.simulated_attention import simulate_attention
 
 CAUSAL = Mask.causal()
 TOKENS = 32768

@@ -32,6 +32,10 @@ from dtensor_ring import (
 )
 from dtensor_ring.balanced import balanced
 from dtensor_ring.compute.kernels import Scores
+from dtensor_ring.lab.choose import choose
+from dtensor_ring.lab.presets import as_machine
+from dtensor_ring.lab.problem import SimulatedProblem, problem_of
+from dtensor_ring.lab.recurrence import RingTimes
 from dtensor_ring.ops import options
 from dtensor_ring.ops.options import Batch, Place
 from dtensor_ring.planning import plan as planner
@@ -41,10 +45,6 @@ from dtensor_ring.planning.plan import Plan, plan
 from dtensor_ring.planning.run_table import shard_table
 from dtensor_ring.planning.slices import slices_of
 from dtensor_ring.planning.strategy import Strategy
-from dtensor_ring.simulate.choose import choose
-from dtensor_ring.simulate.presets import as_machine
-from dtensor_ring.simulate.problem import SimulatedProblem, problem_of
-from dtensor_ring.simulate.recurrence import RingTimes
 
 SEQ_LEN = 2**24
 CACHES = {

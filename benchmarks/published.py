@@ -23,10 +23,10 @@ from typing import Any
 from benchmarks.published_steps import OVER_FIRST, StepSetting, simulated_steps, step_settings
 from docs.marked import table_row, write_part
 from dtensor_ring import Mask, TransferPolicy
+from dtensor_ring.lab.machine import Curve, KernelSpeed, Machine
+from dtensor_ring.lab.presets import PRESETS
+from dtensor_ring.lab.simulated_attention import simulate_attention
 from dtensor_ring.planning.strategy import as_strategy
-from dtensor_ring.simulate.machine import Curve, KernelSpeed, Machine
-from dtensor_ring.simulate.presets import PRESETS
-from dtensor_ring.simulate.simulated_attention import simulate_attention
 
 FOLDER = Path(__file__).parent
 MEASURED = FOLDER / "published.json"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dtensor_ring import simulate_step
-from dtensor_ring.simulate.machine import Machine
+from dtensor_ring.lab.machine import Machine
 
 MODELS: Mapping[str, Mapping[str, Any]] = {
     "llama2-7b": {

@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dtensor_ring import ZigZag
 from dtensor_ring.selected.moved_keys import Moved, SelectedKeys
-from dtensor_ring.selected.plan import ALL, SELECTED, key_positions, selected_traffic
+from dtensor_ring.selected.plan import ALL, SELECTED, key_positions, request_bytes
 from dtensor_ring.transport.transport import ProcessGroupTransport
 
 SEQ_LEN, WIDTH = 16384, 576
@@ -94,11 +94,9 @@ def measure(case: Case, mesh: DeviceMesh) -> Measurement:
     received = {}
     for route, (come, _) in contenders.items():
         come()
-        wanted = [end - begin for begin, end in kept[route].spans]
-        given = [len(x) for x in kept[route].given]
-        of_key = WIDTH * rows.itemsize
-        coming, _ = selected_traffic(positions, rank, wanted, given, of_key, of_key, route)
-        received[route] = coming.requests + coming.keys
+        keys_here = len(kept[route].residents.rows) - rows.shape[2]
+        asked = (size - 1) * request_bytes(rows.shape[2]) if route == SELECTED else 0
+        received[route] = asked + keys_here * WIDTH * rows.itemsize
     seconds = time_paired(contenders, case.repeats, lambda: dist.barrier(group))
     return Measurement(case, received, seconds)
 

@@ -45,14 +45,14 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from dtensor_ring import Mask, SequenceAxis, compare_strategies
-from dtensor_ring.command.calibrate_kernels import CalibratedProblem
-from dtensor_ring.command.calibrate_machine import BETWEEN, INSIDE, measure_machine
-from dtensor_ring.command.stopwatch import FULL_EFFORT, QUICK_EFFORT, Stopwatch
+from dtensor_ring.lab.calibrate.calibrate_kernels import CalibratedProblem
+from dtensor_ring.lab.calibrate.calibrate_machine import BETWEEN, INSIDE, measure_machine
+from dtensor_ring.lab.calibrate.stopwatch import FULL_EFFORT, QUICK_EFFORT, Stopwatch
+from dtensor_ring.lab.choose import choose
+from dtensor_ring.lab.comparison import StrategyCost
+from dtensor_ring.lab.machine import Machine
+from dtensor_ring.lab.simulated_attention import simulate_attention
 from dtensor_ring.planning.strategy import as_strategy
-from dtensor_ring.simulate.choose import choose
-from dtensor_ring.simulate.comparison import StrategyCost
-from dtensor_ring.simulate.machine import Machine
-from dtensor_ring.simulate.simulated_attention import simulate_attention
 
 ATTENTIONS = {
     "causal": Mask.causal(),

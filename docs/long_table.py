@@ -12,7 +12,7 @@ from typing import Any
 
 from docs.marked import table_row, write_part
 from dtensor_ring import longest_sequences
-from dtensor_ring.simulate.training.longest import PARTS, LongestRow, LongestSequences
+from dtensor_ring.lab.training.longest import PARTS, LongestRow, LongestSequences
 
 PAGE = Path(__file__).with_name("long.md")
 BEGIN, END = "<!-- longest: written by docs/long_table.py -->\n", "<!-- end of longest -->\n"

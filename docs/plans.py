@@ -15,8 +15,8 @@ import numpy as np
 
 from docs.program import run
 from dtensor_ring import Mask, describe_schedule
+from dtensor_ring.lab.schedule import Schedule
 from dtensor_ring.planning.plan import Step
-from dtensor_ring.simulate.schedule import Schedule
 
 PICTURE = Path(__file__).with_suffix(".svg")
 

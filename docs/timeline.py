@@ -14,8 +14,8 @@ from typing import NamedTuple
 from docs.plans import COLORS
 from docs.program import run
 from dtensor_ring import Mask, describe_schedule
+from dtensor_ring.lab.schedule import Schedule, step_begins
 from dtensor_ring.planning.plan import Plan
-from dtensor_ring.simulate.schedule import Schedule, step_begins
 
 PICTURE = Path(__file__).with_suffix(".svg")
 

@@ -1,5 +1,12 @@
 """Context parallelism for PyTorch by annotation: ring attention over DTensors."""
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from dtensor_ring.command.first import parse_first as _parse_first
+
+_parse_first()  # in a process of `python -m dtensor_ring`: help need not wait for torch
+
 from dtensor_ring.agreement.call_record import RingError
 from dtensor_ring.all_to_all.api import exchange, relayout
 from dtensor_ring.balanced.balanced import Balanced
@@ -27,15 +34,17 @@ from dtensor_ring.planning.mask import Mask
 from dtensor_ring.planning.slices import Slices
 from dtensor_ring.selected.api import select_keys, selected_attention
 from dtensor_ring.selected.decode_calls import decode_select_keys, decode_selected_attention
-from dtensor_ring.simulate.choose import choose_layout
-from dtensor_ring.simulate.comparison import compare_strategies
-from dtensor_ring.simulate.machine import Machine
-from dtensor_ring.simulate.schedule import compare_layouts, describe_schedule
-from dtensor_ring.simulate.simulated_attention import simulate_attention
-from dtensor_ring.simulate.training.longest import longest_sequences
-from dtensor_ring.simulate.training.step import simulate_step
 from dtensor_ring.states.api import StateMap, exclusive_scan
 from dtensor_ring.transport.transport import TransferPolicy, Transport
+
+if TYPE_CHECKING:
+    from dtensor_ring.lab.choose import choose_layout
+    from dtensor_ring.lab.comparison import compare_strategies
+    from dtensor_ring.lab.machine import Machine
+    from dtensor_ring.lab.schedule import compare_layouts, describe_schedule
+    from dtensor_ring.lab.simulated_attention import simulate_attention
+    from dtensor_ring.lab.training.longest import longest_sequences
+    from dtensor_ring.lab.training.step import simulate_step
 
 __version__ = "0.1.0"
 
@@ -87,3 +96,25 @@ __all__ = [
     "sum_over_sequence",
     "unshard_sequence",
 ]
+
+# Names of the laboratory and their modules, which are imported when a name is asked for.
+_LABORATORY = {
+    "Machine": "dtensor_ring.lab.machine",
+    "choose_layout": "dtensor_ring.lab.choose",
+    "compare_layouts": "dtensor_ring.lab.schedule",
+    "compare_strategies": "dtensor_ring.lab.comparison",
+    "describe_schedule": "dtensor_ring.lab.schedule",
+    "longest_sequences": "dtensor_ring.lab.training.longest",
+    "simulate_attention": "dtensor_ring.lab.simulated_attention",
+    "simulate_step": "dtensor_ring.lab.training.step",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LABORATORY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_LABORATORY[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

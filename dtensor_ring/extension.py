@@ -45,10 +45,11 @@ from dtensor_ring.decode.op import MAX_QUERIES
 from dtensor_ring.decode.plan import append_runs
 from dtensor_ring.decode.whole import check_same_state
 from dtensor_ring.dtensor.annotation import axis_group, axis_mesh, tokens_of
-from dtensor_ring.dtensor.axis import AnyMachine, machine_on, output_mesh
+from dtensor_ring.dtensor.axis import machine_on, output_mesh
 from dtensor_ring.dtensor.axis_config import check_axis_options
 from dtensor_ring.dtensor.call_check import check_agreement, checked_barrier
 from dtensor_ring.dtensor.gather import gather_rows, gathered, receive_state, send_state
+from dtensor_ring.dtensor.laboratory import AnyMachine
 from dtensor_ring.dtensor.meta_model import MetaModel, ModelRequest
 from dtensor_ring.dtensor.sequence import IGNORE_INDEX
 from dtensor_ring.dtensor.sequence_order import positions_of

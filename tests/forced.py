@@ -8,8 +8,8 @@ from typing import Any
 from unittest.mock import patch
 
 from dtensor_ring import Mask
+from dtensor_ring.lab.machine import Curve, KernelSpeed, Links, Machine
 from dtensor_ring.ops import ring_op
-from dtensor_ring.simulate.machine import Curve, KernelSpeed, Links, Machine
 
 # A million seconds for a message, ten for an all-to-all.
 FAST, SLOW, SLOWEST = (Curve.line(latency, 1e15) for latency in (1e-9, 1e6, 1e7))

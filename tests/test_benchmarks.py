@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from dtensor_ring.simulate.machine import Machine
+from dtensor_ring.lab.machine import Machine
 from tests.test_public import ROOT
 
 

@@ -27,6 +27,7 @@ import dtensor_ring
 packages = {name.partition(".")[0] for name in set(sys.modules) - before}
 print(*sorted(packages - set(sys.stdlib_module_names) - {"torch"}))
 print(*{"torch._dynamo"} & set(sys.modules))  # which takes twice the time of all of ours
+print(*(name for name in sys.modules if name.startswith("dtensor_ring.lab")))
 """
 
 

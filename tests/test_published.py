@@ -39,9 +39,9 @@ from benchmarks.published_steps import (
     step_settings,
 )
 from docs.marked import parts
+from dtensor_ring.lab.presets import PRESETS
 from dtensor_ring.planning.run_table import as_layout
 from dtensor_ring.planning.strategy import as_strategy, why_not
-from dtensor_ring.simulate.presets import PRESETS
 
 GROUPS, STEPS = measured()["groups"], measured()["steps"]
 NUMBERS = range(len(GROUPS))

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from dtensor_ring import available_kernels
-from dtensor_ring.command.doctor import versions
+from dtensor_ring.lab.report import versions
 from gpu_steps.machine import Finding, Machine
 
 ABSENT = ("is not installed", "compute capability", "no CUDA device")

@@ -16,8 +16,7 @@ from dtensor_ring.agreement.call_record import MAX_BYTES, CallRecord
 from dtensor_ring.agreement.checked_transport import TransportContext, checked_transport
 from dtensor_ring.agreement.group_state import group_state_of
 from dtensor_ring.all_to_all.plan import AllToAllPlan, all_to_all_plan, head_shard_of
-from dtensor_ring.all_to_all.rounded_keys import empty_rounded, run_rounded
-from dtensor_ring.all_to_all.run import TensorShape, messages_of, run_all_to_all
+from dtensor_ring.all_to_all.rounded_keys import empty_rounded, exchanged
 from dtensor_ring.compute.memory import TOKEN_MAJOR, empty
 from dtensor_ring.compute.trace import Label
 from dtensor_ring.ops import nodes
@@ -34,7 +33,7 @@ from dtensor_ring.planning.ranges import length
 from dtensor_ring.planning.run_table import as_layout
 from dtensor_ring.planning.slices import Slices
 from dtensor_ring.planning.tile import FULL
-from dtensor_ring.transport.transport import is_plain, transport_of
+from dtensor_ring.transport.transport import Transport, is_plain, transport_of
 
 
 class BatchRuns(NamedTuple):
@@ -263,18 +262,32 @@ def forward(tensors: list[Tensor], *options: Any) -> list[Tensor]:
     """Run the exchange op on plain tensors."""
     args = unflatten_all_to_all(options)
     check_all_to_all(tensors)
-    layouts, rank = args.layouts(), args.group.rank()
+    layouts = args.layouts()
     with checked_all_to_all(args, layouts, tensors) as transport:
         # Within the context: an error of this rank is reported to the others.
         args.check_attention(len(tensors[0]))
-        plan = args.plan(tensors, layouts)
-        heads, label = (tuple(args.num_heads), args.num_key_heads), Label("exchange", 0, rank)
-        if args.kv_dtype is not None:
-            seq_len: Any = args.seq_len  # the plan was made with it
-            owners = KeyOwners(layouts[1], args.heads, args.group.size(), seq_len)
-            return run_rounded(tensors, args.kv_dtype, plan, owners, heads, transport, label)
-        messages = messages_of(plan, *heads, tuple(map(TensorShape.of, tensors)), args.is_back)
-        return run_all_to_all(tensors, messages, transport, label)
+        return run_exchange(tensors, args, layouts, transport)
+
+
+def run_exchange(
+    tensors: list[Tensor],
+    args: AllToAllArgs,
+    layouts: tuple[Layout, Layout],
+    transport: Transport,
+) -> list[Tensor]:
+    """Return the tensors after an exchange.
+
+    Raises:
+        ValueError: if the layouts do not allow it, or a tensor does not have their shape.
+    """
+    plan, rank = args.plan(tensors, layouts), args.group.rank()
+    heads, label = (tuple(args.num_heads), args.num_key_heads), Label("exchange", 0, rank)
+    owners = None
+    if args.kv_dtype is not None:
+        seq_len: Any = args.seq_len  # the plan was made with it
+        owners = KeyOwners(layouts[1], args.heads, args.group.size(), seq_len)
+    how = heads, args.is_back, args.kv_dtype, transport, label
+    return exchanged(tensors, plan, owners, *how)
 
 
 torch.library.impl(ALL_TO_ALL, "CompositeExplicitAutograd")(forward)

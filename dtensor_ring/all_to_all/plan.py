@@ -15,7 +15,7 @@ import numpy as np
 from dtensor_ring.planning.demand import Cols
 from dtensor_ring.planning.layout import Joined, Layout
 from dtensor_ring.planning.lru import cached_bytes
-from dtensor_ring.planning.ranges import Span, length
+from dtensor_ring.planning.ranges import Span
 from dtensor_ring.planning.run_table import ShardTable, shard_table
 
 
@@ -102,13 +102,6 @@ class TokenSplit(NamedTuple):
     cols: Cols
 
 
-class Amount(NamedTuple):
-    """The number of tokens and heads of a tensor in one message."""
-
-    tokens: int
-    heads: int
-
-
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class AllToAllPlan:
     """The messages of one rank; those to itself stay here.
@@ -133,36 +126,12 @@ class AllToAllPlan:
         """Return the heads of any rank after the exchange."""
         return head_shard_of(rank % self.heads, self.heads, num_key_heads)
 
-    def sent(self, num_heads: int, num_key_heads: int) -> dict[int, Amount]:
-        """Return how much of a tensor this rank sends to each peer, keyed by peer.
-
-        In the reverse exchange it receives the same amounts.
-        """
-        return {
-            x.peer: _amount(x, self.head_shard(x.peer, num_key_heads).span(*heads))
-            for heads in [(num_heads, num_key_heads)]
-            for x in self.sends
-            if x.peer != self.rank
-        }
-
-    def received(self, num_heads: int, num_key_heads: int) -> dict[int, Amount]:
-        """Return how much of a tensor this rank receives from each peer, keyed by peer.
-
-        In the reverse exchange it sends the same amounts.
-        """
-        own = self.head_shard(self.rank, num_key_heads).span(num_heads, num_key_heads)
-        return {x.peer: _amount(x, own) for x in self.receives if x.peer != self.rank}
-
     @property
     def num_bytes(self) -> int:
         """Estimated memory of the messages and of the indices made from them, in bytes."""
         cols = {id(x.cols): x.cols for x in self.sends + self.receives}.values()
         num_indices = sum(len(x) for x in cols if len(x.spans) > 1)
         return 1000 + 150 * sum(len(x.spans) for x in cols) + 16 * num_indices
-
-
-def _amount(split: TokenSplit, heads: Span) -> Amount:
-    return Amount(len(split.cols), length(heads))
 
 
 @cached_bytes(2**26, lambda plan: plan.num_bytes)

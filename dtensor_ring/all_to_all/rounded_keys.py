@@ -32,6 +32,38 @@ from dtensor_ring.transport.quantised_rotation import (
 from dtensor_ring.transport.transport import Transport
 
 
+def exchanged(
+    tensors: list[Tensor],
+    plan: AllToAllPlan,
+    owners: KeyOwners | None,
+    heads: tuple[tuple[int, ...], int],
+    is_back: bool,
+    kv_dtype: torch.dtype | None,
+    transport: Transport,
+    label: Label,
+) -> list[Tensor]:
+    """Return the tensors after an all-to-all, in eight bits or not.
+
+    Args:
+        tensors: as `run_all_to_all` or, with a dtype of eight bits, `run_rounded` takes them.
+        plan: the plan for tokens.
+        owners: whose keys a rank gets; `None` without a dtype of eight bits.
+        heads: the number of heads of each tensor, and of key heads.
+        is_back: whether heads are given for tokens.
+        kv_dtype: the dtype of eight bits, or `None`.
+        transport: moves the messages.
+        label: names the all-to-all in a profile.
+
+    Raises:
+        ValueError: if the heads cannot be sharded over the ranks.
+    """
+    if kv_dtype is not None:
+        assert owners is not None, "scales are those of the blocks of an owner"
+        return run_rounded(tensors, kv_dtype, plan, owners, heads, transport, label)
+    messages = messages_of(plan, *heads, tuple(map(TensorShape.of, tensors)), is_back)
+    return run_all_to_all(tensors, messages, transport, label)
+
+
 class RoundedTensor(NamedTuple):
     """A tensor of quantised keys or values, which has a row for each token or for each block.
 

@@ -126,11 +126,11 @@ def relayout_tokens(
     layout: Layout, seq_len: int, world_size: int, order: str = Contiguous.name
 ) -> int:
     """Return the number of tokens that move between a layout and the order of stateful layers."""
-    found = (
-        all_to_all_plan(layout, as_layout(order), 1, rank, world_size, seq_len).sent(1, 1)
+    plans = (
+        all_to_all_plan(layout, as_layout(order), 1, rank, world_size, seq_len)
         for rank in range(world_size)
     )
-    return sum(amount.tokens for sent in found for amount in sent.values())
+    return sum(len(x.cols) for plan in plans for x in plan.sends if x.peer != plan.rank)
 
 
 def _cost(

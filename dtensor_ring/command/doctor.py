@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-import json
-import platform
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from datetime import timedelta
-from importlib.metadata import PackageNotFoundError, version
+from collections.abc import Callable, Sequence
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from dtensor_ring.compute.kernels import Scores, available_kernels, kernel_for, missing_kernel
 from dtensor_ring.dtensor.attention import ring_attention
 from dtensor_ring.dtensor.axis import SequenceAxis
 from dtensor_ring.dtensor.sequence import shard_sequence, unshard_sequence
+from dtensor_ring.lab.ranks import Ranks, connected
+from dtensor_ring.lab.report import Finding, show, versions, written
 from dtensor_ring.ops.options import default_scale
 from dtensor_ring.paged.kernels import PAGED
 from dtensor_ring.planning.mask import Mask
@@ -36,118 +33,7 @@ from dtensor_ring.transport.transport import (
     ProcessGroupTransport,
     Transport,
     Work,
-    axis_group_options,
 )
-
-
-class Finding(NamedTuple):
-    """A row of the report.
-
-    Attributes:
-        what: what was looked at.
-        found: what was found.
-        advice: what to do about it.
-        is_bad: whether a ring cannot run, or is wrong.
-
-    >>> print(written([Finding("torch", "2.15.0")]))
-    {"torch": {"found": "2.15.0", "advice": "", "is_bad": false}}
-    """
-
-    what: str
-    found: str
-    advice: str = ""
-    is_bad: bool = False
-
-
-def written(findings: Sequence[Finding]) -> str:
-    """Return all findings as a JSON object of objects; the keys are what was looked at."""
-    fields = Finding._fields[1:]
-    return json.dumps({what: dict(zip(fields, x, strict=True)) for what, *x in findings})
-
-
-def show(findings: Sequence[Finding]) -> None:
-    """Print the findings as a table."""
-    marks = ("", "[red]wrong[/]")
-    print_table((what, found, marks[is_bad], advice) for what, found, advice, is_bad in findings)
-
-
-# The project, the packages it needs, and the packages it works with.
-PACKAGES = (
-    *("dtensor-ring", "torch", "triton", "flash-attn", "flash-attn-4"),
-    *("transformers", "accelerate", "trl", "torchtitan"),
-)
-
-
-def versions() -> list[Finding]:
-    """Return the versions of Python, of the packages and of the GPUs' libraries."""
-    found = [Finding("Python", platform.python_version())]
-    found += [Finding(name, version_of(name)) for name in PACKAGES]
-    if not torch.cuda.is_available():
-        return [*found, Finding("GPU", "none that torch sees")]
-    count, name = torch.cuda.device_count(), torch.cuda.get_device_name()
-    return [
-        *found,
-        Finding("GPU", f"{count} x {name}"),
-        Finding("CUDA", str(torch.version.cuda)),
-        Finding("cuDNN", str(torch.backends.cudnn.version())),
-        Finding("NCCL", ".".join(map(str, torch.cuda.nccl.version()))),
-    ]
-
-
-def version_of(package: str) -> str:
-    """Return the version of a package, or that it is not installed."""
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "not installed"
-
-
-# Timeout: after it, a missing rank is reported.
-SECONDS = 60
-
-
-class Ranks(NamedTuple):
-    """A mesh of all ranks of the launcher, with the device and dtype of this rank."""
-
-    mesh: DeviceMesh
-    device: torch.device
-    dtype: torch.dtype
-
-
-@contextmanager
-def connected(alone: bool = False) -> Iterator[Ranks]:
-    """Connect all ranks: over NCCL if each has a GPU of its own, else over gloo.
-
-    The default process group ends with the context.
-
-    Args:
-        alone: whether this rank is the only one, and no launcher has started it.
-
-    Raises:
-        RuntimeError: if ranks are missing.
-    """
-    local = dist.get_node_local_rank(0)
-    has_gpu = torch.cuda.is_available() and local < torch.cuda.device_count()
-    if has_gpu:
-        torch.cuda.set_device(local)
-    only: dict[str, Any] = {"store": dist.HashStore(), "rank": 0, "world_size": 1} if alone else {}
-    backend = "cpu:gloo,cuda:nccl" if has_gpu else "gloo"
-    dist.init_process_group(backend, timeout=timedelta(seconds=SECONDS), **only)
-    try:
-        device = torch.device("cuda", local) if has_gpu else torch.device("cpu")
-        options = axis_group_options(device.type)
-        mesh = init_device_mesh(
-            device.type,
-            (dist.get_world_size(),),
-            mesh_dim_names=("cp",),
-            backend_override=None if options is None else {"cp": options},
-        )
-        # GPU kernels take 16-bit dtypes only.
-        yield Ranks(mesh, device, torch.bfloat16 if has_gpu else torch.float32)
-    finally:
-        time.sleep(0.2)  # Python aborts if it ends while gloo's threads let go of tensors
-        dist.destroy_process_group()
-
 
 # How long a failed rank leaves the one that reports.
 REPORT_SECONDS = 10
@@ -374,19 +260,3 @@ def _kernels(asked: str | None) -> list[Finding]:
 def _is_fast(found: dict[str, str | None]) -> bool:
     """Return whether a GPU kernel runs."""
     return any(reason is None for name, reason in found.items() if name not in CPU_KERNELS)
-
-
-def print_table(rows: Iterable[Sequence[str]], headings: Sequence[str] = ()) -> None:
-    """Print rows as a table.
-
-    Args:
-        rows: the cells of each row.
-        headings: of the columns; without them the table has no heading.
-    """
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(*headings, show_header=bool(headings), box=None, pad_edge=False)
-    for row in rows:
-        table.add_row(*row)
-    Console(highlight=False).print(table)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import argparse
-
-import torch
+from typing import TYPE_CHECKING
 
 from dtensor_ring.balanced.hybrid import Hybrid
+from dtensor_ring.lab.machine import Machine
+from dtensor_ring.lab.presets import as_machine
+from dtensor_ring.lab.training.names import MESH_AXES
 from dtensor_ring.planning.mask import Mask
 from dtensor_ring.planning.ranges import MAX_RANKS, MAX_TOKENS
-from dtensor_ring.simulate.machine import Machine
-from dtensor_ring.simulate.presets import as_machine
-from dtensor_ring.simulate.training.step_request import MESH_AXES
+
+if TYPE_CHECKING:
+    import torch
 
 
 def number(text: str) -> int:
@@ -178,7 +180,25 @@ def dtype_of(text: str) -> torch.dtype:
     >>> dtype_of("bfloat16")
     torch.bfloat16
     """
+    import torch  # takes seconds, see Note [Parsed first]
+
     found = getattr(torch, text, None)
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
         raise argparse.ArgumentTypeError(f"{text!r} is not a floating dtype: bfloat16, float32")
     return found
+
+
+def format_of(text: str) -> str:
+    """Return the name of a format of eight bits.
+
+    Raises:
+        ArgumentTypeError: if there is none of that name.
+
+    >>> format_of("int8")
+    'int8'
+    """
+    from dtensor_ring.quantised.block_scales import FORMATS  # imports torch
+
+    if text not in FORMATS:
+        raise argparse.ArgumentTypeError(f"{text!r} is not one of {', '.join(FORMATS)}")
+    return text

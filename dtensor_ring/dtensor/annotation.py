@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary, WeakValueDictionary, ref
 
 import torch
@@ -26,7 +26,9 @@ from dtensor_ring.dtensor.cache_tag import drop_graphs, drop_specs, tag_caches
 from dtensor_ring.ops.options import group_named
 from dtensor_ring.planning.layout import Layout
 from dtensor_ring.planning.strategy import AUTO, as_strategy
-from dtensor_ring.simulate.machine import Machine
+
+if TYPE_CHECKING:
+    from dtensor_ring.dtensor.laboratory import Machine
 
 
 @dataclass

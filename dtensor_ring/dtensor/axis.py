@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from os import PathLike
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -21,6 +20,13 @@ from dtensor_ring.dtensor.axis_config import check_axis_options, check_machine
 from dtensor_ring.dtensor.call_check import checked_barrier
 from dtensor_ring.dtensor.choice import device_name, machine_of
 from dtensor_ring.dtensor.gather import sum_over_sequence
+from dtensor_ring.dtensor.laboratory import (
+    AnyMachine,
+    is_machine,
+    preset_names,
+    read_machine,
+    written_machine,
+)
 from dtensor_ring.dtensor.placement import dtensor_of
 from dtensor_ring.dtensor.sequence_order import local_tokens
 from dtensor_ring.dtensor.sequence_tensor import from_local_tokens
@@ -33,10 +39,11 @@ from dtensor_ring.planning.ranges import as_count
 from dtensor_ring.planning.run_table import PerBatch, as_layout
 from dtensor_ring.planning.slices import Slices
 from dtensor_ring.planning.strategy import AUTO, check_strategy
-from dtensor_ring.simulate.machine import Machine
-from dtensor_ring.simulate.presets import PRESETS, as_machine
 from dtensor_ring.transport.symmetric import use_symmetric
 from dtensor_ring.transport.transport import TransferPolicy, Transport, set_transport
+
+if TYPE_CHECKING:
+    from dtensor_ring.dtensor.laboratory import Machine
 
 
 class SequenceAxis:
@@ -316,10 +323,6 @@ def output_mesh(axis: SequenceAxis, layout: Layout) -> DeviceMesh:
     return token_mesh(axis.mesh, axis._config, layout, averages=True)
 
 
-# A machine, the name of a preset, or the path of a file.
-AnyMachine = Machine | str | PathLike[str]
-
-
 def shared_machine(
     group: ProcessGroup, given: AnyMachine | None, device: str = "cpu"
 ) -> Machine | None:
@@ -340,11 +343,11 @@ def shared_machine(
         RingError: if a rank does something else meanwhile.
     """
     check_machine(given)
-    if given is None or isinstance(given, Machine):
+    if given is None or is_machine(given):
         return given
     name = str(given)
-    if name.lower() in PRESETS:
-        return as_machine(name)
+    if name.lower() in preset_names():
+        return read_machine(name)
     here = annotation_of(group)
     if name not in here.machines:
         here.machines[name] = _received(group, name, device)
@@ -381,12 +384,12 @@ def _received(group: ProcessGroup, path: str, device: str) -> Machine:
     if error:
         reader = dist.get_process_group_ranks(group)[0]
         raise ValueError(f"rank {reader}, which reads the machine for its axis: {error}")
-    return Machine.from_json(text, path)
+    return written_machine(text, path)
 
 
 def _read(path: str, device: str) -> Machine:
     """Return the machine of a file; on CPUs any, as for dry runs."""
-    found, name = as_machine(path), device_name(device)
+    found, name = read_machine(path), device_name(device)
     if name:
         found.check_device(name)
     return found

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from os import PathLike
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.distributed import DeviceMesh
 
 from dtensor_ring.compute.kernels import check_kernel
+from dtensor_ring.dtensor.laboratory import is_machine
 from dtensor_ring.ops.options import Place
 from dtensor_ring.planning.layout import Contiguous, Layout
 from dtensor_ring.planning.run_table import PerBatch
 from dtensor_ring.planning.strategy import check_strategy
-from dtensor_ring.simulate.machine import Machine
 from dtensor_ring.transport.transport import DEFAULT_POLICY, TransferPolicy
+
+if TYPE_CHECKING:
+    from dtensor_ring.dtensor.laboratory import Machine
 
 # Where a mesh keeps what it knows of the order of tokens, see Note [Token meshes].
 TOKENS = "_dtensor_ring_tokens"
@@ -126,7 +129,7 @@ def check_machine(given: Any) -> None:
     Raises:
         TypeError: if it is neither a machine nor a name.
     """
-    if given is not None and not isinstance(given, Machine | str | PathLike):
+    if given is not None and not isinstance(given, str | PathLike) and not is_machine(given):
         raise TypeError(
             f"machine must be a Machine, a name such as 'h100', or a file, got {given!r}"
         )

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import logging
 from itertools import cycle
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -27,6 +27,7 @@ from torch import Tensor
 
 from dtensor_ring.balanced.work import visible_pairs
 from dtensor_ring.dtensor.annotation import Annotation, annotation_of
+from dtensor_ring.dtensor.laboratory import fastest_strategy, preset_names, read_machine
 from dtensor_ring.ops.nodes import autocast_dtype, is_traced
 from dtensor_ring.ops.options import Call, Place, group_named
 from dtensor_ring.planning.lru import cached_bytes
@@ -34,9 +35,6 @@ from dtensor_ring.planning.mask import Documents, Mask
 from dtensor_ring.planning.run_table import as_layout
 from dtensor_ring.planning.slices import Slices
 from dtensor_ring.planning.strategy import AUTO, Strategy
-from dtensor_ring.simulate.choose import choose
-from dtensor_ring.simulate.machine import Machine
-from dtensor_ring.simulate.presets import PRESETS, as_machine
 
 try:
     from torch.fx.experimental.symbolic_shapes import optimization_hint
@@ -44,6 +42,9 @@ except ImportError:  # torch 2.11 has another name for it
     from torch.fx.experimental.symbolic_shapes import (
         size_hint as optimization_hint,  # pyrefly: ignore[missing-module-attribute]
     )
+
+if TYPE_CHECKING:
+    from dtensor_ring.dtensor.laboratory import Machine
 
 _LOG = logging.getLogger("dtensor_ring")
 
@@ -175,7 +176,7 @@ def _choose(
     if world_size == 1 or not all(sizes) or sizes.heads % sizes.key_heads:
         return Strategy.default
     seq_len = rounded(sizes.seq_len, world_size)
-    found = choose(
+    return fastest_strategy(
         mask,
         seq_len,
         world_size,
@@ -190,7 +191,6 @@ def _choose(
         kernel=kernel if kernel in {x.kernel for x in machine.kernels} else None,
         machine=machine,
     )
-    return found.spec
 
 
 def rounded(seq_len: int, world_size: int) -> int:
@@ -322,7 +322,7 @@ def data_sheet_of(device: str) -> Machine:
     'h100'
     """
     name = device_name(device).lower()
-    return as_machine(next((x for x in PRESETS if x in name), DEFAULT_MACHINE))
+    return read_machine(next((x for x in preset_names() if x in name), DEFAULT_MACHINE))
 
 
 def device_name(device: str) -> str:

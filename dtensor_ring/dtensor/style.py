@@ -15,8 +15,9 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from dtensor_ring.dtensor.annotation import annotation_of, axis_group, axis_mesh
-from dtensor_ring.dtensor.axis import AnyMachine, SequenceAxis
+from dtensor_ring.dtensor.axis import SequenceAxis
 from dtensor_ring.dtensor.axis_config import check_axis_options
+from dtensor_ring.dtensor.laboratory import AnyMachine
 from dtensor_ring.dtensor.placement import SEQUENCE
 from dtensor_ring.dtensor.sequence_tensor import from_local_tokens, known, refuse_transforms
 from dtensor_ring.ops.checks import CALLER, check_strided, layer_of, name_layer, within_layer

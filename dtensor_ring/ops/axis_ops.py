@@ -114,13 +114,19 @@ def sum_ranks(
     """
     group = _resolve_process_group(group_name)  # pyrefly: ignore[bad-argument-type]
     rank, size = group.rank(), group.size()
+    with _checked_sum(group, local, is_back, forward_call) as transport:
+        found = parts_of_ranks(local, rank, size, transport)
+    # All ranks sum in the same order, so their results are bitwise equal.
+    return found.sum(0)
+
+
+def parts_of_ranks(local: Tensor, rank: int, size: int, transport: Transport) -> Tensor:
+    """Return the tensors of all ranks, `(W, ...)`, each as large as this rank's."""
     found = local.new_empty(size, *local.shape)
     found[rank].copy_(local)
     flat = [part.view(-1) for part in found.unbind()]
-    with _checked_sum(group, local, is_back, forward_call) as transport:
-        _move_rows(transport, rank, flat, [flat[rank]] * size)
-    # All ranks sum in the same order, so their results are bitwise equal.
-    return found.sum(0)
+    _move_rows(transport, rank, flat, [flat[rank]] * size)
+    return found
 
 
 torch.library.impl(SUM_RANKS, "CompositeExplicitAutograd")(sum_ranks)

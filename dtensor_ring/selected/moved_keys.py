@@ -123,21 +123,38 @@ class SelectedKeys:
 
     def _requests(self, selected: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         """Exchange requests: return the columns that this rank needs of each, and gives to each."""
-        positions, ranks = self._positions, range(self._positions.world_size)
-        device, own = selected.device, positions.num_local(self._rank)
-        is_needed = torch.zeros(positions.end + 1, dtype=torch.bool, device=device)
-        for part in selected.split(_rows_at_a_time(selected), 2):
-            is_needed[part.flatten().long()] = True  # -1 is the last entry, which is no key
-        numbers = _numbers_on(positions, device)
-        needs = [is_needed[columns_of(numbers, positions.span(peer))] for peer in ranks]
-        needs[self._rank] = needs[self._rank][:0]
+        own, ranks = self._num_own, range(self._positions.world_size)
         asked = [
             selected.new_empty(request_bytes(0 if x == self._rank else own), dtype=torch.uint8)
             for x in ranks
         ]
+        needs = self._needs(selected)
         self._exchange(asked, [_bits(x) for x in needs])
-        given = [_from_bits(x, own) for x in asked]
-        return [x.nonzero().flatten() for x in needs], [x.nonzero().flatten() for x in given]
+        return self._wanted(needs), self._given(asked)
+
+    @property
+    def _num_own(self) -> int:
+        return self._positions.num_local(self._rank)
+
+    def _needs(self, selected: Tensor) -> list[Tensor]:
+        """Return whether each key of each rank is needed; nothing for this rank."""
+        positions, device = self._positions, selected.device
+        is_needed = torch.zeros(positions.end + 1, dtype=torch.bool, device=device)
+        for part in selected.split(_rows_at_a_time(selected), 2):
+            is_needed[part.flatten().long()] = True  # -1 is the last entry, which is no key
+        numbers = _numbers_on(positions, device)
+        spans = map(positions.span, range(positions.world_size))
+        needs = [is_needed[columns_of(numbers, span)] for span in spans]
+        needs[self._rank] = needs[self._rank][:0]
+        return needs
+
+    def _wanted(self, needs: list[Tensor]) -> list[Tensor]:
+        """Return the columns that this rank needs of each rank."""
+        return [x.nonzero().flatten() for x in needs]
+
+    def _given(self, asked: list[Tensor]) -> list[Tensor]:
+        """Return the columns that each rank asked for."""
+        return [_from_bits(x, self._num_own).nonzero().flatten() for x in asked]
 
     def _places(self, wanted: Sequence[Tensor], spans: Sequence[Span]) -> Tensor:
         """Return the row of each position, int32 `(S + 1,)`, see `Residents`."""

@@ -1,11 +1,10 @@
-"""Positions of all ranks' keys, blocks of positions, and bytes of an attention that selects keys.
+"""Positions of all ranks' keys, blocks of positions, and the size of a request for keys.
 
 Everything here is integer arithmetic, without torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
 from typing import NamedTuple
@@ -134,52 +133,3 @@ def request_bytes(num_keys: int) -> int:
     125
     """
     return -(-num_keys // 8)
-
-
-class SelectedTraffic(NamedTuple):
-    """Bytes that a rank receives, or sends, in one attention that selects its keys.
-
-    Attributes:
-        requests: bits that say which keys of a rank another rank selected.
-        keys: keys and values that were selected.
-        gradients: their gradients, in the backward pass.
-    """
-
-    requests: int
-    keys: int
-    gradients: int
-
-
-def selected_traffic(
-    positions: KeyPositions,
-    rank: int,
-    wanted: Sequence[int],
-    given: Sequence[int],
-    key_bytes: int,
-    gradient_bytes: int,
-    route: str = SELECTED,
-) -> tuple[SelectedTraffic, SelectedTraffic]:
-    """Return the bytes that a rank receives, and those that it sends.
-
-    The forward pass has requests and keys. The backward pass repeats both, and has gradients.
-
-    Args:
-        positions: the keys of all ranks.
-        rank: this rank.
-        wanted: number of keys that it needs of each rank; those of itself are not counted.
-        given: number of its own keys that each rank needs.
-        key_bytes: bytes of the key and value of a token, over batch and heads.
-        gradient_bytes: bytes of their gradients.
-        route: "selected" or "all".
-    """
-    others = [peer for peer in range(positions.world_size) if peer != rank]
-    asked, asks = 0, 0
-    if route == SELECTED:
-        # A request has a bit for each key of the rank that answers it.
-        asked = len(others) * request_bytes(positions.num_local(rank))
-        asks = sum(request_bytes(positions.num_local(peer)) for peer in others)
-    come, go = (sum(counts[peer] for peer in others) for counts in (wanted, given))
-    return (
-        SelectedTraffic(asked, key_bytes * come, gradient_bytes * go),
-        SelectedTraffic(asks, key_bytes * go, gradient_bytes * come),
-    )

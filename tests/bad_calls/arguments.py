@@ -11,7 +11,7 @@ import torch
 import dtensor_ring as ring
 from dtensor_ring import Mask
 from tests.bad_calls.values import Make, dtensor, ints, tensor
-from tests.simulate.machines import round_machine
+from tests.lab.machines import round_machine
 
 
 def just(*values: Any) -> list[Make]:

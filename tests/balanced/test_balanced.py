@@ -31,10 +31,10 @@ from dtensor_ring.balanced.balanced import (
     ring_cost,
 )
 from dtensor_ring.balanced.work import AttentionWork
+from dtensor_ring.lab.schedule import Schedule
 from dtensor_ring.ops.boundaries import run_table
 from dtensor_ring.planning.layout import Run, shard_length
 from dtensor_ring.planning.run_table import RunTable
-from dtensor_ring.simulate.schedule import Schedule
 from tests.planning.test_mask import masks
 from tests.planning.test_plan import documents_of
 from tests.pool import Pool

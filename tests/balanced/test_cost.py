@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from dtensor_ring.balanced import balanced as costs
 from dtensor_ring.balanced.balanced import TOKEN, busiest_load, cost, ring_makespan
 from dtensor_ring.balanced.work import AttentionWork, Partition
+from dtensor_ring.lab.schedule import Schedule
 from dtensor_ring.planning.layout import shard_length
 from dtensor_ring.planning.plan import plan
 from dtensor_ring.planning.run_table import RunTable
 from dtensor_ring.planning.slices import Slices
 from dtensor_ring.planning.tile import FULL
-from dtensor_ring.simulate.schedule import Schedule
 from tests.slices import shown, slices
 
 SEQ_LEN = 14

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -15,8 +17,8 @@ from dtensor_ring.balanced.hybrid import Hybrid, compare_hybrid_layouts
 from dtensor_ring.command.main import main
 from parallel_plans.models import load
 from tests.forced import machine_for
+from tests.lab.machines import round_machine
 from tests.scripts import run_launcher, run_script
-from tests.simulate.machines import round_machine
 from tests.test_public import ROOT
 
 TORCHRUN = "torch.distributed.run", "--standalone", "--nproc-per-node", "2"
@@ -44,6 +46,24 @@ def test_schedule(
     found = json.loads(capsys.readouterr().out)
     assert found["areas"] == expected.areas
     assert found["received"] == expected.received
+
+
+@pytest.mark.parametrize("argument", ["--help", "compare --help", "--version", "compare --mask no"])
+def test_help_and_mistakes_need_no_torch(argument: str) -> None:
+    """Torch takes seconds to import; `-X importtime` lists what is imported on stderr."""
+    command = [sys.executable, "-X", "importtime", "-m", "dtensor_ring", *argument.split()]
+    ended = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=90
+    )
+    imported = [x.rpartition("|")[2].strip() for x in ended.stderr.splitlines() if "|" in x]
+    assert "dtensor_ring.command.parser" in imported
+    assert "torch" not in imported
+    assert ended.returncode == 2 * ("no" in argument)
+
+
+def test_a_program_of_another_name_is_not_parsed() -> None:
+    """It imports the package, and its arguments are its own."""
+    run_script("tests.command.imports_it", "dtensor_ring", "--help", cwd=ROOT)
 
 
 def test_schedule_of_the_fastest_strategy(

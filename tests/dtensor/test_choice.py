@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dtensor_ring import Mask, SequenceAxis, Slices, ring_attention
-from dtensor_ring.simulate.machine import Curve
+from dtensor_ring.lab.machine import Curve
 from tests.dense import dense_attention
 from tests.forced import FAST, links, machine_by_bytes, machine_for, taken
 from tests.graphs import capturing

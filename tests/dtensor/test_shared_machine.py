@@ -36,7 +36,7 @@ def _read(path: str) -> int:
     """How often this rank reads a file."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "dp"))["cp"]
     name = path if mesh.get_local_rank() == 0 else f"{path}.missing"
-    with patch.object(sequence_axis, "as_machine", wraps=sequence_axis.as_machine) as reads:
+    with patch.object(sequence_axis, "read_machine", wraps=sequence_axis.read_machine) as reads:
         axes = [SequenceAxis(mesh, strategy="auto", machine=name) for _ in range(2)]
     assert [axis.machine for axis in axes] == [RING] * 2
     return reads.call_count
@@ -102,8 +102,8 @@ def test_the_data_sheet_of_a_device(
     """By its name, else that of the default; it is said once, by the first rank of an axis."""
     sheets = {name: replace(RING, name=name) for name in ("a100", "h100")}
     for module in (choice, sequence_axis):
-        monkeypatch.setattr(module, "PRESETS", sheets)
-        monkeypatch.setattr(module, "as_machine", sheets.__getitem__)
+        monkeypatch.setattr(module, "preset_names", sheets.keys)
+        monkeypatch.setattr(module, "read_machine", sheets.__getitem__)
     assert choice.data_sheet_of("cpu").name == "h100"
     monkeypatch.setattr(choice, "device_name", lambda _: "NVIDIA A100-SXM4-80GB")
     assert choice.data_sheet_of("cuda").name == "a100"

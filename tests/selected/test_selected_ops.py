@@ -31,7 +31,7 @@ from dtensor_ring import (
 from dtensor_ring.ops.options import flatten
 from dtensor_ring.selected import listed_attention, moved_keys, run
 from dtensor_ring.selected.op import select_op, selected_backward_op, selected_op
-from dtensor_ring.selected.plan import key_positions, selected_traffic
+from dtensor_ring.selected.plan import key_positions, request_bytes
 from dtensor_ring.transport import transport
 from dtensor_ring.transport.transport import P2P, BufferPool, ProcessGroupTransport
 from tests.ops.test_fakes import description
@@ -341,10 +341,11 @@ def _received(route: str) -> tuple[list[int], list[int]]:
     positions = key_positions(axis.layout, 4, 64)
     wanted, given = _counts(selected[..., :1], positions, route)
     of_key = 2 * 6 * 4
-    traffic, _ = selected_traffic(positions, rank, wanted, given, of_key, of_key, route)
+    asked = 3 * request_bytes(positions.num_local(rank))
+    keys, gradients = (of_key * (sum(x) - x[rank]) for x in (wanted, given))
     planned_index = Ring(axis.layout, 4, 64, CAUSAL).plans()[rank].num_received * 2 * 4 * 4
-    forward = [traffic.requests] * (route == "selected") + [traffic.keys]
-    return [index, *received], [planned_index, *forward, *forward, traffic.gradients]
+    forward = [asked] * (route == "selected") + [keys]
+    return [index, *received], [planned_index, *forward, *forward, gradients]
 
 
 def _counts(selected: Tensor, positions: Any, route: str) -> tuple[list[int], list[int]]:

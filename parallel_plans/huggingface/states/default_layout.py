@@ -7,7 +7,8 @@ from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from dtensor_ring import Mask, TransferPolicy, choose_layout
+import dtensor_ring
+from dtensor_ring import Mask, TransferPolicy
 from dtensor_ring.extension import (
     AnyMachine,
     Hybrid,
@@ -91,7 +92,7 @@ def fastest_layout(
         policy: the dtypes in which messages travel, `None` for the default.
     """
     sizes, device = _sizes(model, 0), machine_on(mesh, machine)
-    found = choose_layout(
+    found = dtensor_ring.choose_layout(  # loads the simulator, which no other model needs
         _of_layers(_masks(layer_masks), model),
         _longest(model),
         mesh.size(),

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor.parallel import parallelize_module
 
-from dtensor_ring.command.footprint import Storages
+from dtensor_ring.lab.training.footprint import Storages
 from parallel_plans.huggingface import context_parallel_plan, ring_checkpoint_contexts
 from parallel_plans.huggingface.activations.kept_for_backward import HOST_MEMORY
 from parallel_plans.huggingface.activations.token_tiles import tokenwise_modules

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dtensor_ring.command.footprint import Storages
+from dtensor_ring.lab.training.footprint import Storages
 from parallel_plans.huggingface.activations.token_tiles import (
     check_tile,
     join_tiles,

@@ -1,0 +1,255 @@
+"""The command `calibrate` measures a machine, and shows machine files as tables."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from dtensor_ring.lab.calibrate.calibrate_kernels import CalibratedProblem
+from dtensor_ring.lab.calibrate.calibrate_machine import BETWEEN, INSIDE, measure_machine
+from dtensor_ring.lab.calibrate.stopwatch import FULL_EFFORT, QUICK_EFFORT, Effort, Stopwatch
+from dtensor_ring.lab.machine import Curve, Machine
+from dtensor_ring.lab.presets import as_machine, is_machine_file
+from dtensor_ring.lab.ranks import connected
+from dtensor_ring.lab.report import print_table, tracked, untracked
+from dtensor_ring.transport.transport import axis_group_options
+
+# What is measured on a CPU and on a GPU unless options say otherwise: heads, and head dim.
+HEADS = (8, 2), (32, 8)
+HEAD_DIM = 64, 128
+
+
+def calibrate(
+    path: Path | None,
+    show: bool,
+    compare: tuple[str, str] | None,
+    kernel: str | None,
+    heads: tuple[int, int] | None,
+    head_dim: int | None,
+    dtype: torch.dtype | None,
+    quick: bool,
+) -> int:
+    """Measure this machine into a file, or show a file, or compare two.
+
+    Returns:
+        The exit status: 2 if something that was given cannot be used, which is said in one line.
+    """
+    try:
+        if compare:
+            _compare_machines(*(as_machine(x) for x in compare))
+        elif path is None:
+            raise ValueError("calibrate needs the file that it writes, or shows with --show")
+        elif show:
+            _show_machine(_of_kernel(as_machine(path), kernel))
+        else:
+            _measure(path, kernel, heads, head_dim, dtype, QUICK_EFFORT if quick else FULL_EFFORT)
+    except (OSError, ValueError) as error:
+        if dist.get_node_local_rank(0) == 0:
+            print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+def _of_kernel(machine: Machine, kernel: str | None) -> Machine:
+    """Return a machine with the rows of one kernel; all of them for `None`.
+
+    Raises:
+        ValueError: if it has none of this kernel.
+    """
+    rows = tuple(x for x in machine.kernels if kernel in (None, x.kernel))
+    if not rows:
+        known = ", ".join(sorted({x.kernel for x in machine.kernels}))
+        raise ValueError(f"machine {machine.name} has no kernel {kernel!r}, only {known}")
+    return replace(machine, kernels=rows)
+
+
+def _measure(
+    path: Path,
+    kernel: str | None,
+    heads: tuple[int, int] | None,
+    head_dim: int | None,
+    dtype: torch.dtype | None,
+    effort: Effort,
+) -> None:
+    """Measure on all ranks of the launcher, or on this one; rank 0 writes the file and shows it.
+
+    Raises:
+        OSError: if the file cannot be written.
+        ValueError: if there is no folder for it, it is there and no machine's, no kernel serves
+            what is asked for, or hosts have different numbers of ranks.
+    """
+    with connected(alone=not dist.is_torchelastic_launched()) as ranks:
+        if dist.get_rank() == 0:
+            _check_writable(path)  # before the measurement
+        kind = ranks.device.type
+        shown = tracked if dist.get_rank() == 0 else untracked
+        watch = Stopwatch(ranks.device, effort, shown)
+        usual = HEADS[watch.on_gpu], HEAD_DIM[watch.on_gpu]
+        sizes = heads or usual[0], head_dim or usual[1], dtype or ranks.dtype
+        problem = CalibratedProblem(*sizes, kernel)
+        machine = measure_machine(path.stem, watch, mesh_of_hosts(kind), problem)
+        if dist.get_rank() == 0:
+            path.write_text(machine.to_json())
+            _show_machine(machine)
+
+
+def _check_writable(path: Path) -> None:
+    """Refuse a file that is there and is no machine's: it would be lost.
+
+    Raises:
+        ValueError: if it is, or if there is no folder for it.
+    """
+    if not path.parent.is_dir():
+        raise ValueError(f"{path} cannot be written, as there is no folder {path.parent}")
+    if path.exists() and not is_machine_file(path):
+        raise ValueError(
+            f"{path} is there, and is no file of a machine: give a new name, such as machine.json"
+        )
+
+
+def mesh_of_hosts(device_type: str) -> DeviceMesh:
+    """Return the mesh of hosts, and of the ranks of each, by what launchers say of local ranks.
+
+    Raises:
+        ValueError: if hosts have different numbers of ranks.
+    """
+    size = dist.get_world_size()
+    local_ranks = [0] * size
+    dist.all_gather_object(local_ranks, dist.get_node_local_rank(0))
+    per_host = max(local_ranks) + 1
+    if size % per_host or local_ranks != [rank % per_host for rank in range(size)]:
+        raise ValueError(
+            "all hosts need the same number of ranks, in the order of hosts, got the local ranks "
+            f"{', '.join(map(str, local_ranks))}"
+        )
+    options = axis_group_options(device_type)
+    axes = (BETWEEN, INSIDE)
+    overrides: Any = None if options is None else dict.fromkeys(axes, options)
+    shape = size // per_host, per_host
+    return init_device_mesh(device_type, shape, mesh_dim_names=axes, backend_override=overrides)
+
+
+# Prefixes of units by their power of ten.
+PREFIXES = (("n", -9), ("u", -6), ("m", -3), ("", 0), ("k", 3), ("M", 6), ("G", 9), ("T", 12))
+
+
+def in_units(number: float, unit: str) -> str:
+    """Return a number with three digits and a prefix of its unit; seconds get no large one.
+
+    >>> in_units(9.999e8, "B/s"), in_units(0.00031, "s"), in_units(1200, "s")
+    ('1 GB/s', '310 us', '1.2e+03 s')
+    """
+    rounded = float(f"{number:.2e}")
+    known = [x for x in PREFIXES if unit != "s" or x[1] <= 0]
+    fitting = [x for x in known if abs(rounded) >= 10 ** x[1]]
+    prefix, power = fitting[-1] if fitting else known[0] if rounded else ("", 0)
+    return f"{rounded / 10**power:.3g} {prefix}{unit}"
+
+
+def curves_of(machine: Machine) -> Iterator[tuple[str, str, Curve]]:
+    """Yield the name of each curve, the unit of its sizes, and the curve."""
+    for speed in machine.kernels:
+        heads = f"{speed.heads} x " if speed.heads else ""
+        of_kernel = f"{speed.kernel} {speed.dtype} {heads}{speed.head_dim} {speed.form}"
+        yield f"{of_kernel} forward", "FLOP", speed.forward
+        yield f"{of_kernel} backward", "FLOP", speed.backward
+    yield "merge", "B", machine.merge
+    yield "pack", "B", machine.pack
+    for where in ("inside", "between"):
+        links = getattr(machine, where)
+        for kind in ("p2p", "all_to_all", "all_gather", "reduce_scatter"):
+            yield f"{kind} {where}", "B", getattr(links, kind)
+
+
+def numbers_of(machine: Machine) -> dict[str, tuple[float, str]]:
+    """Return the single numbers of a machine by name, each with its unit."""
+    products = {f"matrix products {dtype}": (x, "FLOP/s") for dtype, x in machine.gemm.items()}
+    return {
+        **products,
+        "memory": (float(machine.memory), "B"),
+        "memory rate": (machine.memory_rate, "B/s"),
+        "launch": (machine.launch, "s"),
+        "hop": (machine.hop, "s"),
+        "transfer beside a kernel": (machine.beside_kernel, "times"),
+        "kernel beside a transfer": (machine.beside_transfer, "times"),
+    }
+
+
+def _show_machine(machine: Machine) -> None:
+    """Print what a machine is, its numbers, and the ends of its curves with the last rate."""
+    print_table(_facts(machine))
+    print()
+    print_table((name, in_units(*x)) for name, x in numbers_of(machine).items())
+    print()
+    stand_ins = stand_ins_of(machine)
+    rows = [
+        (name, *_ends(curve, unit))
+        for name, unit, curve in curves_of(machine)
+        if not name.endswith(stand_ins)
+    ]
+    print_table(rows, ("", "smallest", "takes", "largest", "takes", "rate"))
+
+
+# What stands in for links that were not measured, by what a machine file has as their source.
+STAND_INS: Mapping[str, str] = {
+    "memory": "not measured: half the rate of memory stands in",
+    "those inside": "not measured: those inside hosts stand in",
+}
+
+
+def stand_ins_of(machine: Machine) -> tuple[str, ...]:
+    """Return the links that were not measured: how the names of their curves end."""
+    sources: Mapping[str, str] = machine.samples.get("links", {})
+    return tuple(f" {where}" for where, source in sources.items() if source in STAND_INS)
+
+
+def _facts(machine: Machine) -> list[tuple[str, str]]:
+    facts = {
+        "machine": machine.name,
+        "device": machine.device,
+        "source": f"{machine.source}, {machine.date}",
+        "ranks per host": str(machine.ranks_per_host),
+    }
+    sources: Mapping[str, str] = machine.samples.get("links", {})
+    facts |= {f"links {x}": STAND_INS.get(source, source) for x, source in sources.items()}
+    return [*facts.items(), *machine.versions.items()]
+
+
+def _ends(curve: Curve, unit: str) -> tuple[str, ...]:
+    """Return the smallest and the largest size with their times, and the rate of the largest."""
+    size, seconds = curve.sizes[-1], curve.seconds[-1]
+    rate = in_units(size / seconds, f"{unit}/s") if seconds else "unlimited"
+    first = in_units(curve.sizes[0], unit), in_units(curve.seconds[0], "s")
+    return *first, in_units(size, unit), in_units(seconds, "s"), rate
+
+
+def _compare_machines(first: Machine, second: Machine) -> None:
+    """Print two machines side by side, and the ratio of the second's numbers to the first's.
+
+    Curves are compared at the smallest and the largest size of the first machine. What the
+    second lacks has no row.
+
+    Raises:
+        ValueError: if the machines have different devices.
+    """
+    second.check_device(first.device)
+    theirs = numbers_of(second)
+    pairs = [(name, x, theirs[name]) for name, x in numbers_of(first).items() if name in theirs]
+    others = {name: curve for name, _, curve in curves_of(second)}
+    for name, unit, curve in curves_of(first):
+        for size in (curve.sizes[0], curve.sizes[-1]) if name in others else ():
+            at = f"{name}, {in_units(size, unit)}"
+            pairs.append((at, (curve(size), "s"), (others[name](size), "s")))
+    rows = [(name, in_units(*x), in_units(*y), _ratio(x[0], y[0])) for name, x, y in pairs]
+    print_table(rows, ("", first.name, second.name, "second / first"))
+
+
+def _ratio(first: float, second: float) -> str:
+    return f"{second / first:.2f}" if first else ""

@@ -1,0 +1,311 @@
+"""Measures what one rank computes: tiles of attention, merges, copies and matrix products."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import cache, partial
+from itertools import cycle, product
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dtensor_ring.compute.accumulate import RunningOutput
+from dtensor_ring.compute.kernels import Kernel, Saved, Scores, kernel_for
+from dtensor_ring.compute.kernels.kernel import Launch
+from dtensor_ring.compute.memory import TOKEN_MAJOR, WHOLE, empty, pack
+from dtensor_ring.lab.calibrate.stopwatch import Call, Points, Series, Stopwatch
+from dtensor_ring.lab.machine import FORMS, KernelSpeed
+from dtensor_ring.ops.options import default_scale
+from dtensor_ring.planning.demand import Cols
+from dtensor_ring.planning.mask import Mask
+from dtensor_ring.planning.tile import Tile
+
+# Queries of a tile, and as many keys.
+ROWS = (16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+
+# Queries where only the time of the host counts.
+FEW_ROWS = 8
+
+# FLOPs of a visible pair, for each number of a head: two products forward, five backward (Dao,
+# 2023, arXiv 2307.08691).
+FORWARD_FLOPS, BACKWARD_FLOPS = 4, 10
+DIRECTIONS = "forward", "backward"
+
+
+class CalibratedProblem(NamedTuple):
+    """The attention that is measured, on each rank.
+
+    Attributes:
+        heads: number of query heads, and of key and value heads.
+        head_dim: head dim of queries, keys and values.
+        dtype: their dtype.
+        kernel: name of a kernel; `None` takes the first that serves.
+    """
+
+    heads: tuple[int, int]
+    head_dim: int
+    dtype: torch.dtype
+    kernel: str | None = None
+
+    @property
+    def dtype_name(self) -> str:
+        """The name of the dtype, such as "bfloat16"."""
+        return str(self.dtype).removeprefix("torch.")
+
+    def kernels(self, device: torch.device) -> list[Kernel]:
+        """Return the kernels of attentions without a window and with one; often it is one kernel.
+
+        Raises:
+            ValueError: if the kernel is unknown, or does not serve this problem here.
+        """
+        if self.heads[0] % self.heads[1]:
+            raise ValueError(
+                f"the query heads must be a multiple of those of keys and values, got {self.heads}"
+            )
+        dims = self.head_dim, self.head_dim, default_scale(self.head_dim), 0.0
+        is_grouped = self.heads[0] > self.heads[1]
+        found = [
+            kernel_for(self.kernel, device.type, self.dtype, *dims, False, windowed, is_grouped)
+            for windowed in (False, True)
+        ]
+        return list(dict.fromkeys(found))
+
+    def tiles(self, device: torch.device) -> list[tuple[Kernel, str]]:
+        """Return the forms of tiles that each kernel serves, the preferred kernel first.
+
+        Raises:
+            ValueError: if the kernel is unknown, or does not serve this problem here.
+        """
+        *plain, windowed = self.kernels(device)
+        # The others have no windows: the kernel of windows would not be a second one if they had.
+        forms = [(kernel, form) for kernel in plain for form in reversed(FORMS[1:])]
+        return [*forms, *((windowed, form) for form in reversed(FORMS))]
+
+    def with_fewer_heads(self) -> list[CalibratedProblem]:
+        """Return this problem, and those of groups of 2 and 4 ranks after an all-to-all."""
+        query, key = self.heads
+        every = [(max(1, query // size), max(1, key // size)) for size in (1, 2, 4)]
+        return [self._replace(heads=heads) for heads in dict.fromkeys(every)]
+
+    def random(self, device: torch.device, num_rows: int, is_key: bool = False) -> Tensor:
+        """Return a random tensor `(1, N, R, H)` in the memory order of projections."""
+        return self.zeros(device, num_rows, is_key).normal_()
+
+    def zeros(self, device: torch.device, num_rows: int, is_key: bool = False) -> Tensor:
+        """Return such a tensor that is 0."""
+        shape = 1, self.heads[is_key], num_rows, self.head_dim
+        like = torch.empty(0, device=device, dtype=self.dtype)
+        return empty(like, shape, TOKEN_MAJOR).zero_()
+
+
+class TileCalls(NamedTuple):
+    """A tile, and calls of a kernel for it.
+
+    Attributes:
+        flops: of a forward.
+        forward: computes the output.
+        backward: computes the gradients.
+    """
+
+    flops: float
+    forward: Call
+    backward: Call
+
+
+def mask_of_form(form: str, num_rows: int) -> Mask:
+    """Return the mask of a square tile of a form; a window sees half of the rows back.
+
+    >>> mask_of_form("window", 64).left
+    31
+    """
+    windowed = Mask.sliding(num_rows // 2 - 1)
+    return {"full": Mask.full(), "causal": Mask.causal(), "window": windowed}[form]
+
+
+class TileTensors(NamedTuple):
+    """Tensors of a square tile: query and gradient of the output, key and value."""
+
+    query: Tensor
+    grad_out: Tensor
+    key: Tensor
+    value: Tensor
+
+    @classmethod
+    def random(cls, problem: CalibratedProblem, num_rows: int, device: torch.device) -> TileTensors:
+        """Return random tensors with `num_rows` queries and as many keys."""
+        return cls(
+            *(problem.random(device, num_rows, is_key) for is_key in (False, False, True, True))
+        )
+
+
+def tile_calls(
+    problem: CalibratedProblem, kernel: Kernel, form: str, num_rows: int, tensors: TileTensors
+) -> TileCalls:
+    """Return a square tile of a form."""
+    mask, (query, grad_out, *kv) = mask_of_form(form, num_rows), tensors
+    launch, scores = Launch(WHOLE, WHOLE, mask), Scores(mask, default_scale(problem.head_dim))
+
+    def forward() -> tuple[Tensor, Tensor]:
+        return kernel.forward(query, kv[0], kv[1], launch, scores)
+
+    kept: list[Saved] = []
+
+    def backward() -> object:
+        if not kept:
+            kept.append(Saved(grad_out, *forward()))
+        return kernel.backward(kept[0], query, kv[0], kv[1], launch, scores)
+
+    area = Tile((0, num_rows), (0, num_rows), mask).area
+    flops = FORWARD_FLOPS * area * problem.heads[0] * problem.head_dim
+    return TileCalls(float(flops), forward, backward)
+
+
+def full_tile(
+    problem: CalibratedProblem, kernel: Kernel, num_rows: int, device: torch.device
+) -> TileCalls:
+    """Return a full tile of random tensors."""
+    tensors = TileTensors.random(problem, num_rows, device)
+    return tile_calls(problem, kernel, "full", num_rows, tensors)
+
+
+def series_name(kernel: str, form: str, heads: int, direction: str) -> str:
+    """Return the name under which the times of a kernel are kept."""
+    return f"{kernel} {form} {heads} heads {direction}"
+
+
+def kernel_points(problem: CalibratedProblem, device: torch.device) -> dict[str, Points]:
+    """Return tiles of all kernels of the problem by their FLOPs, for `Stopwatch.measure`.
+
+    Raises:
+        ValueError: if no kernel serves the problem.
+    """
+    # All forms and directions share the tensors of a size.
+    tensors = cache(partial(TileTensors.random, device=device))
+
+    def tiles(asked: CalibratedProblem, kernel: Kernel, form: str, direction: str) -> Points:
+        for num_rows in ROWS:
+            tile = tile_calls(asked, kernel, form, num_rows, tensors(asked, num_rows))
+            if direction == DIRECTIONS[0]:
+                yield tile.flops, tile.forward
+            else:
+                yield tile.flops * BACKWARD_FLOPS / FORWARD_FLOPS, tile.backward
+
+    every = product(problem.tiles(device), problem.with_fewer_heads(), DIRECTIONS)
+    return {
+        series_name(kernel.name, form, asked.heads[0], direction): tiles(
+            asked, kernel, form, direction
+        )
+        for (kernel, form), asked, direction in every
+    }
+
+
+def kernel_speeds(
+    problem: CalibratedProblem, device: torch.device, times: Mapping[str, Series], launch: float
+) -> tuple[KernelSpeed, ...]:
+    """Return what `kernel_points` took, the preferred kernel first.
+
+    Args:
+        problem: the attention.
+        device: where it ran.
+        times: what was measured, by name.
+        launch: seconds of the host that are part of each time, and not of the speeds.
+    """
+    every = product(problem.tiles(device), problem.with_fewer_heads())
+    return tuple(
+        KernelSpeed(
+            *(kernel.name, problem.dtype_name, problem.head_dim, form),
+            *(
+                times[series_name(kernel.name, form, asked.heads[0], direction)].curve(launch)
+                for direction in DIRECTIONS
+            ),
+            heads=asked.heads[0],
+        )
+        for (kernel, form), asked in every
+    )
+
+
+def launch_seconds(watch: Stopwatch, problem: CalibratedProblem) -> float:
+    """Return the time of the host for a launch that computes next to nothing."""
+    kernel = problem.kernels(watch.device)[0]
+    return watch.host_seconds(full_tile(problem, kernel, FEW_ROWS, watch.device).forward)
+
+
+# Bytes that calls in turn read and write, so that caches keep nothing of the last time, and the
+# largest number of these calls.
+FOOTPRINT, MAX_TURNS = 2**26, 32
+
+
+def in_turns(make: Callable[[], Call], num_bytes: int) -> Call:
+    """Return a call that makes several equal calls in turn, each with tensors of its own.
+
+    What an attention merges and copies was mostly written long before, or by another rank.
+
+    Args:
+        make: makes one of the calls.
+        num_bytes: bytes that a call reads and writes.
+    """
+    count = min(max(1, FOOTPRINT // num_bytes), MAX_TURNS)
+    calls = cycle([make() for _ in range(count)])
+    return lambda: next(calls)()
+
+
+def merge_points(problem: CalibratedProblem, device: torch.device) -> Points:
+    """Yield merges of the outputs of two launches, by the bytes read and written."""
+
+    def merge(num_rows: int) -> Call:
+        query, *outs = (problem.zeros(device, num_rows) for _ in range(3))
+        wide = torch.promote_types(problem.dtype, torch.float32)
+        lses = [query.new_zeros(query.shape[:3], dtype=wide) for _ in outs]
+
+        def call() -> None:
+            running = RunningOutput(query, problem.head_dim, room=1)
+            for out, lse in zip(outs, lses, strict=True):
+                running.add(WHOLE, out, lse)
+            running.make_room()
+
+        return call
+
+    for num_rows in ROWS:
+        numel = problem.heads[0] * num_rows * problem.head_dim
+        # Two outputs are read, and one is written that is at least float32.
+        num_bytes = numel * (2 * problem.dtype.itemsize + max(4, problem.dtype.itemsize))
+        yield float(num_bytes), in_turns(partial(merge, num_rows), num_bytes)
+
+
+def pack_points(problem: CalibratedProblem, device: torch.device) -> Points:
+    """Yield copies of two ranges of columns to adjacent ones, by the bytes read and written."""
+
+    def copy(num_rows: int) -> Call:
+        half = num_rows // 2
+        # A column between the ranges is left out, so that they do not join.
+        x, cols = problem.zeros(device, num_rows + 1), [(0, half), (half + 1, num_rows + 1)]
+        packed = problem.zeros(device, num_rows)
+        return partial(pack, packed, x, Cols.union(cols))
+
+    for num_rows in ROWS:
+        num_bytes = 2 * problem.heads[0] * num_rows * problem.head_dim * problem.dtype.itemsize
+        yield float(num_bytes), in_turns(partial(copy, num_rows), num_bytes)
+
+
+# Rows and columns of the matrices that are multiplied, and bytes of those that are added, on a CPU
+# and on a GPU.
+MATRIX = 1024, 8192
+ADDED = 2**26, 2**30
+
+
+def measure_matrices(watch: Stopwatch, dtypes: list[torch.dtype]) -> dict[str, float]:
+    """Return the FLOPs per second of matrix products, by the name of their dtype."""
+    size, found = MATRIX[watch.on_gpu], {}
+    for dtype in dict.fromkeys(dtypes):
+        a, b, out = (torch.randn(size, size, device=watch.device).to(dtype) for _ in range(3))
+        seconds = watch.seconds(lambda a=a, b=b, out=out: torch.mm(a, b, out=out))
+        found[str(dtype).removeprefix("torch.")] = 2.0 * size**3 / seconds
+    return found
+
+
+def measure_memory(watch: Stopwatch) -> float:
+    """Return the bytes per second that an addition reads and writes."""
+    numel = ADDED[watch.on_gpu] // 4
+    a, b, out = (torch.ones(numel, device=watch.device) for _ in range(3))
+    return 3 * a.nbytes / watch.seconds(lambda: torch.add(a, b, out=out))

@@ -1,0 +1,358 @@
+"""Measures a machine: what its ranks compute, what moves bytes between them, and what it is."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, fields, is_dataclass
+from datetime import date
+from functools import partial
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from dtensor_ring.compute.kernels import Kernel
+from dtensor_ring.lab.calibrate.calibrate_kernels import (
+    CalibratedProblem,
+    full_tile,
+    kernel_points,
+    kernel_speeds,
+    launch_seconds,
+    measure_matrices,
+    measure_memory,
+    merge_points,
+    pack_points,
+)
+from dtensor_ring.lab.calibrate.stopwatch import Call, Points, Series, Stopwatch
+from dtensor_ring.lab.machine import Curve, Links, Machine
+from dtensor_ring.lab.presets import PRESETS
+from dtensor_ring.lab.report import versions
+from dtensor_ring.transport.transport import P2P, ProcessGroupTransport, Work
+
+# Bytes of a message, or of all messages of a rank.
+BYTES = (2**10, *(4**n for n in range(7, 15)))
+
+# Starts the messages of a hop.
+Start = Callable[[], Sequence[Work]]
+
+# The largest slowdown of a transfer; a kernel that stops it makes the quotient infinite.
+MOST = 100.0
+
+
+class TimedMessages:
+    """The messages of one rank within a group whose ranks all send at the same time.
+
+    Args:
+        group: the ranks.
+        device: where tensors are.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self._group, self._device = group, device
+        self._rank, self.size = group.rank(), group.size()
+        self._transport = ProcessGroupTransport(group)
+        self._transport.prepare(device)
+
+    def tensor(self, num_bytes: int) -> Tensor:
+        """Return a flat tensor; its memory was written to, so that no page is new."""
+        return torch.zeros(num_bytes, dtype=torch.uint8, device=self._device)
+
+    def shift(self, num_bytes: int) -> Start:
+        """Return a call that starts a message to the next rank, and one from the previous."""
+        sent, received = self.tensor(num_bytes), self.tensor(num_bytes)
+        to, source = (self._rank + 1) % self.size, (self._rank - 1) % self.size
+        return partial(self._transport.start, [P2P(received, source)], [P2P(sent, to)])
+
+    def all_to_all(self, num_bytes: int) -> Start:
+        """Return a call that starts one message to each other rank, as Ulysses does.
+
+        Args:
+            num_bytes: bytes that a rank sends, to all others together.
+        """
+        others = [rank for rank in range(self.size) if rank != self._rank]
+        each = max(1, num_bytes // len(others))
+        sends, receives = ([P2P(self.tensor(each), x) for x in others] for _ in range(2))
+        return partial(self._transport.start, receives, sends)
+
+    def all_gather(self, num_bytes: int) -> Call:
+        """Return the collective in which each rank sends its shard to all others."""
+        whole, shard = self._whole_and_shard(num_bytes)
+        return partial(dist.all_gather_into_tensor, whole, shard, group=self._group)
+
+    def reduce_scatter(self, num_bytes: int) -> Call:
+        """Return the collective in which each rank gets the sum of its shard."""
+        whole, shard = self._whole_and_shard(num_bytes)
+        return partial(dist.reduce_scatter_tensor, shard, whole, group=self._group)
+
+    def _whole_and_shard(self, num_bytes: int) -> tuple[Tensor, Tensor]:
+        numel = max(1, num_bytes // (self.size - 1) // 4)
+        shapes = self.size * numel, numel
+        whole, shard = (torch.zeros(numel, device=self._device) for numel in shapes)
+        return whole, shard
+
+
+def link_points(messages: TimedMessages) -> dict[str, Points]:
+    """Return messages and collectives by the bytes that a rank sends, for `Stopwatch.measure`.
+
+    Args:
+        messages: those of this rank; all ranks of the group send at once.
+    """
+
+    def sized(make: Callable[[int], Call]) -> Points:
+        for num_bytes in BYTES:
+            yield float(num_bytes), make(num_bytes)
+
+    return {
+        "p2p": sized(lambda size: waited(messages.shift(size))),
+        "all_to_all": sized(lambda size: waited(messages.all_to_all(size))),
+        "all_gather": sized(messages.all_gather),
+        "reduce_scatter": sized(messages.reduce_scatter),
+    }
+
+
+def waited(start: Start) -> Call:
+    """Return a call that starts messages and waits for them."""
+    return lambda: wait(start())
+
+
+def wait(works: Sequence[Work]) -> None:
+    """Wait for messages."""
+    for work in works:
+        work.wait()
+
+
+def _hop_seconds(watch: Stopwatch, messages: TimedMessages) -> float:
+    """Return the time of the host to start the messages of a hop."""
+    return watch.host_seconds(messages.shift(1), wait)
+
+
+# The longest transfer that kernels run beside, in seconds.
+BESIDE_SECONDS = 0.1
+
+# Rows of the tiles of these kernels, on a CPU and on a GPU.
+BESIDE_ROWS = 512, 4096
+
+
+class Beside(NamedTuple):
+    """Times of kernels and of a transfer, in seconds.
+
+    Attributes:
+        kernels: of the kernels alone.
+        transfer: of the transfer alone.
+        together: until the kernels end that begin with the transfer.
+        whole: until the transfer ends, too.
+
+    >>> Beside(kernels=2.0, transfer=4.0, together=3.0, whole=5.5).slowdowns
+    (2.0, 1.5)
+    """
+
+    kernels: float
+    transfer: float
+    together: float
+    whole: float
+
+    @property
+    def slowdowns(self) -> tuple[float, float]:
+        """How many times longer the transfer takes beside the kernels, and they beside it.
+
+        The transfer outlasts the kernels, and has its usual speed after them. So while they run it
+        does what it does alone in the rest of its time.
+        """
+        moved = self.transfer - (self.whole - self.together)
+        transfer = self.together / max(moved, self.together / MOST)
+        return max(1.0, transfer), max(1.0, self.together / self.kernels)
+
+
+def _measure_beside(
+    watch: Stopwatch,
+    messages: TimedMessages,
+    p2p: Curve,
+    problem: CalibratedProblem,
+    kernel: Kernel,
+) -> tuple[float, float, list[Beside]]:
+    """Time kernels beside a transfer that takes twice as long, and both alone, in turns.
+
+    Returns:
+        `beside_kernel` and `beside_transfer` of `Machine`, and what was measured.
+    """
+    # The largest message that is not too long; at least one of the first two is.
+    size = max([x for x in BYTES if p2p(x) <= BESIDE_SECONDS], default=BYTES[1])
+    tile = full_tile(problem, kernel, BESIDE_ROWS[watch.on_gpu], watch.device)
+    start, works = messages.shift(size), list[Work]()
+    count = max(1, round(p2p(size) / 2 / watch.seconds(tile.forward)))
+
+    def kernels() -> None:
+        for _ in range(count):
+            tile.forward()
+
+    def begin_both() -> None:
+        works[:] = start()
+        kernels()
+
+    def end() -> None:
+        wait(works)
+
+    times = [
+        Beside(*watch.laps(kernels), *watch.laps(waited(start)), *watch.laps(begin_both, end))
+        for _ in range(2 * watch.effort.repeats)
+    ]
+    transfer, kernel_beside = (median(x) for x in zip(*(x.slowdowns for x in times), strict=True))
+    return transfer, kernel_beside, times
+
+
+# The axes of the mesh: hosts, and the ranks of each host.
+BETWEEN, INSIDE = "between", "inside"
+
+
+class MeasuredLinks(NamedTuple):
+    """What was measured between the ranks of a host, or between hosts.
+
+    Attributes:
+        links: seconds by bytes.
+        hop: seconds of the host for a hop.
+        beside_kernel: how many times longer a transfer takes while a kernel runs.
+        beside_transfer: how many times longer a kernel takes while a transfer runs.
+        beside: times of kernels and transfers beside each other.
+    """
+
+    links: Links
+    hop: float
+    beside_kernel: float
+    beside_transfer: float
+    beside: list[Beside]
+
+
+def measure_machine(
+    name: str, watch: Stopwatch, mesh: DeviceMesh, problem: CalibratedProblem
+) -> Machine:
+    """Measure kernels and links of a machine; all ranks of the default process group call this.
+
+    Links that no ranks have are those of the preset of this device. Without one, hosts are
+    connected as the ranks of one host are, and a rank alone as its own memory is.
+
+    Args:
+        name: of the machine.
+        watch: times the calls of all ranks.
+        mesh: the axes `BETWEEN` and `INSIDE`, in this order.
+        problem: the attention that is measured.
+
+    Returns:
+        The machine, with the same times on all ranks.
+
+    Raises:
+        ValueError: if no kernel serves the problem.
+    """
+    launch, rate = launch_seconds(watch, problem), measure_memory(watch)
+    axes = {
+        axis: TimedMessages(mesh.get_group(axis), watch.device)
+        for axis in (BETWEEN, INSIDE)
+        if mesh[axis].size() > 1
+    }
+    times = _measured(watch, problem, axes)
+    host_waits = not watch.on_gpu
+    # Only where the host waits are its seconds part of what was measured.
+    in_launch = launch if host_waits else 0.0
+    measured = {
+        axis: _measured_links(watch, messages, problem, axis, times)
+        for axis, messages in axes.items()
+    }
+    device = device_name(watch.device)
+    links, sources = _all_links(measured, device, rate)
+    facts: dict[str, Any] = {"heads": problem.heads, "hosts": mesh[BETWEEN].size()}
+    facts |= {"links": sources, "beside": {axis: x.beside for axis, x in measured.items()}}
+    # An axis over several hosts waits for the messages between them.
+    slowest = next(iter(measured.values()), None)
+    return Machine(
+        name=name,
+        device=device,
+        source="measured",
+        ranks_per_host=mesh[INSIDE].size(),
+        memory=_memory(watch.device, mesh[INSIDE].size()),
+        kernels=kernel_speeds(problem, watch.device, times, in_launch),
+        gemm=measure_matrices(watch, [problem.dtype, torch.float32]),
+        memory_rate=rate,
+        merge=times["merge"].curve(in_launch),
+        pack=times["pack"].curve(in_launch),
+        inside=links[INSIDE],
+        between=links[BETWEEN],
+        beside_kernel=slowest.beside_kernel if slowest else 1.0,
+        beside_transfer=slowest.beside_transfer if slowest else 1.0,
+        launch=launch,
+        hop=slowest.hop if slowest else 0.0,
+        host_waits=host_waits,
+        date=date.today().isoformat(),
+        versions={x.what: x.found for x in versions()},
+        samples=_as_json({**facts, "threads": torch.get_num_threads(), **times}),
+    )
+
+
+def device_name(device: torch.device) -> str:
+    """Return the name of a device, as `Machine.device` has it."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def _measured(
+    watch: Stopwatch, problem: CalibratedProblem, axes: Mapping[str, TimedMessages]
+) -> dict[str, Series]:
+    """Time everything that has a size."""
+    points = kernel_points(problem, watch.device)
+    points["merge"] = merge_points(problem, watch.device)
+    points["pack"] = pack_points(problem, watch.device)
+    links: dict[str, Points] = {}
+    for axis, messages in axes.items():
+        links |= {f"{kind} {axis}": of for kind, of in link_points(messages).items()}
+    return watch.measure(points | links, cold=links)
+
+
+def _measured_links(
+    watch: Stopwatch,
+    messages: TimedMessages,
+    problem: CalibratedProblem,
+    axis: str,
+    times: Mapping[str, Series],
+) -> MeasuredLinks:
+    hop = _hop_seconds(watch, messages)
+    in_hop = 0.0 if watch.on_gpu else hop
+    curves = {field.name: times[f"{field.name} {axis}"].curve(in_hop) for field in fields(Links)}
+    links, (kernel, *_) = Links(**curves), problem.kernels(watch.device)
+    return MeasuredLinks(links, hop, *_measure_beside(watch, messages, links.p2p, problem, kernel))
+
+
+def _all_links(
+    measured: Mapping[str, MeasuredLinks], device: str, rate: float
+) -> tuple[dict[str, Links], dict[str, str]]:
+    """Return the links of both axes, and where those of each axis come from."""
+    preset = next((x for x in PRESETS.values() if x.device == device), None)
+    copies = Curve.line(0.0, rate / 2)  # a byte that is moved is read and written
+    links, sources = {}, {}
+    for axis in (INSIDE, BETWEEN):
+        if axis in measured:
+            links[axis], sources[axis] = measured[axis].links, "measured"
+        elif preset is not None:
+            links[axis], sources[axis] = getattr(preset, axis), f"preset {preset.name}"
+        elif measured:
+            (other,) = measured
+            links[axis], sources[axis] = measured[other].links, f"those {other}"
+        else:
+            links[axis], sources[axis] = Links(copies, copies, copies, copies), "memory"
+    return links, sources
+
+
+def _memory(device: torch.device, ranks_per_host: int) -> int:
+    """Return the bytes of a GPU, or this rank's part of the host's."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // ranks_per_host
+
+
+def _as_json(x: Any) -> Any:
+    """Return what JSON makes of dataclasses, tuples and dicts."""
+    if is_dataclass(x) and not isinstance(x, type):
+        return _as_json(asdict(x))
+    if isinstance(x, Mapping):
+        return {key: _as_json(value) for key, value in x.items()}
+    return [_as_json(value) for value in x] if isinstance(x, (tuple, list)) else x

@@ -1,0 +1,488 @@
+"""Draw a schedule as a page in one file, and as an image."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from html import escape
+from pathlib import Path
+from textwrap import wrap
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from dtensor_ring.lab.recorded import no_content, shard_cost
+from dtensor_ring.lab.schedule import Schedule, step_begins
+from dtensor_ring.planning.demand import Cols
+from dtensor_ring.planning.layout import Layout
+from dtensor_ring.planning.plan import Plan, Step, layout_of_groups
+from dtensor_ring.planning.route import Transfer
+from dtensor_ring.planning.strategy import Strategy
+from dtensor_ring.planning.tile import Tile
+
+# The largest number of queries, and of keys, in a picture of the mask. It is prime, so that evenly
+# spaced positions fall on all ranks, whatever the stride of the layout is.
+MAX_SIDE = 127
+
+# Colours of the ranks, cyclic; colour-blind readers can distinguish them (Tol, 2021).
+COLORS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#bbbbbb", "#332288")
+
+
+class Bar(NamedTuple):
+    """A step of a rank on a time line; the unit of time is the mean work of a rank.
+
+    Attributes:
+        rank: the rank that computes.
+        step: number of the step.
+        begin: time at which the step begins.
+        end: time at which the step ends.
+        source: the rank whose keys the step works on.
+        tiles: number of tiles of the step.
+        pairs: number of visible (query, key) pairs of the step.
+    """
+
+    rank: int
+    step: int
+    begin: float
+    end: float
+    source: int
+    tiles: int
+    pairs: int
+
+
+class Move(NamedTuple):
+    """Keys and values that a rank sends or receives while it computes a step."""
+
+    rank: int
+    step: int
+    peer: int
+    source: int
+    tokens: int
+    is_sent: bool
+
+
+class Drawing(NamedTuple):
+    """The numbers of all pictures of a schedule.
+
+    Attributes:
+        title: the title of the page.
+        note: how to read pictures of a strategy with an all-to-all; else empty.
+        positions: global positions of the drawn queries and keys, `(P,)`.
+        owners: the rank of each drawn query, or the first rank of its group, `(P,)`.
+        steps: the step that computes each pair, -1 where the query does not see the key, `(P, P)`.
+        areas: visible pairs by rank, then by step.
+        bars: the steps of all ranks.
+        moves: the messages of all ranks.
+        own: tokens of each rank.
+        held: tokens that the message buffers of each rank have room for.
+    """
+
+    title: str
+    note: str
+    positions: np.ndarray
+    owners: np.ndarray
+    steps: np.ndarray
+    areas: list[list[int]]
+    bars: list[Bar]
+    moves: list[Move]
+    own: list[int]
+    held: list[int]
+
+
+def drawing(schedule: Schedule) -> Drawing:
+    """Compute the numbers of all pictures of a schedule, for its first batch row."""
+    seq_len, size = schedule.seq_len, len(schedule.plans)
+    count = min(MAX_SIDE, seq_len)
+    positions = (np.arange(count) * 2 + 1) * seq_len // (2 * count) if count else np.arange(0)
+    owners, rows = np.zeros(count, int), np.zeros(count, int)
+    heads = schedule.strategy.heads
+    layout = layout_of_groups(schedule.layout, schedule.strategy)
+    for group in range(size // heads):
+        local = _local(layout, group, size // heads, seq_len, positions)
+        owners[local >= 0], rows[local >= 0] = group * heads, local[local >= 0]
+    steps = np.full((count, count), -1)
+    # Ranks of a group see the same pairs with different heads: draw the first rank only.
+    for plan in schedule.plans[::heads]:
+        for step in plan.steps:
+            _draw(steps, plan.rank, step, owners, rows)
+    areas = schedule.areas
+    return Drawing(
+        title=str(schedule).partition("\n")[0],
+        note=_note(schedule.strategy),
+        positions=positions,
+        owners=owners,
+        steps=steps,
+        areas=areas,
+        bars=_bars(schedule, areas),
+        moves=[x for plan in schedule.plans for x in _moves(plan)],
+        own=[plan.num_local[1] for plan in schedule.plans],
+        held=[_held(plan) for plan in schedule.plans],
+    )
+
+
+def _note(strategy: Strategy) -> str:
+    if strategy.heads == 1:
+        return ""
+    return (
+        f"Groups of {strategy.heads} neighbouring ranks exchange tokens for heads: each of them "
+        f"works on all tokens of its group with a part of the heads. A colour is the first rank of "
+        "a group. The exchanges before and after are not drawn; the command compare counts them."
+    )
+
+
+def _local(layout: Layout, rank: int, size: int, seq_len: int, positions: np.ndarray) -> np.ndarray:
+    """Return the local index of each position on a rank, -1 if another rank has it."""
+    found, before = np.full(len(positions), -1), 0
+    for run in layout.runs(rank, size, seq_len):
+        index, rest = np.divmod(positions - run.start, run.stride)
+        is_here = (rest == 0) & (index >= 0) & (index < run.length)
+        found[is_here] = before + index[is_here]
+        before += run.length
+    return found
+
+
+def _draw(steps: np.ndarray, rank: int, step: Step, owners: np.ndarray, rows: np.ndarray) -> None:
+    """Write the number of a step to the pairs of its tiles."""
+    queries = np.flatnonzero(owners == rank)
+    keys = np.flatnonzero(owners == step.source)
+    cols = _within(step.cols, rows[keys])
+    for tile in step.tiles:
+        if tile.batch in (None, 0):
+            seen = _seen(tile, rows[queries], cols)
+            steps[np.ix_(queries, keys)] = np.where(seen, step.number, steps[np.ix_(queries, keys)])
+
+
+def _within(cols: Cols, local: np.ndarray) -> np.ndarray:
+    """Return the column in a packet of each token of the source's shard, -1 if it has none."""
+    found, before = np.full(len(local), -1), 0
+    for begin, end in cols.spans:
+        is_here = (begin <= local) & (local < end)
+        found[is_here] = before + local[is_here] - begin
+        before += end - begin
+    return found
+
+
+def _seen(tile: Tile, rows: np.ndarray, cols: np.ndarray) -> np.ndarray:
+    """Return which rows of a shard see which columns of a packet in a tile, as booleans."""
+    (first, last), (begin, end), band = tile.rows, tile.cols, tile.mask
+    lag = (rows - first)[:, None] - (cols - begin)
+    seen = ((first <= rows) & (rows < last))[:, None] & (begin <= cols) & (cols < end)
+    if band.left is not None:
+        seen &= lag <= band.left
+    if band.right is not None:
+        seen &= -lag <= band.right
+    return seen
+
+
+def _bars(schedule: Schedule, areas: list[list[int]]) -> list[Bar]:
+    mean = max(1, sum(map(sum, areas))) / len(areas)
+    begins = step_begins(schedule.plans, areas)
+    return [
+        Bar(
+            rank=plan.rank,
+            step=step.number,
+            begin=begins[step.number][plan.rank] / mean,
+            end=(begins[step.number][plan.rank] + areas[plan.rank][step.number]) / mean,
+            source=step.source,
+            tiles=len(step.tiles),
+            pairs=areas[plan.rank][step.number],
+        )
+        for plan in schedule.plans
+        for step in plan.steps
+    ]
+
+
+def _moves(plan: Plan) -> list[Move]:
+    def moves(step: int, side: tuple[Transfer, ...], is_sent: bool) -> list[Move]:
+        return [Move(plan.rank, step, x.peer, x.source, len(x.cols), is_sent) for x in side]
+
+    hops = enumerate(plan.shards)
+    return [
+        x for i, hop in hops for x in (*moves(i, hop.sends, True), *moves(i, hop.receives, False))
+    ]
+
+
+def _held(plan: Plan) -> int:
+    """Return the tokens that the message buffers of a forward have room for."""
+    # A key of one byte, and a value of none.
+    key, value = (no_content((1, 1, plan.num_local[1], dim), torch.int8) for dim in (1, 0))
+    return shard_cost(plan, (key, value)).held
+
+
+STYLE = (
+    "body{font-family:sans-serif;max-width:1100px;margin:1em auto;padding:0 1em}"
+    "h1{font-size:1.3em}h2{font-size:1.05em;margin:1.4em 0 0}p{color:#444;margin:.3em 0}"
+)
+LIGHT = "#e8e8e8"
+
+
+def page(drawn: Drawing) -> str:
+    """Return an HTML page that includes plotly's code."""
+    parts = [
+        ("mask", "What is seen, and at which step", MASK, _mask_figure(drawn)),
+        ("time", "Time line", TIME, _time_figure(drawn)),
+        ("work", "Balance: work by rank and step", WORK, _work_figure(drawn)),
+        ("moves", "What travels", MOVES, _moves_figure(drawn)),
+        ("memory", "Memory: tokens whose keys and values a rank has", MEMORY, _memory(drawn)),
+    ]
+    return page_of(drawn.title, drawn.note, parts)
+
+
+def page_of(title: str, note: str, parts: Sequence[tuple[str, str, str, Any]]) -> str:
+    """Return an HTML page that includes plotly's code.
+
+    Args:
+        title: plain text.
+        note: HTML below the title, may be empty.
+        parts: name, title, text and figure of each part; a figure is plotly's or a dict for it.
+    """
+    body = "".join(
+        f"<h2>{what}</h2><p>{text}</p>{_fragment(figure, name, with_code=number == 0)}"
+        for number, (name, what, text, figure) in enumerate(parts)
+    )
+    title, note = escape(title), f"<p>{note}</p>" if note else ""
+    return (
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
+        f"<style>{STYLE}</style></head><body><h1>{title}</h1>{note}{body}</body></html>"
+    )
+
+
+MASK = (
+    "Queries go down, keys go across. The colour is the rank that has the query; the slider picks "
+    "the pairs of one step. Long sequences are drawn by some of their tokens."
+)
+TIME = (
+    "Each bar is a step; the number in it is the rank whose keys and values it works on. A unit is "
+    "the mean work of a rank; gaps are waits for other ranks, and messages take no time."
+)
+WORK = "Share of all visible pairs of queries and keys, in percent."
+MOVES = (
+    "Keys and values, in tokens, that the rank of the slider receives (up) and sends (down) while "
+    "it computes a step."
+)
+MEMORY = "Its own, and the most that there is room for in messages."
+
+
+def _fragment(figure: Any, name: str, with_code: bool) -> str:
+    from plotly import graph_objects as go
+    from plotly.io import to_html
+
+    figure = go.Figure(figure)
+    figure.update_layout(margin={"t": 15})
+    how = {"full_html": False, "include_plotlyjs": with_code, "div_id": name}
+    return to_html(figure, config={"displaylogo": False, "responsive": True}, **how)
+
+
+def _mask_figure(drawn: Drawing) -> Any:
+    from plotly import graph_objects as go
+
+    number, size = len(drawn.areas[0]), len(drawn.areas)
+    owners = np.broadcast_to(drawn.owners[:, None], drawn.steps.shape)
+    labels = [str(x) for x in drawn.positions.tolist()]
+    hover = "query %{y}, key %{x}<br>rank %{z}, step %{customdata}<extra></extra>"
+    figure = go.Figure()
+    for step in (None, *range(number)):
+        is_drawn = drawn.steps >= 0 if step is None else drawn.steps == step
+        figure.add_heatmap(
+            z=[
+                [owner if here else None for owner, here in zip(*row, strict=True)]
+                for row in zip(owners.tolist(), is_drawn.tolist(), strict=True)
+            ],
+            customdata=drawn.steps.tolist(),
+            x=labels,
+            y=labels,
+            visible=step is None,
+            hovertemplate=hover,
+            zmin=-0.5,
+            zmax=size - 0.5,
+            colorscale=_scale(size),
+            colorbar={"title": "rank", "tickvals": [*range(size)]},
+            hoverongaps=False,
+        )
+    names = ["all", *map(str, range(number))]
+    figure.update_layout(sliders=[_slider("step", names)], height=640, plot_bgcolor=LIGHT)
+    figure.update_xaxes(title="key", showgrid=False, type="category", nticks=9)
+    figure.update_yaxes(
+        title="query", showgrid=False, type="category", nticks=9, autorange="reversed"
+    )
+    return figure
+
+
+def _scale(size: int) -> list[tuple[float, str]]:
+    """Return a colour scale with a band of one colour for each rank."""
+    bands = [(i / size, (i + 1) / size, COLORS[i % len(COLORS)]) for i in range(size)]
+    return [(edge, color) for begin, end, color in bands for edge in (begin, end)]
+
+
+def _slider(name: str, values: list[str]) -> dict[str, Any]:
+    """Return a slider that shows one trace at each place."""
+    steps = [
+        {
+            "label": value,
+            "method": "restyle",
+            "args": [{"visible": [shown == number for shown in range(len(values))]}],
+        }
+        for number, value in enumerate(values)
+    ]
+    return {"currentvalue": {"prefix": f"{name}: "}, "pad": {"t": 50}, "steps": steps}
+
+
+def _time_figure(drawn: Drawing) -> Any:
+    from plotly import graph_objects as go
+
+    figure = go.Figure()
+    for rank in range(len(drawn.areas)):
+        bars = [x for x in drawn.bars if x.rank == rank and x.end > x.begin]
+        figure.add_bar(
+            base=[x.begin for x in bars],
+            x=[x.end - x.begin for x in bars],
+            y=[f"rank {rank}"] * len(bars),
+            text=[str(x.source) for x in bars],
+            customdata=[[x.step, x.source, x.tiles, f"{x.pairs:,}"] for x in bars],
+            hovertemplate="step %{customdata[0]}, keys of rank %{customdata[1]}<br>"
+            "%{customdata[2]} tiles, %{customdata[3]} pairs<extra>%{y}</extra>",
+            orientation="h",
+            marker={"color": COLORS[rank % len(COLORS)], "line": {"color": "white", "width": 1}},
+            insidetextanchor="middle",
+            textangle=0,
+        )
+    figure.update_layout(showlegend=False, height=140 + 34 * len(drawn.areas), barmode="overlay")
+    figure.update_xaxes(title="time, in the mean work of a rank", rangemode="tozero")
+    figure.update_yaxes(autorange="reversed")
+    return figure
+
+
+def _work_figure(drawn: Drawing) -> Any:
+    from plotly import graph_objects as go
+
+    whole = max(1, sum(map(sum, drawn.areas)))
+    shares = [[100 * area / whole for area in row] for row in drawn.areas]
+    figure = go.Figure()
+    figure.add_heatmap(
+        z=[[*row, sum(row)] for row in shares],
+        x=[*(f"step {i}" for i in range(len(shares[0]))), "all"],
+        y=[f"rank {i}" for i in range(len(shares))],
+        texttemplate="%{z:.2f}" if len(shares[0]) <= 16 else None,
+        hovertemplate="%{y}, %{x}: %{z:.3f} %<extra></extra>",
+        colorscale="Blues",
+        zmin=0,
+        colorbar={"title": "%"},
+    )
+    figure.update_layout(height=140 + 34 * len(shares))
+    figure.update_yaxes(autorange="reversed")
+    return figure
+
+
+def _moves_figure(drawn: Drawing) -> Any:
+    from plotly import graph_objects as go
+
+    figure, size = go.Figure(), len(drawn.areas)
+    for rank in range(size):
+        moves = [x for x in drawn.moves if x.rank == rank]
+        figure.add_bar(
+            x=[x.step for x in moves],
+            y=[-x.tokens if x.is_sent else x.tokens for x in moves],
+            customdata=[
+                [f"to rank {x.peer}" if x.is_sent else f"from rank {x.peer}", x.tokens, x.source]
+                for x in moves
+            ],
+            hovertemplate="step %{x}: %{customdata[1]:,} tokens of rank %{customdata[2]} "
+            "%{customdata[0]}<extra></extra>",
+            marker={"color": [COLORS[x.source % len(COLORS)] for x in moves]},
+            visible=rank == 0,
+        )
+    figure.update_layout(
+        sliders=[_slider("rank", [*map(str, range(size))])], barmode="relative", height=420
+    )
+    figure.update_xaxes(title="step", dtick=1, range=[-0.5, len(drawn.areas[0]) - 0.5])
+    figure.update_yaxes(title="tokens")
+    return figure
+
+
+def _memory(drawn: Drawing) -> Any:
+    from plotly import graph_objects as go
+
+    ranks = [f"rank {i}" for i in range(len(drawn.own))]
+    figure = go.Figure()
+    for name, tokens, color in (
+        ("its own", drawn.own, COLORS[0]),
+        ("room for messages", drawn.held, COLORS[1]),
+    ):
+        figure.add_bar(
+            name=name,
+            x=ranks,
+            y=tokens,
+            marker={"color": color},
+            hovertemplate="%{x}: %{y:,} tokens<extra>" + name + "</extra>",
+        )
+    figure.update_layout(barmode="stack", height=320)
+    figure.update_yaxes(title="tokens")
+    return figure
+
+
+def save_picture(drawn: Drawing, path: Path) -> None:
+    """Draw the mask, the time line and the work of each step to a PNG file."""
+
+    def draw(figure: Any) -> None:
+        mask, (time, work) = _panels(figure)
+        _draw_mask(mask, drawn)
+        _draw_time(time, drawn)
+        _draw_work(work, drawn)
+        figure.suptitle(drawn.title)
+        if drawn.note:
+            figure.supxlabel("\n".join(wrap(drawn.note, 150)), fontsize="small")
+
+    save_figure(draw, path)
+
+
+def save_figure(draw: Callable[[Any], None], path: Path) -> None:
+    """Save what `draw` draws on an empty figure of matplotlib as a PNG file."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 5.5), layout="constrained")
+    FigureCanvasAgg(figure)  # no window opens, whatever the user's backend is
+    draw(figure)
+    figure.savefig(path, dpi=130, format="png")
+
+
+def _panels(figure: Any) -> tuple[Any, tuple[Any, Any]]:
+    grid = figure.add_gridspec(2, 2, width_ratios=(1, 1.1))
+    return figure.add_subplot(grid[:, 0]), tuple(figure.add_subplot(grid[i, 1]) for i in (0, 1))
+
+
+def _draw_mask(axes: Any, drawn: Drawing) -> None:
+    """Draw the queries of each rank in its colour, and later steps lighter."""
+    from matplotlib.colors import to_rgb
+
+    rgb = np.array([to_rgb(color) for color in COLORS])[drawn.owners % len(COLORS)]
+    number = max(1, len(drawn.areas[0]))
+    lightness = 0.75 * np.maximum(drawn.steps, 0) / number
+    shades = rgb[:, None] + (1 - rgb[:, None]) * lightness[..., None]
+    shades[drawn.steps < 0] = 0.96
+    last = int(drawn.positions[-1]) + 1 if len(drawn.positions) else 1
+    axes.imshow(shades, extent=(0, last, last, 0), interpolation="nearest")
+    axes.set(xlabel="key", ylabel="query", title="rank by colour, later steps lighter")
+
+
+def _draw_time(axes: Any, drawn: Drawing) -> None:
+    for bar in drawn.bars:
+        if bar.end > bar.begin:
+            color = COLORS[bar.rank % len(COLORS)]
+            size = bar.end - bar.begin
+            axes.barh(bar.rank, size, left=bar.begin, color=color, edgecolor="white", height=0.8)
+            if size > 0.05:
+                where = bar.begin + size / 2, bar.rank
+                axes.text(*where, str(bar.source), ha="center", va="center", color="white")
+    axes.invert_yaxis()
+    axes.set(xlabel="time, in the mean work of a rank", ylabel="rank")
+    axes.set(yticks=range(len(drawn.own)), title="steps, by the rank whose keys they are about")
+
+
+def _draw_work(axes: Any, drawn: Drawing) -> None:
+    whole = max(1, sum(map(sum, drawn.areas)))
+    shares = 100 * np.array(drawn.areas, dtype=float) / whole
+    image = axes.imshow(shares, cmap="Blues", vmin=0, aspect="auto")
+    axes.figure.colorbar(image, ax=axes, label="% of all work")
+    axes.set(xlabel="step", ylabel="rank", yticks=range(len(shares)), title="balance")
+    axes.set(xticks=range(0, shares.shape[1], -(-shares.shape[1] // 16)))

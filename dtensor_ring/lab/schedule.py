@@ -1,0 +1,272 @@
+"""Describe a ring without running it: a printable grid of its work, and its messages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from dtensor_ring.balanced.balanced import check_seen, layout_for, layouts_for
+from dtensor_ring.planning.layout import Layout
+from dtensor_ring.planning.mask import Boundaries, Documents, Mask, as_documents
+from dtensor_ring.planning.plan import FULL, Plan, check_documents, plan
+from dtensor_ring.planning.ranges import MAX_RANKS, as_count
+from dtensor_ring.planning.slices import Slices
+from dtensor_ring.planning.strategy import Strategy, as_strategy
+
+# The largest number of steps over all ranks: describing them takes a minute and 1 GB.
+MAX_STEPS = 2**20
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The plans of all ranks. Printed, it shows the work of each rank at each step."""
+
+    layout: Layout
+    mask: Mask | None
+    seq_len: int
+    documents: Documents | None
+    plans: tuple[Plan, ...]
+    slices: Slices | None = None
+    strategy: Strategy = field(default_factory=Strategy)
+
+    @property
+    def areas(self) -> list[list[int]]:
+        """Visible (query, key) pairs by rank, then by step, summed over rows of `cu_seqlens`.
+
+        A rank with fewer steps than others has no work in the last ones.
+        """
+        # A route may give ranks different numbers of steps.
+        num_steps = max(plan.num_steps for plan in self.plans)
+        worked = ([sum(t.area for t in step.tiles) for step in plan.steps] for plan in self.plans)
+        return [areas + [0] * (num_steps - len(areas)) for areas in worked]
+
+    @property
+    def imbalance(self) -> float:
+        """Work of the busiest rank over the mean: 1.0 is perfect balance."""
+        return _imbalance(self.areas)
+
+    @property
+    def makespan(self) -> float:
+        """When the last rank is done, over the mean work of a rank: 1.0 if no rank ever waits.
+
+        A step of a rank begins when its previous step is done, and when all ranks that it exchanges
+        keys and values with in that previous step have begun it. Messages take no time.
+        """
+        return _makespan(self.plans, self.areas)
+
+    @property
+    def received(self) -> list[int]:
+        """Tokens whose keys and values each rank receives, over all steps of a forward."""
+        return [plan.num_received for plan in self.plans]
+
+    @property
+    def _strategy(self) -> str:
+        spec = self.strategy.spec
+        return "" if spec == Strategy.default else f", {spec}"
+
+    def __str__(self) -> str:
+        areas = self.areas
+        # An attention without visible pairs prints zeros.
+        whole = max(1, sum(map(sum, areas)))
+        num_steps = len(areas[0])
+        lines = [
+            f"{self.layout.spec}, {_bounds(self.mask, self.slices)}{self._strategy}: "
+            f"{self.seq_len} tokens on {len(areas)} ranks, {num_steps} steps",
+            "share of all work, %  " + "".join(f"{f'step {i}':>9}" for i in range(num_steps)),
+        ]
+        lines[1] += f"{'total':>9}"
+        for rank, steps in enumerate(areas):
+            cells = "".join(f"{100 * area / whole:9.2f}" for area in [*steps, sum(steps)])
+            lines.append(f"{f'rank {rank}':<22}{cells}")
+        makespan = _makespan(self.plans, areas)
+        lines.append(f"busiest rank over mean: {_imbalance(areas):.3f}, makespan: {makespan:.3f}")
+        received = self.received
+        lines.append(f"keys and values: {sum(received)} tokens, at most {max(received)} to a rank")
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class LayoutComparison:
+    """How evenly each layout shards the work of one attention. Printed, it is one line.
+
+    Attributes:
+        imbalances: work of the busiest rank over the mean, by the name of the layout.
+    """
+
+    imbalances: dict[str, float]
+
+    def __str__(self) -> str:
+        listed = ", ".join(f"{name} {value:.3f}" for name, value in self.imbalances.items())
+        return f"busiest rank over mean: {listed}"
+
+
+def describe_schedule(
+    layout: Layout | str,
+    mask: Mask | None,
+    seq_len: int,
+    world_size: int,
+    cu_seqlens: Boundaries | None = None,
+    slices: Slices | None = None,
+    strategy: str = Strategy.default,
+) -> Schedule:
+    """Describe the part of the whole work that each rank does at each step of a ring.
+
+    Args:
+        layout: a layout or its name; "balanced" is the one for this mask and these documents.
+        mask: which keys a query sees; `None` where `slices` say it.
+        seq_len: global length, in tokens.
+        world_size: ranks on the ring.
+        cu_seqlens: boundaries of documents, `(D+1,)` or `(B, D+1)`; a tensor or a sequence.
+        slices: what queries see, in place of mask and boundaries.
+        strategy: how the attention is made parallel, see `SequenceAxis`. With "ulysses", a rank
+            works on all tokens of its group, with a part of the heads.
+
+    Returns:
+        A `Schedule`; print it. Below the grid are the balance, how long the ring takes if ranks
+        wait for one another but not for messages, and how many tokens move.
+
+    Raises:
+        TypeError: if the mask is not a `Mask`, or a number is not an integer.
+        ValueError: if the layout or strategy is unknown or cannot shard the length, or
+            the boundaries do not fit the sequence, or there are too many ranks to describe.
+
+    Example:
+        >>> print(describe_schedule("contiguous", Mask.causal(), 8, 2))
+        contiguous, left -, right 0: 8 tokens on 2 ranks, 2 steps
+        share of all work, %     step 0   step 1    total
+        rank 0                    27.78     0.00    27.78
+        rank 1                    27.78    44.44    72.22
+        busiest rank over mean: 1.444, makespan: 1.444
+        keys and values: 4 tokens, at most 4 to a rank
+    """
+    asked = _checked(mask, seq_len, world_size, cu_seqlens, slices)
+    chosen = layout_for(layout, *asked)
+    # The plan of rank 0 shows how many steps all plans have.
+    spelled = as_strategy(strategy, asked.world_size)
+    num_steps = asked.plan(chosen, 0, spelled).num_steps * asked.world_size
+    if num_steps > MAX_STEPS:
+        raise ValueError(
+            f"a schedule shows all steps of all ranks, which are {num_steps:,} for world_size "
+            f"{world_size}, at most {MAX_STEPS:,} can be described; describe fewer ranks"
+        )
+    plans = tuple(asked.plan(chosen, rank, spelled) for rank in range(asked.world_size))
+    return Schedule(chosen, mask, asked.seq_len, asked.documents, plans, slices, spelled)
+
+
+def compare_layouts(
+    mask: Mask | None,
+    seq_len: int,
+    world_size: int,
+    cu_seqlens: Boundaries | None = None,
+    slices: Slices | None = None,
+) -> LayoutComparison:
+    """Compare how evenly "balanced" and the layouts without parameters shard an attention.
+
+    Args:
+        mask: which keys a query sees; `None` where `slices` say it.
+        seq_len: global length, in tokens.
+        world_size: ranks on the ring.
+        cu_seqlens: boundaries of documents, `(D+1,)` or `(B, D+1)`; a tensor or a sequence.
+        slices: what queries see, in place of mask and boundaries.
+
+    Returns:
+        A `LayoutComparison`; print it. A layout that cannot shard the length is left out.
+
+    Raises:
+        TypeError: if the mask is not a `Mask`, or a number is not an integer.
+        ValueError: if there are no or too many ranks, or the boundaries do not fit the sequence.
+
+    Example:
+        >>> print(compare_layouts(Mask.causal(), 8, 2))
+        busiest rank over mean: contiguous 1.444, striped 1.111, zigzag 1.000, balanced 1.000
+    """
+    asked = _checked(mask, seq_len, world_size, cu_seqlens, slices)
+    return LayoutComparison(
+        {
+            layout.name: describe_schedule(layout, *asked).imbalance
+            for layout in layouts_for(*asked)
+            if _can_shard(layout, asked.world_size, asked.seq_len)
+        }
+    )
+
+
+def _can_shard(layout: Layout, world_size: int, seq_len: int) -> bool:
+    """Return whether a layout can shard that length."""
+    try:
+        layout.runs(0, world_size, seq_len)
+    except ValueError:
+        return False
+    return True
+
+
+class _ScheduleRequest(NamedTuple):
+    """The attention to describe."""
+
+    mask: Mask | None
+    seq_len: int
+    world_size: int
+    documents: Documents | None
+    slices: Slices | None
+
+    def plan(self, layout: Layout, rank: int, strategy: Strategy) -> Plan:
+        """Return the plan of a rank."""
+        mask = FULL if self.mask is None else self.mask
+        where = rank, self.world_size, self.seq_len, self.documents
+        return plan(layout, mask, *where, strategy=strategy, slices=self.slices)
+
+
+def _checked(
+    mask: Mask | None,
+    seq_len: int,
+    world_size: int,
+    cu_seqlens: Boundaries | None,
+    slices: Slices | None,
+) -> _ScheduleRequest:
+    """Check the arguments, and make numbers integers: they are cache keys, and 8.0 equals 8."""
+    check_seen(mask, slices)
+    num_ranks = as_count("world_size", world_size, 1, MAX_RANKS)
+    documents = as_documents(cu_seqlens)
+    length = as_count("seq_len", seq_len)
+    check_documents(num_ranks, length, documents)
+    return _ScheduleRequest(mask, length, num_ranks, documents, slices)
+
+
+def _imbalance(areas: list[list[int]]) -> float:
+    totals = [sum(steps) for steps in areas]
+    return max(totals) * len(totals) / sum(totals) if any(totals) else 1.0
+
+
+def step_begins(plans: Sequence[Plan], areas: list[list[int]]) -> list[list[int]]:
+    """Return when each rank begins, by step, and last when it is done: see `Schedule.makespan`."""
+    begins = [[0] * len(plans)]
+    for step in range(len(areas[0])):
+        done = [begin + work[step] for begin, work in zip(begins[-1], areas, strict=True)]
+        begins.append(
+            [
+                max([end, *(begins[-1][peer] for peer in _peers(plan, step))])
+                for end, plan in zip(done, plans, strict=True)
+            ]
+        )
+    return begins
+
+
+def _makespan(plans: Sequence[Plan], areas: list[list[int]]) -> float:
+    whole = sum(map(sum, areas))
+    return max(step_begins(plans, areas)[-1]) * len(plans) / whole if whole else 1.0
+
+
+def _peers(plan: Plan, step: int) -> Iterator[int]:
+    """Yield the ranks that a rank exchanges keys and values with during a step."""
+    for hop in plan.shards[step : step + 1]:  # empty if the rank has fewer steps
+        yield from (transfer.peer for transfer in hop.sends + hop.receives)
+
+
+def _bounds(mask: Mask | None, slices: Slices | None) -> str:
+    """Return the bounds of a mask as text: left and right always, chunk and prefix if set."""
+    if mask is None:
+        return f"{sum(map(len, slices or ())):,} slices"
+    counts = {"left": mask.left, "right": mask.right}
+    counts |= {"chunk": mask.chunk} if mask.chunk else {}
+    counts |= {"prefix": mask.prefix} if mask.prefix else {}
+    return ", ".join(f"{name} {'-' if n is None else n}" for name, n in counts.items())

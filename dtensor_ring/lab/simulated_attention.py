@@ -1,0 +1,223 @@
+"""Simulate one attention on a machine: what each rank does when, and the total."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
+from os import PathLike
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from dtensor_ring.lab.clock import Spans
+from dtensor_ring.lab.machine import Machine
+from dtensor_ring.lab.presets import as_machine
+from dtensor_ring.lab.problem import SimulatedProblem, problem_of
+from dtensor_ring.lab.recurrence import Direction, RingTimes
+from dtensor_ring.planning.layout import Layout
+from dtensor_ring.planning.mask import Boundaries, Mask
+from dtensor_ring.planning.slices import Slices
+from dtensor_ring.planning.strategy import Strategy
+from dtensor_ring.transport.transport import DEFAULT_POLICY, TransferPolicy
+
+# The rows of a rank in a picture, in this order.
+STREAMS = ("host", "compute", "send", "receive")
+
+
+class Span(NamedTuple):
+    """What one rank does once.
+
+    Attributes:
+        rank: who does it.
+        stream: one of `STREAMS`.
+        label: as in a profile, such as "ring forward, step 0, source 1: tile".
+        begin, end: seconds since the forward began; the backward follows it.
+    """
+
+    rank: int
+    stream: str
+    label: str
+    begin: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """The times of one attention, forward and backward. Printed, it is two lines.
+
+    Both directions begin on all ranks at once; the backward begins when the last forward has ended.
+
+    Attributes:
+        machine: name of the machine.
+        strategy: spec of the strategy.
+        forward: times of the forward by rank.
+        backward: likewise.
+    """
+
+    machine: str
+    strategy: str
+    forward: Direction = field(repr=False)
+    backward: Direction = field(repr=False)
+
+    @property
+    def seconds(self) -> tuple[float, float]:
+        """Seconds until the last rank is done, forward and backward."""
+        forward, backward = (float(x.ends.max()) for x in (self.forward, self.backward))
+        return forward, backward
+
+    @property
+    def total(self) -> float:
+        """Seconds of forward and backward together."""
+        return sum(self.seconds)
+
+    @property
+    def exposed(self) -> tuple[float, float]:
+        """Seconds in which the kernels of the rank that waits longest wait for messages."""
+        forward, backward = (float(x.waited.max()) for x in (self.forward, self.backward))
+        return forward, backward
+
+    @property
+    def num_bytes(self) -> tuple[int, int]:
+        """Bytes that the busiest rank sends, forward and backward."""
+        forward, backward = (int(x.sent.max()) for x in (self.forward, self.backward))
+        return forward, backward
+
+    def __str__(self) -> str:
+        lines = [f"{self.strategy} on {self.machine}, of the slowest rank:"]
+        rows = zip(("forward", "backward"), self.seconds, self.exposed, self.num_bytes, strict=True)
+        for name, seconds, exposed, size in rows:
+            lines.append(
+                f"{name:<8} {1e3 * seconds:10.3f} ms, {1e3 * exposed:9.3f} ms of it waiting for "
+                f"messages, {size / 1e6:.1f} MB sent"
+            )
+        return "\n".join(lines)
+
+    def spans(self, ranks: Collection[int] | None = None) -> Iterator[Span]:
+        """Yield what ranks do, in the order of the code.
+
+        Args:
+            ranks: which ranks; by default all.
+        """
+        starts = 0.0, self.seconds[0]
+        for of, start in zip((self.forward, self.backward), starts, strict=True):
+            for spans in of.spans:
+                yield from _spans(spans, start, ranks)
+
+    def chrome_trace(self, ranks: Collection[int] | None = None) -> str:
+        """Return the spans as JSON that Perfetto and chrome://tracing open, a process by rank.
+
+        Args:
+            ranks: which ranks; by default all.
+        """
+        events: list[dict[str, Any]] = []
+        known: set[int] = set()
+        for span in self.spans(ranks):
+            if span.rank not in known:
+                known.add(span.rank)
+                events += _names(span.rank)
+            place = {"pid": span.rank, "tid": STREAMS.index(span.stream)}
+            # Microseconds.
+            times = {"ts": 1e6 * span.begin, "dur": 1e6 * (span.end - span.begin)}
+            events.append({"ph": "X", "name": span.label, "cat": span.stream, **place, **times})
+        return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
+
+
+def _spans(spans: Spans, start: float, ranks: Collection[int] | None) -> Iterator[Span]:
+    """Yield spans of some ranks."""
+    where = slice(None) if ranks is None else np.isin(spans.ranks, list(ranks))
+    rows = (x[where].tolist() for x in (spans.ranks, spans.sources, spans.begins, spans.ends))
+    for rank, source, begin, end in zip(*rows, strict=True):
+        label = f"ring {spans.ring}, step {spans.step}, source {source}: {spans.what}"
+        yield Span(rank, spans.stream, label, start + begin, start + end)
+
+
+def _names(rank: int) -> Iterator[dict[str, Any]]:
+    """Yield the events that name a rank and its streams."""
+    yield {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}}
+    for number, stream in enumerate(STREAMS):
+        place = {"pid": rank, "tid": number}
+        yield {"ph": "M", "name": "thread_name", **place, "args": {"name": stream}}
+
+
+def simulate_attention(
+    mask: Mask | None,
+    seq_len: int,
+    world_size: int,
+    heads: tuple[int, int] = (32, 8),
+    head_dim: int = 128,
+    cu_seqlens: Boundaries | None = None,
+    *,
+    slices: Slices | None = None,
+    layout: Layout | str = "zigzag",
+    strategy: Strategy | str = Strategy.default,
+    batch: int = 1,
+    dtype: torch.dtype | str = torch.bfloat16,
+    policy: TransferPolicy = DEFAULT_POLICY,
+    kernel: str | None = None,
+    machine: Machine | str | PathLike[str] = "h100",
+) -> Timeline:
+    """Simulate the forward and the backward of one attention on a machine, without running it.
+
+    Ranks of a host are consecutive ranks of the axis. Of a host whose devices are also used by
+    other axes, give a machine with fewer `ranks_per_host`.
+
+    Args:
+        mask: which keys a query sees; `None` where `slices` say it.
+        seq_len: global length, in tokens.
+        world_size: ranks of the axis.
+        heads: of queries, and of keys and values; with tensor parallelism, those of a rank.
+        head_dim: of queries, keys and values.
+        cu_seqlens: boundaries of documents, `(D+1,)` or `(B, D+1)`; a tensor or a sequence.
+        slices: what queries see, in place of mask and boundaries.
+        layout: a layout or its name.
+        strategy: how the attention is made parallel, see `SequenceAxis`.
+        batch: rows of the batch, if boundaries do not say it by row.
+        dtype: of query, key and value, or its name.
+        policy: the dtypes in which messages travel.
+        kernel: a registered kernel's name; by default the first one that the machine has.
+        machine: a preset's name, such as "h100", a file that `python -m dtensor_ring calibrate`
+            wrote, or a `Machine`.
+
+    Returns:
+        A `Timeline`; print it, or save its `chrome_trace()`.
+
+    Raises:
+        TypeError: if an argument is of another type.
+        ValueError: if the machine is unknown or lacks the kernel or the dtype, or the strategy or
+            layout is unknown, does not fit the axis or the length, or there are too few heads.
+
+    Example:
+        >>> from dtensor_ring.lab.machine import Curve, KernelSpeed, Links, Machine
+        >>> link, copy, kernel = (Curve.line(1e-5, rate) for rate in (1e11, 2e12, 5e14))
+        >>> speed = KernelSpeed("any", "bfloat16", 128, "full", kernel, kernel)
+        >>> links = Links(link, link, link, link)
+        >>> machine = Machine("mine", "cuda", "data sheet", 8, 80 * 2**30, (speed,), {}, 2e12, copy,
+        ...     copy, links, links)
+        >>> found = simulate_attention(Mask.causal(), 65536, 8, machine=machine)
+        >>> [round(1e3 * seconds, 2) for seconds in found.seconds]
+        [9.33, 23.82]
+    """
+    problem = problem_of(
+        *(mask, seq_len, world_size, heads, head_dim, cu_seqlens),
+        slices=slices,
+        layout=layout,
+        batch=batch,
+        dtype=dtype,
+        policy=policy,
+        kernel=kernel,
+    )
+    return timeline_of(problem, problem.able(strategy), as_machine(machine), keeps_spans=True)
+
+
+def timeline_of(
+    problem: SimulatedProblem, strategy: Strategy, machine: Machine, keeps_spans: bool = False
+) -> Timeline:
+    """Return the times of a problem by one strategy that can run it.
+
+    Raises:
+        ValueError: if the machine lacks the kernel or the dtype.
+    """
+    times = RingTimes(problem, strategy, machine, keeps_spans)
+    return Timeline(machine.name, strategy.spec, times.forward(), times.backward())

@@ -1,0 +1,168 @@
+"""What `estimate --longest` counts, next to real steps on two ranks at three lengths."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import pytest
+import torch
+from parts.small_models import small_model
+from torch import Tensor, nn
+from torch.distributed._tools.mem_tracker import MemTracker
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.utils.checkpoint import checkpoint
+
+from dtensor_ring.lab.presets import as_machine
+from dtensor_ring.lab.training import step_memory as step_memory_module
+from dtensor_ring.lab.training.estimate import FarInputs, checkpoint_layers
+from dtensor_ring.lab.training.step_memory import AttentionRoom, fetched_layers, step_memory
+from dtensor_ring.lab.training.step_request import MemorySetting, step_request
+from parallel_plans.huggingface import context_parallel_plan
+from tests.pool import Pool
+
+RANKS = 2
+CPU = replace(as_machine("h100"), host_waits=True, gemm={"float32": 1e12, "bfloat16": 1e12})
+TILE = 128
+
+
+class Case(NamedTuple):
+    """A model and what its steps do to take less memory."""
+
+    model: str
+    setting: MemorySetting
+    dtype: str = "float32"
+    lengths: tuple[int, ...] = (1024, 2048, 4096)
+    is_sharded: bool = False
+
+
+CASES = [
+    Case("llama", MemorySetting("full", TILE, ("checkpoints",))),
+    *(
+        pytest.param(case, marks=pytest.mark.repeats)
+        for case in (
+            # What FSDP2 gathers of so small a model is as large as activations of fewer tokens.
+            Case("llama", MemorySetting("full"), lengths=(2048, 4096, 8192), is_sharded=True),
+            Case("llama", MemorySetting()),
+            Case("llama", MemorySetting("full")),
+            Case("llama", MemorySetting("full"), "bfloat16"),
+            Case("llama", MemorySetting("full", TILE), "bfloat16"),
+            Case("llama", MemorySetting("attention", TILE)),
+            Case("qwen3_moe", MemorySetting("full", TILE, ("checkpoints",))),
+            Case("qwen3_moe", MemorySetting("full")),
+            Case("qwen3_moe", MemorySetting("attention"), "bfloat16"),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.model}, {case.setting}")
+def test_real_steps_take_what_is_counted(pool: Pool, case: Case) -> None:
+    """At three lengths: within 10 %, and so is what grows with the length, and what does not."""
+    counted = [_counted(case, x) for x in case.lengths]
+    for measured in pool.run(RANKS, _measured, case):
+        for (real, on_host), (expected, expected_on_host) in zip(measured, counted, strict=True):
+            assert expected == pytest.approx(real, rel=0.10)
+            assert expected_on_host == on_host
+        (first, middle, last), counts = (x[0] for x in measured), [x[0] for x in counted]
+        assert counts[2] - counts[1] == pytest.approx(last - middle, rel=0.10)
+        # Of a line through two points, in parts of the first: all lengths are in proportion.
+        offsets = 2 * first - middle, 2 * counts[0] - counts[1]
+        assert offsets[1] == pytest.approx(offsets[0], abs=0.10 * first)
+
+
+class Bytes(FarInputs):
+    """A host whose memory no tracker of tensors sees."""
+
+    def pack(self, x: Tensor) -> Any:
+        super().pack(x)
+        words = x.detach().contiguous().view(torch.uint8)
+        return words.numpy().tobytes(), x.shape, x.dtype
+
+    def unpack(self, x: Any) -> Tensor:
+        content, shape, dtype = x
+        return torch.frombuffer(bytearray(content), dtype=dtype).view(shape)
+
+
+def _measured(case: Case) -> list[tuple[int, int]]:
+    """Return for each length the most bytes at once, and those on the host.
+
+    Without parameters and gradients, but for a model whose are sharded.
+    """
+    return [_step(case, seq_len) for seq_len in case.lengths]
+
+
+def _step(case: Case, seq_len: int) -> tuple[int, int]:
+    mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("cp",))
+    model = small_model(case.model, seq_len).to(getattr(torch, case.dtype))
+    model = parallelize_module(model, mesh, context_parallel_plan(model))
+    if case.setting.mlp_tile is not None:
+        _run_in_tiles(model, case.setting.mlp_tile)
+    host = Bytes() if "checkpoints" in case.setting.offload else None
+    if case.setting.checkpoint != "none":
+        checkpoint_layers(model, case.setting.checkpoint, host)
+    if case.is_sharded:
+        for module in (*model.model.layers, model):
+            fully_shard(module, mesh=mesh)
+            module.set_force_sum_reduction_for_comms(True)
+    tokens = torch.zeros(1, seq_len, dtype=torch.long)
+    tracker = MemTracker()
+    tracker.track_external(model)
+    with tracker:
+        loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+        if not case.is_sharded:
+            for parameter in model.parameters():  # after the hooks of the tracker
+                parameter.register_post_accumulate_grad_hook(_drop)
+        loss.backward()
+    peaks = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]
+    if case.is_sharded:
+        return peaks["Total"], 0
+    if host is None:
+        return _activations(peaks), 0
+    # A prefetch would have inputs of the next layers here, which these hooks do not.
+    ahead = fetched_layers(case.setting.checkpoint) - 1
+    return _activations(peaks) + ahead * host.largest, host.held
+
+
+def _drop(parameter: Tensor) -> None:
+    """Free a gradient when it is there, as FSDP2 does: so the fullest moment is of activations."""
+    parameter.grad = None
+
+
+def _activations(peaks: dict[Any, int]) -> int:
+    """Return the bytes of all but parameters, buffers and gradients."""
+    states = "Parameter", "Gradient", "Buffer"
+    return peaks["Total"] - sum(peaks[x] for x in states)
+
+
+def _run_in_tiles(model: nn.Module, size: int) -> None:
+    """Run norms and MLPs over tiles of tokens that are computed again in backward."""
+    norms = [x for layer in model.model.layers for x in layer.children() if "Norm" in str(type(x))]
+    mlps = [layer.mlp for layer in model.model.layers]
+    for module in (*norms, *mlps, model.model.norm):
+        module.forward = partial(_in_tiles, module.forward, size)
+
+
+def _in_tiles(run: Any, size: int, x: Tensor) -> Tensor:
+    tiles = x.split(size, 1)
+    return torch.cat([checkpoint(run, tile, use_reentrant=False) for tile in tiles], 1)
+
+
+def _counted(case: Case, seq_len: int) -> tuple[int, int]:
+    """Return the same numbers by the formula of `estimate --longest`.
+
+    Without what is inside of attentions and of the loss, which are one op each: the tracker sees
+    what ops return.
+    """
+    config = small_model(case.model, seq_len).config
+    asked = step_request(config, seq_len, {"cp": RANKS}, CPU, dtype=case.dtype)
+    shards, rooms = RANKS if case.is_sharded else 1, [AttentionRoom()] * len(asked.model.layers)
+    with patch.object(step_memory_module, "loss_room", lambda *_: 0):
+        found = step_memory(asked.model, asked.shard, shards, case.setting, rooms)
+    # Gradients of a whole model are freed one by one, and its parameters are there in any case.
+    without = found.optimizer if case.is_sharded else 2 * found.optimizer
+    return found.peak - without, found.host

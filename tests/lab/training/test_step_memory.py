@@ -1,0 +1,135 @@
+"""Bytes of a simulated step, beside what `estimate` counts in a run on the meta device."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dtensor_ring.command.main import main
+from dtensor_ring.lab.training.layer_seconds import Shard, itemsize
+from dtensor_ring.lab.training.model_shape import ModelShape
+from dtensor_ring.lab.training.step_memory import AttentionRoom, StepMemory, step_memory
+from dtensor_ring.lab.training.step_request import MemorySetting
+from parallel_plans.models import load
+
+CONFIG = {"model_type": "llama", "hidden_size": 512, "intermediate_size": 1408, "head_dim": 64}
+CONFIG |= {"num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 2}
+CONFIG |= {"vocab_size": 4096, "tie_word_embeddings": False}
+SEQ_LEN, CP, DP = 4096, 2, 2
+
+
+def _estimated(
+    dtype: str, checkpoint: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> dict[str, Any]:
+    path = folder / "config.json"
+    path.write_text(json.dumps(CONFIG))
+    command = f"estimate --model {path} --seq-len {SEQ_LEN} --mesh cp={CP},dp_shard={DP} --json"
+    assert main(load, [*command.split(), "--dtype", dtype, "--checkpoint", checkpoint]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def _simulated(
+    dtype: str, checkpoint: str, *, tp: int = 1, backward: int = 0, **setting: Any
+) -> StepMemory:
+    shard = Shard(SEQ_LEN // CP, tp, itemsize(dtype), dtype)
+    rooms = [AttentionRoom(0, 0, backward)] * 4
+    how = MemorySetting(checkpoint, **setting)
+    return step_memory(ModelShape.of(CONFIG), shard, CP * DP, how, rooms)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "checkpoint"),
+    [
+        ("bfloat16", "none"),
+        pytest.param("float32", "none", marks=pytest.mark.repeats),
+        pytest.param("float32", "full", marks=pytest.mark.repeats),
+    ],
+)
+def test_bytes_are_those_of_a_run(
+    dtype: str, checkpoint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What is left out, such as weights of norms, is less than 1 %."""
+    counted, found = _estimated(dtype, checkpoint, tmp_path, capsys), _simulated(dtype, checkpoint)
+    assert found.attention_kept == counted["attention_kept"]
+    assert found.others_kept == pytest.approx(counted["others_kept"], rel=0.01)
+    assert found.gathered == pytest.approx(counted["gathered"], rel=0.001)
+    # Parameters of a simulated step are float32.
+    wide = 4 // itemsize(dtype)
+    for name in ("parameters", "gradients", "optimizer"):
+        assert getattr(found, name) == pytest.approx(wide * counted[name], rel=0.002)
+
+
+TOKENS, ROOM = SEQ_LEN // CP, 10**12
+STREAM = TOKENS * 512 * 2
+QUERIES, KEYS = TOKENS * 8 * 64 * 2, TOKENS * 2 * 64 * 2
+RESULTS = QUERIES + TOKENS * 8 * 4  # the output, and an lse of each head
+NORM = TOKENS * 512 * (4 + 2 + 2)  # in float32, over its norm, and the output
+TABLES = 2 * TOKENS * 64 * 2  # of rotary embeddings
+MLP = 4 * TOKENS * 1408 * 2
+ATTENDING = NORM + QUERIES + 2 * KEYS + RESULTS + STREAM + QUERIES + ROOM  # with two gradients
+
+
+@pytest.mark.parametrize(
+    ("setting", "kept", "fullest"),
+    [
+        (
+            {"checkpoint": "none"},
+            4 * (2 * NORM + QUERIES + 2 * KEYS + RESULTS + MLP),
+            3 * (2 * NORM + QUERIES + 2 * KEYS + RESULTS + MLP) + ATTENDING,
+        ),
+        (
+            {"checkpoint": "attention"},
+            4 * (STREAM + RESULTS),
+            3 * (STREAM + RESULTS) + STREAM + ATTENDING,
+        ),
+        ({"checkpoint": "full"}, 4 * STREAM, 3 * STREAM + STREAM + ATTENDING),
+        # What layers keep is on the host, but for this layer and three tensors.
+        ({"checkpoint": "full", "offload": ("checkpoints",)}, 4 * STREAM, 4 * STREAM + ATTENDING),
+        (
+            {"checkpoint": "attention", "offload": ("checkpoints",)},
+            2 * (STREAM + RESULTS),
+            2 * STREAM + RESULTS + ATTENDING,
+        ),
+    ],
+)
+def test_the_fullest_moment(setting: dict[str, Any], kept: int, fullest: int) -> None:
+    """Where an attention needs most, the backward of the last layer's."""
+    found = _simulated("bfloat16", backward=ROOM, **setting)
+    assert found.attention_kept + found.others_kept == kept + NORM + TABLES
+    assert found.working == fullest - kept - NORM
+    if "offload" in setting:
+        assert found.host == (4 * STREAM if setting["checkpoint"] == "full" else 2 * kept)
+
+
+def test_tiles_keep_inputs_and_outputs() -> None:
+    """Of norms: input and output. Of an MLP: nothing but its input, the output of a norm."""
+    found = _simulated("bfloat16", "none", mlp_tile=1)
+    layer = 4 * STREAM + QUERIES + 2 * KEYS + RESULTS
+    assert found.attention_kept + found.others_kept == 4 * layer + 2 * STREAM + TABLES
+    large = [_simulated("bfloat16", "full", mlp_tile=x) for x in (TOKENS // 2, TOKENS, 2 * TOKENS)]
+    assert large[0].peak < large[1].peak == large[2].peak
+
+
+def test_states_on_the_host() -> None:
+    here, there = (_simulated("bfloat16", "none", offload=x) for x in ((), ("optimizer",)))
+    states = here.parameters + here.gradients + here.optimizer
+    assert (there.parameters, there.gradients, there.optimizer, there.host) == (0, 0, 0, states)
+    assert here.peak - there.peak == states
+
+
+def test_tensor_parallelism_divides() -> None:
+    whole, half = _simulated("bfloat16", "none"), _simulated("bfloat16", "none", tp=2)
+    for name in ("parameters", "gradients", "optimizer", "gathered", "attention_kept"):
+        assert getattr(half, name) * 2 == getattr(whole, name), name
+    # Outputs of the nine norms are gathered, and rotary tables are for all tokens.
+    gathered = SEQ_LEN // CP * (9 * 512 + 2 * 64) * 2
+    assert (half.others_kept - gathered) * 2 == whole.others_kept - gathered
+    assert half.peak == sum(half)
+
+
+def test_one_rank_gathers_nothing() -> None:
+    shard, rooms = Shard(SEQ_LEN, 1, 2, "bfloat16"), [AttentionRoom()] * 4
+    assert step_memory(ModelShape.of(CONFIG), shard, 1, MemorySetting(), rooms).gathered == 0

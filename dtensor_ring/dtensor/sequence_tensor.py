@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_map_only
 
@@ -153,27 +153,33 @@ class _ToLocal(torch.autograd.Function):
         return known(DTensor(grads[0], ctx.spec, requires_grad=False))
 
 
-def _of_nothing(func: Any, query: Any, key: Any, value: Any, *args: Any, **how: Any) -> Any:
+def _attend(func: Any, query: Any, key: Any, value: Any, *args: Any, **how: Any) -> Any:
+    """Compute the attention of sequences in one order: its op checks all that is checked here."""
+    is_known = type(query) is type(key) is type(value) is SequenceTensor
+    if not is_known or not (query._spec.mesh is key._spec.mesh is value._spec.mesh):
+        return NotImplemented
+    if 0 in (*query.shape[:-1], value.shape[-1]):
+        return _of_nothing(func, query, key, value, *args, **how)
+    if (args and args[0] is not None) or how.get("attn_mask") is not None:
+        return NotImplemented
+    return func(query, key, value, *args, **how)
+
+
+def _of_nothing(func: Any, query: Any, *others: Any, **how: Any) -> Any:
     """Return an empty result of attention: PyTorch makes a plain one, which DTensor refuses."""
-    inputs, dim = (query, key, value), query.ndim - 2
-    if 0 not in (*query.shape[:-1], value.shape[-1]):
+    dim = query.ndim - 2
+    local = [x.to_local() if isinstance(x, SequenceTensor) else x for x in (query, *others)]
+    if any(isinstance(x, SequenceTensor) and sequence_dim(x) != dim for x in (query, *others)):
         return NotImplemented
-    if any(not isinstance(x, SequenceTensor) or sequence_dim(x) != dim for x in inputs):
-        return NotImplemented
-    return wrapped(func(*(x.to_local() for x in inputs), *args, **how), query, dim)
+    return wrapped(func(*local, **how), query, dim)
 
 
-_RULES = INDEXING | RESULTS | {F.scaled_dot_product_attention: _of_nothing}
+_RULES = INDEXING | RESULTS | {F.scaled_dot_product_attention: _attend}
 PACKAGE = __name__.partition(".")[0] + "."
 
 
 def known(x: Any) -> Any:
     """Give a DTensor on a token mesh the class that goes with it, in place."""
-    _tell_compiler()
-    return _as_sequence(x)
-
-
-def _as_sequence(x: Any) -> Any:
     if type(x) is DTensor and tokens_of(x._spec.mesh) is not None:
         # The class adds no field, and a new object would have no gradient.
         x.__class__ = SequenceTensor
@@ -200,7 +206,7 @@ def _told() -> bool:
     from torch._dynamo.eval_frame import set_code_exec_strategy
     from torch._dynamo.types import FrameAction, FrameExecStrategy
 
-    torch._dynamo.allow_in_graph(_as_sequence)  # a change of class cannot be traced
+    torch._dynamo.allow_in_graph(known)  # a change of class cannot be traced
     # What is called outside of a graph, after a break, must not be traced as if it were in one.
     eager = FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP)
     set_code_exec_strategy(SequenceTensor.__torch_function__.__func__.__code__, eager)
@@ -270,7 +276,20 @@ def from_local_tokens(local: Tensor, mesh: DeviceMesh, dim: int, seq_len: int) -
         NotImplementedError: within a transform of `torch.func`.
     """
     refuse_transforms(local)
+    _tell_compiler()
     return known(placed_tokens(local, mesh, dim, seq_len))
+
+
+def from_equal_shards(local: Tensor, mesh: DeviceMesh, dim: int) -> DTensor:
+    """Make the DTensor of shards of equal length, see `from_local_tokens`.
+
+    Raises:
+        NotImplementedError: within a transform of `torch.func`.
+    """
+    refuse_transforms(local)
+    _tell_compiler()
+    # No check: comparing shapes over the ranks would cost a collective for each tensor.
+    return known(DTensor.from_local(local, mesh, [Shard(dim)], run_check=False))
 
 
 def refuse_transforms(local: Tensor) -> None:

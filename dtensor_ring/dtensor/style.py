@@ -19,7 +19,7 @@ from dtensor_ring.dtensor.axis import SequenceAxis
 from dtensor_ring.dtensor.axis_config import check_axis_options
 from dtensor_ring.dtensor.laboratory import AnyMachine
 from dtensor_ring.dtensor.placement import SEQUENCE
-from dtensor_ring.dtensor.sequence_tensor import from_local_tokens, known, refuse_transforms
+from dtensor_ring.dtensor.sequence_tensor import from_equal_shards, from_local_tokens
 from dtensor_ring.ops.checks import CALLER, check_strided, layer_of, name_layer, within_layer
 from dtensor_ring.planning.layout import Layout
 from dtensor_ring.planning.mask import Mask
@@ -213,9 +213,7 @@ def _shard(
         )
     if seq_len is not None:
         return from_local_tokens(x, axis.token_mesh, SEQUENCE, seq_len)
-    refuse_transforms(x)
-    # No check: comparing shapes over the ranks would cost a collective for each tensor.
-    return known(DTensor.from_local(x, axis.token_mesh, [Shard(SEQUENCE)], run_check=False))
+    return from_equal_shards(x, axis.token_mesh, SEQUENCE)
 
 
 def _local_outputs(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:

@@ -77,10 +77,10 @@ class TokenwiseCheck:
         if torch.compiler.is_compiling():
             return
         self._remove_hooks()
-        decoder, head = language_model_of(model), model.get_output_embeddings()
-        facts = _facts(decoder, head)
-        if self._done.get(decoder) == facts:  # as nearly always, so a forward does no more
+        facts = _facts(model)
+        if self._done.get(model) == facts:  # as nearly always, so a forward does no more
             return
+        decoder, head = language_model_of(model), model.get_output_embeddings()
         if decoder not in self._seen:  # a copy of the model
             self.remember(decoder)
         parts = [*decoder.named_modules()]
@@ -94,7 +94,7 @@ class TokenwiseCheck:
         if new:
             self._check_new(decoder, new)
         if not self._hooks:
-            self._done[decoder] = facts
+            self._done[model] = facts
 
     def _is_plain(self, kind: Kind) -> bool:
         return kind[0] in self._plain and kind[1] in (Tensor, nn.Parameter)
@@ -149,10 +149,11 @@ class TokenwiseCheck:
             self._hooks.pop().remove()
 
 
-def _facts(*parts: nn.Module | None) -> list[Any]:
+def _facts(model: nn.Module) -> list[Any]:
     """Return what tells whether any module was replaced, or is of another kind."""
     facts: list[Any] = []
-    todo, found = list(parts), set()
+    todo: list[nn.Module | None] = [model]
+    found = set[nn.Module]()
     while todo:
         module = todo.pop()
         if module is None or module in found:
@@ -161,7 +162,8 @@ def _facts(*parts: nn.Module | None) -> list[Any]:
         own = vars(module)
         weight = own["_parameters"].get("weight")
         local = getattr(weight, "_local_tensor", None)
-        facts += ref(module), type(module), _forward(module), type(weight), type(local)
+        forward = id(own.get("forward"))  # the object holds the module
+        facts += ref(module), type(module), forward, type(weight), type(local)
         todo += own["_modules"].values()
     return facts
 

@@ -1,0 +1,161 @@
+"""Programs that users write around a planned model, as data: hypothesis draws them from `rules.py`.
+
+A program is lines of Python. The same lines run on the stock model in one process, where a plan does
+nothing, see `running.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hypothesis import strategies as st
+
+from tests.border.rules import LAYOUTS, MODELS, RULES, WEIGHTS, Rule, holds
+
+LENGTHS = (13, 12, 21, 8, 16, 5, 24, 3, 2, 1, 33)
+FEWEST_STEPS, MOST_STEPS = 3, 6
+PREAMBLE = """\
+# torchrun --nproc-per-node {ranks} program.py
+import copy, io, tempfile
+import torch, torch.distributed as dist, torch.nn.functional as F
+from peft import IA3Config, LoraConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_model
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+from dtensor_ring import unshard_sequence
+from parallel_plans.huggingface import (
+    ContextParallelCache, context_parallel_plan, restore_model, ring_checkpoint_contexts, stock_model
+)
+from tests.families import small_model
+
+if not dist.is_initialized():
+    dist.init_process_group("gloo")
+mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+
+def build():
+    return small_model({family!r}, {head!r}){dtype}
+
+def average(model):
+    for x in model.parameters():
+        if x.grad is not None:
+            dist.all_reduce(x.grad)
+            x.grad /= dist.get_world_size()
+
+B, S, features = {batch}, {length}, {features}
+ids = torch.randint(2, 32, (B, S), generator=torch.Generator().manual_seed(5))
+targets, rows = {targets}, torch.arange(B) % 2
+packed = torch.cat([torch.arange(S // 2), torch.arange(S - S // 2)]).expand(B, S)
+left, right = torch.ones_like(ids), torch.ones_like(ids)
+left[0, : S // 3], right[0, S - S // 3 :] = 0, 0
+left_targets, right_targets = targets.masked_fill(left == 0, -100), targets.masked_fill(right == 0, -100)
+left_targets[0, : S // 3 + 1] = -100  # padding would predict it
+# What the lines use beside an output `x`.
+labels = torch.arange(B * S).view(B, S) * 7 % min(features, S)
+mask = torch.arange(B * S).view(B, S) % 3 != 1
+index = torch.tensor([S - 1, 0, S // 2])
+other = (torch.arange(B * S).view(B, S, 1) * 3 + torch.arange(features)).sin(){dtype}
+weight = torch.arange(4.0 * features).view(4, features).cos(){dtype}
+"""
+
+
+@dataclass(frozen=True)
+class Step:
+    """Lines that a user writes at once.
+
+    Attributes:
+        rule: name of the family of rules that it comes from.
+        code: the lines.
+        compares: expressions whose values are those of one process afterwards.
+    """
+
+    rule: str
+    code: str
+    compares: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Program:
+    """What a user writes, and on how many ranks it runs.
+
+    Attributes:
+        model: a name of `MODELS`.
+        ranks: how many.
+        batch: rows.
+        length: tokens of a row.
+        dtype: "double" or "float".
+        steps: in their order; the first one builds the model.
+    """
+
+    model: str
+    ranks: int
+    batch: int
+    length: int
+    dtype: str
+    steps: tuple[Step, ...]
+
+    @property
+    def preamble(self) -> str:
+        """The lines before the steps: imports, the mesh, the batch."""
+        model = MODELS[self.model]
+        return PREAMBLE.format(
+            ranks=self.ranks,
+            family=model.family,
+            head=model.head,
+            batch=self.batch,
+            length=self.length,
+            features=model.features,
+            targets=model.targets,
+            dtype=f".{self.dtype}()",
+        )
+
+    def __str__(self) -> str:
+        return self.preamble + "\n" + "\n".join(step.code for step in self.steps)
+
+    def __repr__(self) -> str:
+        return f"<program on {self.ranks} ranks>\n{self}\n"
+
+
+BUILD = Step("build", "model = build()")
+
+
+@st.composite
+def programs(draw: st.DrawFn, ranks: int, compiles: bool = False) -> Program:
+    """Programs of three to six steps after the first, of which one is a plan."""
+    name = draw(st.sampled_from([x for x, model in MODELS.items() for _ in range(model.weight)]))
+    batch, length = draw(st.sampled_from((2, 2, 2, 1, 3))), draw(st.sampled_from(LENGTHS))
+    dtype = draw(st.sampled_from(("double", "double", "float")))
+    facts = set(MODELS[name].facts.split()) | {f"rows{batch}", dtype}
+    facts |= {"compiles"} if compiles else set()
+    steps = [BUILD]
+    num_steps = draw(st.integers(FEWEST_STEPS, MOST_STEPS))
+    while len(steps) <= num_steps:
+        families = _families(facts, len(steps), num_steps)
+        family = draw(st.sampled_from(families))
+        rule = draw(st.sampled_from([x for x in RULES[family] if holds(x.needs, facts)]))
+        layout = draw(st.sampled_from(LAYOUTS if "hybrid" not in facts else LAYOUTS[:-1]))
+        steps.append(Step(family, rule.code.replace("LAYOUT", layout), rule.compares))
+        facts = _after(rule, facts)
+    return Program(name, ranks, batch, length, dtype, tuple(steps))
+
+
+def _families(facts: set[str], place: int, num_steps: int) -> list[str]:
+    """Families of rules that may come next, each as often as it weighs."""
+    if "planned" not in facts and "restored" not in facts and place >= 2:
+        return ["plan"]
+    possible = [x for x in RULES if any(holds(rule.needs, facts) for rule in RULES[x])]
+    if place == num_steps:  # what yields nothing is no end
+        ends = [x for x in possible if any(rule.compares for rule in RULES[x])]
+        possible = ends or possible
+    return [x for x in possible for _ in range(WEIGHTS[x])]
+
+
+def _after(rule: Rule, facts: set[str]) -> set[str]:
+    """What is so after a step."""
+    gives = rule.gives.split()
+    gone = {x[1:] for x in gives if x.startswith("-")}
+    come = {x for x in gives if not x.startswith("-")}
+    if come & {"x", "padded"}:
+        gone.add("sharded")
+        come |= {"sharded"} if "planned" in facts and "whole" not in facts else set()
+    return (facts - gone) | come

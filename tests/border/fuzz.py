@@ -13,13 +13,14 @@ import re
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from random import randrange
-from typing import Any
 
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import seed as seeded
+from hypothesis import strategies as st
 
 from tests.border.programs import Program, programs
 from tests.border.running import Fate, fate_of, run_program
@@ -39,18 +40,26 @@ class Tally:
         fates: how many, by verdict.
         refusals: how many, by what an error says first, and the family of the step.
         failures: programs that failed, and what came of them.
+        num_chunks: how many seeds they come from.
     """
 
     fates: Counter[str] = field(default_factory=Counter)
     refusals: Counter[str] = field(default_factory=Counter)
     failures: list[tuple[Program, Fate]] = field(default_factory=list)
+    num_chunks: int = 0
 
-    def add(self, program: Program, fate: Fate) -> None:
-        """Count a program."""
-        self.fates[fate.verdict] += 1
-        if fate.is_good and fate.said:
-            reason = re.sub(r"\d+", "N", fate.said.partition("\n")[0])[:110]
-            self.refusals[f"{program.steps[fate.step].rule}: {fate.verdict}: {reason}"] += 1
+    def add(self, fates: dict[Program, Fate], failed: Program | None) -> None:
+        """Count the programs of a chunk; of those that fail, the shortest."""
+        self.num_chunks += 1
+        for program, fate in fates.items():
+            if fate.is_good or program == failed:
+                self.fates[fate.verdict] += 1
+            if fate.is_good and fate.said:
+                reason = re.sub(r"\d+", "N", fate.said.partition("\n")[0])[:110]
+                self.refusals[f"{program.steps[fate.step].rule}: {fate.verdict}: {reason}"] += 1
+        if failed is not None:
+            self.failures.append((failed, fates[failed]))
+            print(failure(failed, fates[failed]), flush=True)
 
     @property
     def share_right(self) -> float:
@@ -64,70 +73,65 @@ class Tally:
         yield from (f"| {reason} | {number:,} |" for reason, number in self.refusals.most_common())
 
 
-def drawn(
-    ranks: int, number: int, seed: int | None, compiles: bool = False, phases: Any = None
-) -> Callable[[Callable[[Program], None]], Callable[[], None]]:
-    """Decorates a function of a program: it then is called with so many.
-
-    Args:
-        ranks: that the programs run on.
-        number: of programs.
-        seed: another one draws others; without one they are the same in every run.
-        compiles: whether some compile the model.
-        phases: of hypothesis.
-    """
-
-    def decorate(function: Callable[[Program], None]) -> Callable[[], None]:
-        test = given(programs(ranks, compiles))(function)
-        how: dict[str, Any] = {"derandomize": True} if seed is None else {}
-        how |= {"phases": phases} if phases else {}
-        test = settings(
-            max_examples=number,
-            deadline=None,
-            database=None,
-            suppress_health_check=list(HealthCheck),
-            **how,
-        )(test)
-        return test if seed is None else seeded(seed)(test)
-
-    return decorate
-
-
 def failure(program: Program, fate: Fate) -> str:
     """A program that failed, as its user would paste it, and what came of it."""
     return f"{program}\n\n# step {fate.step}: {fate.verdict}: {fate.said}"
 
 
-def explore(pool: Pool, ranks: int, number: int, seed: int, tally: Tally, shrinks: bool) -> None:
-    """Try programs of one seed, and note the shortest of those that fail."""
-    failed: list[tuple[Program, Fate]] = []
-    phases = [Phase.generate, Phase.shrink] if shrinks else [Phase.generate]
+def explore(
+    strategy: st.SearchStrategy[Program],
+    run: Callable[[Program], Fate],
+    number: int,
+    seed: int | None = None,
+    shrinks: bool = True,
+) -> tuple[dict[Program, Fate], Program | None]:
+    """Run different programs until one fails; then the shortest that fails, too.
 
-    @drawn(ranks, number, seed, compiles=True, phases=phases)
+    Args:
+        strategy: draws one.
+        run: says what came of one.
+        number: how many.
+        seed: another one draws others; without one they are the same in every run.
+        shrinks: whether the one that fails is made short.
+    """
+    fates: dict[Program, Fate] = {}
+    failed: list[Program] = []
+
     def try_one(program: Program) -> None:
-        fate = fate_of(pool, program, run_program)
-        if not failed:
-            tally.add(program, fate)
-        if not fate.is_good:
-            failed.append((program, fate))
-        assert fate.is_good
+        if program not in fates:
+            if len(fates) >= number and not failed:
+                return
+            fates[program] = run(program)
+        if not fates[program].is_good:
+            failed.append(program)
+        assert fates[program].is_good, failure(program, fates[program])
 
+    test = settings(
+        max_examples=4 * number,  # hypothesis repeats some
+        deadline=None,
+        database=None,
+        derandomize=seed is None,
+        print_blob=False,  # the program itself is printed
+        phases=[Phase.generate, Phase.shrink] if shrinks else [Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )(given(strategy)(try_one))
     try:
-        try_one()
+        (test if seed is None else seeded(seed)(test))()
     except AssertionError:
-        tally.failures.append(failed[-1])
-        print(failure(*failed[-1]), flush=True)
+        return fates, failed[-1]
+    return fates, None
 
 
-def fuzz(number: int, seed: int, shrinks: bool, ranks: tuple[int, ...] = (2, 3)) -> Tally:
+def fuzz(number: int, seed: int, shrinks: bool, ranks: Sequence[int] = (2, 3)) -> Tally:
     """Try so many programs, in turn on each number of ranks."""
     pool, tally, start = Pool(max(ranks)), Tally(), time.monotonic()
     try:
-        for chunk in range(10 * number):
+        while tally.fates.total() < number:
+            of_chunk = ranks[tally.num_chunks % len(ranks)]
             wanted = min(CHUNK, number - tally.fates.total())
-            if wanted <= 0:
-                break
-            explore(pool, ranks[chunk % len(ranks)], wanted, seed + chunk, tally, shrinks)
+            strategy = programs(of_chunk, compiles=True)
+            run = partial(fate_of, pool, run=run_program)
+            tally.add(*explore(strategy, run, wanted, seed + tally.num_chunks, shrinks))
             took = time.monotonic() - start
             print(f"{tally.fates.total():,} programs, {took:.0f} s: {dict(tally.fates)}", flush=True)
     finally:

@@ -23,6 +23,9 @@ class Model(NamedTuple):
         facts: what it can do, see `Rule`.
         weight: how often it is drawn.
         targets: its labels.
+        dtypes: that the stock model runs in.
+        attention: the implementation of the stock model; "eager" rounds to float32, and has no
+            numbers where a row of padding sees nothing in double.
     """
 
     family: str
@@ -31,14 +34,19 @@ class Model(NamedTuple):
     facts: str
     weight: int = 2
     targets: str = "ids.clone()"
+    dtypes: tuple[str, ...] = ("double", "double", "float")
+    attention: str = "sdpa"
 
 
+_TEXT, _FLOAT = "lm logits labels", {"dtypes": ("float",)}
 MODELS = {
-    "Llama": Model("Llama", "", 32, "lm logits packs caches q_proj labels llama", 5),
-    "Gemma 2": Model("Gemma 2", "", 32, "lm logits packs caches q_proj labels gemma", 4),
-    "LFM2": Model("LFM2", "", 32, "lm logits hybrid q_proj labels", 3),
-    "Granite 4": Model("Granite 4", "", 32, "lm logits hybrid labels", 1),
-    "Qwen3-Next": Model("Qwen3-Next", "", 32, "lm logits hybrid q_proj labels", 1),
+    "Llama": Model("Llama", "", 32, f"{_TEXT} packs caches q_proj llama", 5),
+    "Gemma 2": Model(
+        "Gemma 2", "", 32, f"{_TEXT} packs caches q_proj gemma", 4, attention="eager", **_FLOAT
+    ),
+    "LFM2": Model("LFM2", "", 32, f"{_TEXT} hybrid q_proj", 3),
+    "Granite 4": Model("Granite 4", "", 32, f"{_TEXT} hybrid", 1, **_FLOAT),
+    "Qwen3-Next": Model("Qwen3-Next", "", 32, f"{_TEXT} hybrid q_proj", 1, **_FLOAT),
     "tokens": Model("Llama", "ForTokenClassification", 2, "logits q_proj labels", 2, "ids % 2"),
     "masked": Model("ModernBERT", "ForMaskedLM", 32, "logits encoder labels", 2),
     "encoder": Model("ModernBERT", "Model", 16, "base encoder", 2),
@@ -46,7 +54,8 @@ MODELS = {
     "classes": Model("Llama", "ForSequenceClassification", 2, "classes q_proj", 2),
 }
 """Decoders, some with a window or layers with a state, heads of each kind, bare models."""
-LAYOUTS = ("'zigzag'", "'striped'", "'contiguous'", "None", "'auto'", "'balanced'")
+LAYOUTS = ("'zigzag'", "'striped'", "None", "'contiguous'", "'zigzag'", "'striped'", "'auto'")
+LAYOUTS += ("'balanced'",)
 
 
 class Rule(NamedTuple):
@@ -57,7 +66,7 @@ class Rule(NamedTuple):
         needs: facts that hold, and with a minus facts that do not.
         gives: facts that hold afterwards, and with a minus facts that do so no more. Of them:
             `x`, an output with a token for each of the batch; `padded`, one in which some count for
-            nothing; `sharded`, such an output is no plain tensor; `graph`, it requires gradients;
+            nothing, on the `left` or on the `right`; `sharded`, such an output is no plain tensor; `graph`, it requires gradients;
             `whole`, the plan makes outputs whole; `low`, numbers are rounded to bfloat16.
         compares: expressions whose values are those of one process then; `whole`, `at`, `gradients`
             and `weights` are functions of the judge.
@@ -74,7 +83,7 @@ def holds(needs: str, facts: set[str]) -> bool:
     return all((x[1:] not in facts) if x[0] == "-" else (x in facts) for x in needs.split())
 
 
-STALE = "-x -padded -sharded -graph -loss -y"
+STALE = "-x -padded -left -right -sharded -graph -loss -y"
 """After the model has changed or was called again, there is nothing of earlier outputs."""
 
 
@@ -178,13 +187,18 @@ def _calls() -> list[tuple[str, str]]:
     ]
 
 
+OFTEN = 3
+"""How much more often calls are drawn that give an output to work with."""
+
+
 def _called(call: str, needs: str, padding: str, targets: str) -> Iterator[Rule]:
     """A call with and without labels, hidden states and logits beside the loss."""
-    kind = "padded" if padding else "x"
+    kind = f"padded {padding}" if padding else "x"
     parts = f"at(x, {padding})" if padding else "x"
     for field, has in FIELDS:
         code = f"out = {call})\nx = {field}"
-        yield Rule(code, f"{needs} {has} -prompted", f"{STALE} {kind} graph", (parts,))
+        rule = Rule(code, f"{needs} {has} -prompted", f"{STALE} {kind} graph", (parts,))
+        yield from [rule] * OFTEN
     states = f"[at(h, {padding or 'ids > 0'}) for h in out.hidden_states]"
     code = f"out = {call}, output_hidden_states=True)\nx = out.hidden_states[-1]"
     needed = f"{needs} -prompted -classes"
@@ -194,7 +208,7 @@ def _called(call: str, needs: str, padding: str, targets: str) -> Iterator[Rule]
     yield Rule(code, f"{needs} labels", f"{STALE} graph loss", ("loss",))
     code = f"out = {labelled}, output_logits=True)\nloss, x = out.loss, out.logits"
     needed = f"{needs} labels planned -prompted"
-    yield Rule(code, needed, f"{STALE} {kind} graph loss", ("loss", parts))
+    yield from [Rule(code, needed, f"{STALE} {kind} graph loss", ("loss", parts))] * OFTEN
     code = f"out = {labelled}, num_items_in_batch=7)\nloss = out.loss"
     yield Rule(code, f"{needs} lm", f"{STALE} graph loss", ("loss",))
 
@@ -291,7 +305,7 @@ LOSSES = (
     "x.square().mean() + x[:, 0].sum()",
 )
 PADDED_LOSSES = (
-    "F.cross_entropy(x[:, :-1].flatten(0, 1), MASK_targets[:, 1:].flatten() % features)",
+    "F.cross_entropy(x[:, :-1].flatten(0, 1), MASK_targets[:, 1:].flatten())",
     "(x.square() * MASK[..., None]).sum() / MASK.sum()",
     "(x * MASK[..., None]).sum(1).square().sum()",
     "torch.where(MASK[..., None] > 0, x, 0.0).square().mean()",
@@ -304,6 +318,8 @@ def losses() -> Iterator[Rule]:
     for line in LOSSES:
         needs = "x graph" + " sharded" * ("unshard" in line)
         yield Rule(f"loss = {line}", needs, "loss", ("loss",))
+    for line, mask in product(PADDED_LOSSES, ("left", "right")):
+        yield Rule(f"loss = {line.replace('MASK', mask)}", f"{mask} graph", "loss", ("loss",))
     for line in ("(y * y).sum()", "y.square().mean()", "y.double().abs().mean()"):
         yield Rule(f"loss = {line}", "y graph", "loss", ("loss",))
     yield Rule("loss = loss * 3 + x.square().mean()", "x graph loss", "", ("loss",))
@@ -356,9 +372,9 @@ def savings() -> Iterator[Rule]:
     fresh = f"{saved}model = build()\n{loaded}"
     new = f"{after} -planned -whole -checkpointed -trains restored"
     yield Rule(fresh, "-adapted -ddp -compiled -low", new, compared)
-    code = "with tempfile.TemporaryDirectory() as folder:\n    model.save_pretrained(folder)\n"
-    code += "    model = type(model).from_pretrained(folder, dtype=ids.new_zeros(1, dtype=next("
-    code += "model.parameters()).dtype).dtype)"
+    code = "where = folder()\nmodel.save_pretrained(where)\ndist.barrier()\n"
+    code += "model = type(model).from_pretrained(where, dtype=next(model.parameters()).dtype)\n"
+    code += "dist.barrier()"
     yield Rule(code, "-adapted -ddp -compiled -low", new, compared)
     yield Rule("torch.save(model, io.BytesIO())", "-adapted -ddp -compiled -planned", "", compared)
     yield Rule("model = copy.deepcopy(model)", "-ddp -compiled", after, compared)
@@ -456,18 +472,18 @@ RULES: dict[str, list[Rule]] = {
 }
 """By family; simple ones come first, as hypothesis shrinks to them."""
 WEIGHTS = {
-    "plan": 20,
+    "plan": 14,
     "forward": 20,
     "backward": 12,
-    "loss": 12,
-    "map": 8,
-    "operation": 8,
+    "loss": 10,
+    "map": 10,
+    "operation": 12,
     "refused": 1,
-    "update": 12,
-    "adapters": 3,
-    "cast": 3,
-    "saving": 4,
-    "generation": 4,
-    "change": 2,
+    "update": 24,
+    "adapters": 4,
+    "cast": 4,
+    "saving": 5,
+    "generation": 5,
+    "change": 4,
     "wrapper": 2,
 }

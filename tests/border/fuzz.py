@@ -133,7 +133,9 @@ def fuzz(number: int, seed: int, shrinks: bool, ranks: Sequence[int] = (2, 3)) -
             run = partial(fate_of, pool, run=run_program)
             tally.add(*explore(strategy, run, wanted, seed + tally.num_chunks, shrinks))
             took = time.monotonic() - start
-            print(f"{tally.fates.total():,} programs, {took:.0f} s: {dict(tally.fates)}", flush=True)
+            print(
+                f"{tally.fates.total():,} programs, {took:.0f} s: {dict(tally.fates)}", flush=True
+            )
     finally:
         pool.close()
     return tally

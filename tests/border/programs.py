@@ -1,7 +1,7 @@
-"""Programs that users write around a planned model, as data: hypothesis draws them from `rules.py`.
+"""Programs that users write around a planned model, as data; hypothesis draws them from `rules.py`.
 
-A program is lines of Python. The same lines run on the stock model in one process, where a plan does
-nothing, see `running.py`.
+A program is lines of Python. The same lines run on the stock model in one process, where a plan
+does nothing, see `running.py`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 from hypothesis import strategies as st
 
-from tests.border.rules import LAYOUTS, MODELS, RULES, WEIGHTS, Rule, holds
+from tests.border.models import LAYOUTS, MODELS
+from tests.border.rules import RULES, WEIGHTS, Rule, holds
 
 LENGTHS = (13, 12, 21, 8, 16, 5, 24, 3, 2, 1, 33)
 OTHERWISE = "forward", "cast", "adapters", "saving", "change", "wrapper", "generation"
@@ -20,15 +21,17 @@ PREAMBLE = """\
 # torchrun --nproc-per-node {ranks} program.py
 import copy, io, tempfile
 import torch, torch.distributed as dist, torch.nn.functional as F
+import torch.distributed.checkpoint as dcp
 from peft import IA3Config, LoraConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_model
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.parallel import DistributedDataParallel
-from dtensor_ring import unshard_sequence
-from parallel_plans.huggingface import (
-    ContextParallelCache, context_parallel_plan, restore_model, ring_checkpoint_contexts, stock_model
-)
+from transformers.modeling_layers import GradientCheckpointingLayer
+from dtensor_ring import shard_sequence, unshard_sequence
+from parallel_plans.huggingface import ContextParallelCache, context_parallel_plan
+from parallel_plans.huggingface import restore_model, ring_checkpoint_contexts, stock_model
 from tests.families import small_model
 
 if not dist.is_initialized():
@@ -36,15 +39,21 @@ if not dist.is_initialized():
 mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
 
 def build():
-    model = small_model({family!r}, {head!r}){dtype}
+    model = small_model({family!r}, {head!r}{changes}){dtype}
     model.set_attn_implementation({attention!r})
     return model
 
 def average(model):
     for x in model.parameters():
-        if x.grad is not None:
+        if x.grad is not None and not isinstance(x.grad, DTensor):  # FSDP averages
             dist.all_reduce(x.grad)
             x.grad /= dist.get_world_size()
+
+def shard_weights(model):
+    layers = [x for x in model.modules() if isinstance(x, GradientCheckpointingLayer)]
+    for module in (*layers, model):
+        fully_shard(module, mesh=mesh)
+        module.set_force_sum_reduction_for_comms(True)  # gloo has no means
 
 folders = []
 
@@ -60,7 +69,8 @@ targets, rows = {targets}, torch.arange(B) % 2
 packed = torch.cat([torch.arange(S // 2), torch.arange(S - S // 2)]).expand(B, S)
 left, right = torch.ones_like(ids), torch.ones_like(ids)
 left[0, : S // 3], right[0, S - S // 3 :] = 0, 0
-left_targets, right_targets = targets.masked_fill(left == 0, -100), targets.masked_fill(right == 0, -100)
+left_targets = targets.masked_fill(left == 0, -100)
+right_targets = targets.masked_fill(right == 0, -100)
 left_targets[0, : S // 3 + 1] = -100  # padding would predict it
 # What the lines use beside an output `x`.
 labels = torch.arange(B * S).view(B, S) * 7 % min(features, S)
@@ -114,6 +124,7 @@ class Program:
             ranks=self.ranks,
             family=model.family,
             head=model.head,
+            changes=model.changes,
             attention=model.attention,
             batch=self.batch,
             length=self.length,
@@ -144,6 +155,8 @@ def programs(draw: st.DrawFn, ranks: int, compiles: bool = False) -> Program:
     num_steps = draw(st.sampled_from(NUM_STEPS))
     while len(steps) <= num_steps:
         families = _families(facts, len(steps), num_steps)
+        if len(steps) >= 2 and "plan" not in {step.rule for step in steps}:
+            families = ["plan"]
         family = draw(st.sampled_from(families))
         rule = draw(st.sampled_from([x for x in RULES[family] if holds(x.needs, facts)]))
         layout = draw(st.sampled_from(LAYOUTS if "hybrid" not in facts else LAYOUTS[:-1]))
@@ -154,8 +167,6 @@ def programs(draw: st.DrawFn, ranks: int, compiles: bool = False) -> Program:
 
 def _families(facts: set[str], place: int, num_steps: int) -> list[str]:
     """Families of rules that may come next, each as often as it weighs."""
-    if "planned" not in facts and "restored" not in facts and place >= 2:
-        return ["plan"]
     possible = [x for x in RULES if any(holds(rule.needs, facts) for rule in RULES[x])]
     if place == num_steps:  # what yields nothing is no end
         ends = [x for x in possible if any(rule.compares for rule in RULES[x])]
@@ -172,5 +183,6 @@ def _after(rule: Rule, facts: set[str]) -> set[str]:
     come = {x for x in gives if not x.startswith("-")}
     if come & {"x", "padded"}:
         gone.add("sharded")
-        come |= {"sharded"} if "planned" in facts and "whole" not in facts else set()
+        if "planned" in facts and "whole" not in facts:
+            come |= {"sharded", "bare"} if "compiled" in facts else {"sharded"}
     return (facts - gone) | come

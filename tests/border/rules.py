@@ -13,51 +13,6 @@ from tests.border.operations import REFUSED, TABLE
 from tests.border.trying import STOCK, function_of, names_of
 
 
-class Model(NamedTuple):
-    """A model that programs build.
-
-    Attributes:
-        family: of `tests/families.py`.
-        head: the end of its class's name; empty for the usual one.
-        features: of its output.
-        facts: what it can do, see `Rule`.
-        weight: how often it is drawn.
-        targets: its labels.
-        dtypes: that the stock model runs in.
-        attention: the implementation of the stock model; "eager" rounds to float32, and has no
-            numbers where a row of padding sees nothing in double.
-    """
-
-    family: str
-    head: str
-    features: int
-    facts: str
-    weight: int = 2
-    targets: str = "ids.clone()"
-    dtypes: tuple[str, ...] = ("double", "double", "float")
-    attention: str = "sdpa"
-
-
-_TEXT, _FLOAT = "lm logits labels", {"dtypes": ("float",)}
-MODELS = {
-    "Llama": Model("Llama", "", 32, f"{_TEXT} packs caches q_proj llama", 5),
-    "Gemma 2": Model(
-        "Gemma 2", "", 32, f"{_TEXT} packs caches q_proj gemma", 4, attention="eager", **_FLOAT
-    ),
-    "LFM2": Model("LFM2", "", 32, f"{_TEXT} hybrid q_proj", 3),
-    "Granite 4": Model("Granite 4", "", 32, f"{_TEXT} hybrid", 1, **_FLOAT),
-    "Qwen3-Next": Model("Qwen3-Next", "", 32, f"{_TEXT} hybrid q_proj", 1, **_FLOAT),
-    "tokens": Model("Llama", "ForTokenClassification", 2, "logits q_proj labels", 2, "ids % 2"),
-    "masked": Model("ModernBERT", "ForMaskedLM", 32, "logits encoder labels", 2),
-    "encoder": Model("ModernBERT", "Model", 16, "base encoder", 2),
-    "decoder": Model("Llama", "Model", 16, "base packs q_proj", 1),
-    "classes": Model("Llama", "ForSequenceClassification", 2, "classes q_proj", 2),
-}
-"""Decoders, some with a window or layers with a state, heads of each kind, bare models."""
-LAYOUTS = ("'zigzag'", "'striped'", "None", "'contiguous'", "'zigzag'", "'striped'", "'auto'")
-LAYOUTS += ("'balanced'",)
-
-
 class Rule(NamedTuple):
     """Lines that a user may write next.
 
@@ -66,8 +21,10 @@ class Rule(NamedTuple):
         needs: facts that hold, and with a minus facts that do not.
         gives: facts that hold afterwards, and with a minus facts that do so no more. Of them:
             `x`, an output with a token for each of the batch; `padded`, one in which some count for
-            nothing, on the `left` or on the `right`; `sharded`, such an output is no plain tensor; `graph`, it requires gradients;
-            `whole`, the plan makes outputs whole; `low`, numbers are rounded to bfloat16.
+            nothing, on the `left` or on the `right`; `sharded`, it is no plain tensor; `bare`, it
+            is a DTensor of a graph, see `WRONG` of `test_operations.py`; `graph`, it requires
+            gradients; `whole`, the plan makes outputs whole; `low`, numbers are rounded to
+            bfloat16.
         compares: expressions whose values are those of one process then; `whole`, `at`, `gradients`
             and `weights` are functions of the judge.
     """
@@ -83,7 +40,7 @@ def holds(needs: str, facts: set[str]) -> bool:
     return all((x[1:] not in facts) if x[0] == "-" else (x in facts) for x in needs.split())
 
 
-STALE = "-x -padded -left -right -sharded -graph -loss -y"
+STALE = "-bare -x -padded -left -right -sharded -graph -loss -y"
 """After the model has changed or was called again, there is nothing of earlier outputs."""
 
 
@@ -117,7 +74,9 @@ def adapters() -> Iterator[Rule]:
         gives = f"adapted prompted {STALE} -grads"
         yield Rule(code, "-adapted -ddp -compiled llama", gives)
     gives = f"-adapted -lora {STALE} -grads"
-    yield Rule("model = model.merge_and_unload()", "lora -compiled", gives, ("weights(model)",))
+    yield Rule(
+        "model = model.merge_and_unload()", "lora -ddp -compiled", gives, ("weights(model)",)
+    )
 
 
 def casts() -> Iterator[Rule]:
@@ -161,6 +120,11 @@ def forwards() -> Iterator[Rule]:
     auto = "torch.autocast('cpu', dtype=torch.bfloat16)"
     code = f"with {auto}:\n    out = model(input_ids=ids, labels=targets)\nloss = out.loss"
     yield Rule(code, "labels float", f"{STALE} graph loss low", ("loss",))
+    code = "own = shard_sequence(ids, mesh, 1)\nout = model(input_ids=own, labels=own)\n"
+    yield Rule(f"{code}loss = out.loss", "lm planned", f"{STALE} graph loss", ("loss",))
+    for field, has in FIELDS:
+        code = f"out = model(input_ids=shard_sequence(ids, mesh, 1))\nx = {field}"
+        yield Rule(code, f"{has} planned -prompted", f"{STALE} x graph", ("x",))
     for end in ("logits_to_keep=1", "logits_to_keep=3"):
         code = f"out = model(input_ids=ids, {end})\nloss = out.logits.square().mean()"
         yield Rule(code, "lm -prompted", f"{STALE} loss", ("out.logits", "loss"))
@@ -300,7 +264,7 @@ LOSSES = (
     "unshard_sequence(x, 1).square().mean()",
     "F.cross_entropy(unshard_sequence(x, 1)[:, :-1].flatten(0, 1), labels[:, 1:].flatten())",
     "(unshard_sequence(x, 1).cumsum(1) * other).mean()",
-    "-x.log_softmax(-1).gather(-1, labels[..., None]).squeeze(-1)[mask.new_zeros(()).long()].mean()",
+    "-x.log_softmax(-1).gather(-1, labels[..., None]).squeeze(-1).mean()",
     "F.kl_div(x.log_softmax(-1), other.softmax(-1), reduction='batchmean')",
     "x.square().mean() + x[:, 0].sum()",
 )
@@ -319,7 +283,8 @@ def losses() -> Iterator[Rule]:
         needs = "x graph" + " sharded" * ("unshard" in line)
         yield Rule(f"loss = {line}", needs, "loss", ("loss",))
     for line, mask in product(PADDED_LOSSES, ("left", "right")):
-        yield Rule(f"loss = {line.replace('MASK', mask)}", f"{mask} graph", "loss", ("loss",))
+        needs = f"{mask} graph" + " logits" * ("targets" in line)
+        yield Rule(f"loss = {line.replace('MASK', mask)}", needs, "loss", ("loss",))
     for line in ("(y * y).sum()", "y.square().mean()", "y.double().abs().mean()"):
         yield Rule(f"loss = {line}", "y graph", "loss", ("loss",))
     yield Rule("loss = loss * 3 + x.square().mean()", "x graph loss", "", ("loss",))
@@ -368,9 +333,12 @@ def savings() -> Iterator[Rule]:
     after, compared = f"-grads {STALE}", ("weights(model)",)
     saved = "file = io.BytesIO()\ntorch.save(model.state_dict(), file)\nfile.seek(0)\n"
     loaded = "model.load_state_dict(torch.load(file))"
-    yield Rule(f"{saved}{loaded}", "", after, compared)
+    yield Rule(f"{saved}{loaded}", "-fsdp", after, compared)
+    code = "where = folder()\ndcp.save({'x': x.detach()}, checkpoint_id=where)\n"
+    code += "y = torch.zeros_like(x.detach())\ndcp.load({'x': y}, checkpoint_id=where)"
+    yield Rule(code, "x -bare", "-y", ("y",))
     fresh = f"{saved}model = build()\n{loaded}"
-    new = f"{after} -planned -whole -checkpointed -trains restored"
+    new = f"{after} -planned -whole -checkpointed -trains"
     yield Rule(fresh, "-adapted -ddp -compiled -low", new, compared)
     code = "where = folder()\nmodel.save_pretrained(where)\ndist.barrier()\n"
     code += "model = type(model).from_pretrained(where, dtype=next(model.parameters()).dtype)\n"
@@ -378,7 +346,7 @@ def savings() -> Iterator[Rule]:
     yield Rule(code, "-adapted -ddp -compiled -low", new, compared)
     yield Rule("torch.save(model, io.BytesIO())", "-adapted -ddp -compiled -planned", "", compared)
     yield Rule("model = copy.deepcopy(model)", "-ddp -compiled", after, compared)
-    gives = f"{after} -planned -whole restored"
+    gives = f"{after} -planned -whole"
     yield Rule("model = restore_model(model)", "planned -ddp -compiled", gives, compared)
     for name in ("", ", unshard_outputs=True"):
         plan = f"context_parallel_plan(model, LAYOUT{name})"
@@ -390,6 +358,8 @@ def savings() -> Iterator[Rule]:
 def wrappers() -> Iterator[Rule]:
     """Other libraries over the model."""
     yield Rule("model = DistributedDataParallel(model)", "planned -ddp -compiled", f"ddp {STALE}")
+    gives = f"ddp fsdp {STALE} -grads"
+    yield Rule("shard_weights(model)", "planned -ddp -compiled -classes", gives)
     compiled = "model = torch.compile(model, backend='aot_eager')"
     yield Rule(compiled, "compiles planned -compiled -ddp", f"compiled {STALE}")
 
@@ -448,7 +418,7 @@ def changes() -> Iterator[Rule]:
         ("llama", "model.lm_head.bias = torch.nn.Parameter(torch.ones(32, dtype=torch.double))"),
         ("llama double", "model.lm_head = torch.nn.Linear(16, 32, dtype=torch.double)"),
         ("lm", "model.resize_token_embeddings(32)"),
-        ("labels", "model.set_attn_implementation('sdpa')"),
+        ("llama", "model.set_attn_implementation('sdpa')"),
     ):
         seed = "torch.manual_seed(2)\n" if "Linear" in line else ""
         yield Rule(f"{seed}{line}", f"{needs} {has}", f"{STALE} -grads")
@@ -471,6 +441,8 @@ RULES: dict[str, list[Rule]] = {
     "wrapper": list(wrappers()),
 }
 """By family; simple ones come first, as hypothesis shrinks to them."""
+for family in ("loss", "map", "operation", "refused"):
+    RULES[family] = [x._replace(needs=f"{x.needs} -bare") for x in RULES[family]]
 WEIGHTS = {
     "plan": 14,
     "forward": 20,

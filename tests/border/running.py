@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from dtensor_ring.dtensor.annotation import tokens_of
 from tests.border.programs import Program
 from tests.border.trying import HINTS, differs, made_whole, said
 from tests.pool import Pool, RankError
@@ -31,6 +32,8 @@ SECONDS, COMPILING = 60, 300
 """A program takes less than one, unless it compiles."""
 TOLERANCE = {torch.float64: 1e-5, torch.float32: 5e-4}
 """Of the largest number."""
+NOISE = {torch.float64: 1e-9, torch.float32: 5e-6}
+"""Where all numbers are small."""
 LOW = 6e-2
 """After something was rounded to bfloat16."""
 OF_PLANS = re.compile(r"\.full_tensor\(\)|\.redistribute\(.*?\]\)|, output_logits=True")
@@ -124,6 +127,8 @@ def names_of_both(program: Program) -> tuple[dict[str, Any], dict[str, Any]]:
         "restore_model": lambda model: model,
         "stock_model": nullcontext,
         "average": lambda model: None,
+        "shard_weights": lambda model: None,
+        "shard_sequence": lambda x, mesh, dim: x,
         "unshard_sequence": lambda x, dim: x,
         "DistributedDataParallel": lambda model: model,
         "ContextParallelCache": lambda model: transformers.DynamicCache(config=model.config),
@@ -132,7 +137,14 @@ def names_of_both(program: Program) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _whole(value: Any) -> Any:
-    return tree_map_only(DTensor, made_whole, value)
+    return tree_map_only(
+        DTensor, lambda x: made_whole(x) if has_tokens(x) else x.full_tensor(), value
+    )
+
+
+def has_tokens(x: DTensor) -> bool:
+    """Whether it is a sequence, and no weight that FSDP shards."""
+    return tokens_of(x.device_mesh) is not None
 
 
 def at(value: Any, mask: Tensor) -> Tensor:
@@ -211,7 +223,7 @@ def _far(found: Any, expected: Tensor, tolerance: float, least: float) -> str:
     is_same = (found == expected) | (found.isnan() & expected.isnan())
     error = (found.detach().double() - expected.detach().double()).abs()
     error = error.masked_fill(is_same, 0.0).nan_to_num(torch.inf)
-    allowed = tolerance * max(_largest(expected), least) + 1e-9
+    allowed = tolerance * max(_largest(expected), least) + NOISE.get(expected.dtype, 1e-3)
     if not error.numel() or error.max() <= allowed:
         return ""
     return f"off by {error.max():.2g}, of {_largest(expected):.2g}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -12,11 +11,20 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dtensor_ring.dtensor import sequence_order
+from dtensor_ring.dtensor import sequence
 from tests.border.fuzz import ENOUGH, Tally, explore, failure
 from tests.border.programs import BUILD, Program, Step, programs
-from tests.border.running import AS_STOCK, HANGS, RAW, REFUSED, RIGHT, SILENT, SOME, Fate
-from tests.border.running import fate_of, run_program
+from tests.border.running import (
+    AS_STOCK,
+    RAW,
+    REFUSED,
+    RIGHT,
+    SILENT,
+    SOME,
+    Fate,
+    fate_of,
+    run_program,
+)
 from tests.pool import Pool
 
 NUM_PROGRAMS = 20
@@ -45,14 +53,14 @@ def test_drawn_programs(pool: Pool, request: pytest.FixtureRequest, ranks: int) 
 
 
 def in_rank_order(local: Any, dim: int, group: Any, length: int, layout: Any) -> Any:
-    """The whole sequence as DTensor would gather it, of shards of one length."""
-    parts = [torch.empty_like(local) for _ in range(dist.get_world_size())]
-    dist.all_gather(parts, local.contiguous())
+    """The whole sequence as DTensor would gather it, without a gradient."""
+    parts = [local] * dist.get_world_size()
+    dist.all_gather_object(parts, local.detach())
     return torch.cat(parts, dim)
 
 
 def as_ranks_order_it(program: Program) -> Fate:
-    with patch.object(sequence_order, "whole_sequence", in_rank_order):
+    with patch.object(sequence, "whole_sequence", in_rank_order):
         return run_program(program)
 
 
@@ -76,14 +84,6 @@ def with_a_raw_error(program: Program) -> Fate:
     return run_program(program, average=_fails(KeyError("x"), {0, 1}))
 
 
-def with_a_wait(program: Program) -> Fate:
-    def wait(model: Any) -> None:
-        if dist.get_rank() == 1:
-            dist.barrier()
-
-    return run_program(program, average=wait)
-
-
 TRAINED = program(PLAN, LOSS, BACKWARD)
 FAULTS: dict[str, tuple[Program, Callable[[Program], Fate], str, str]] = {
     "no fault": (TRAINED, run_program, RIGHT, ""),
@@ -95,7 +95,7 @@ FAULTS: dict[str, tuple[Program, Callable[[Program], Fate], str, str]] = {
         program(PLAN, FORWARD, Step("refused", "y = x.flip(1)", ("y",))),
         run_program,
         REFUSED,
-        "unshard_sequence(x, 1)",
+        "unshard_sequence(x, dim)",
     ),
     "a program that is wrong": (
         program(PLAN, FORWARD, Step("operation", "y = x[:, 99]", ("y",))),

@@ -310,6 +310,9 @@ def backwards() -> Iterator[Rule]:
     """Gradients of all weights, which average over the axis."""
     gives, compared = f"grads {STALE}", ("gradients(model)",)
     yield Rule("loss.backward()\naverage(model)", "loss", gives, compared)
+    for gradient in ("other", "torch.ones_like(x)"):
+        code = f"x.backward({gradient})\naverage(model)"
+        yield Rule(code, "x graph -low -bare", gives, compared)
     keeping = "loss.backward(retain_graph=True)\naverage(model)"
     yield Rule(keeping, "loss", "grads -loss", compared)
 

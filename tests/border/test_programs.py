@@ -52,6 +52,32 @@ def test_drawn_programs(pool: Pool, request: pytest.FixtureRequest, ranks: int) 
     request.node.user_properties.append(("programs of users", NUM_PROGRAMS))
 
 
+FOUND = {
+    "a gradient of an output": Step(
+        "backward", "x.backward(other)\naverage(model)", ("gradients(model)",)
+    ),
+    "a gradient like an output": Step(
+        "backward", "x.backward(torch.ones_like(x))\naverage(model)", ("gradients(model)",)
+    ),
+    "tokens beside the sequence": Step("operation", "y = x[:, -1:].detach() - x", ("y",)),
+    "a hook of no module": Step(
+        "change",
+        "model.lm_head.register_forward_hook(eval('lambda module, args, out: out * 2', {}))\n"
+        "loss = model(input_ids=ids, labels=targets).loss",
+        ("loss",),
+    ),
+}
+"""Steps that were wrong once, after a call of a planned model."""
+
+
+@pytest.mark.parametrize("length", [12, 13])
+@pytest.mark.parametrize("name", FOUND)
+def test_what_programs_found(pool: Pool, name: str, length: int) -> None:
+    tried = program(PLAN, FORWARD, FOUND[name], length=length)
+    fate = fate_of(pool, tried, run_program)
+    assert fate.verdict == RIGHT, failure(tried, fate)
+
+
 def in_rank_order(local: Any, dim: int, group: Any, length: int, layout: Any) -> Any:
     """The whole sequence as DTensor would gather it, without a gradient."""
     parts = [local] * dist.get_world_size()

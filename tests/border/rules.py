@@ -323,7 +323,8 @@ def updates() -> Iterator[Rule]:
     after, compared = f"-grads {STALE}", ("weights(model)",)
     for needs, optimizer in (
         ("grads", f"torch.optim.SGD({trained}, lr=0.1, momentum=0.9)"),
-        ("grads double -low", f"torch.optim.AdamW({trained}, lr=0.01)"),
+        # A small eps would make steps of what is rounding alone.
+        ("grads double -low", f"torch.optim.AdamW({trained}, lr=0.01, eps=1e-3)"),
     ):
         code = f"optimizer = {optimizer}\noptimizer.step()\noptimizer.zero_grad()"
         yield Rule(code, needs, after, compared)
@@ -414,7 +415,6 @@ def changes() -> Iterator[Rule]:
         ("llama", "model.model.layers = model.model.layers[:1]"),
         ("llama", "model.config.use_cache = False"),
         ("llama", "model.config.output_hidden_states = True"),
-        ("llama", "model.config.vocab_size = 31"),
         ("llama", "model.lm_head.weight.data.mul_(2)"),
         ("llama", "model.lm_head.register_forward_hook(lambda module, args, out: out * 2)"),
         ("llama", "model.model.norm.register_forward_hook(lambda module, args, out: out * 2)"),

@@ -121,7 +121,7 @@ FAULTS: dict[str, tuple[Program, Callable[[Program], Fate], str, str]] = {
         program(PLAN, FORWARD, Step("refused", "y = x.flip(1)", ("y",))),
         run_program,
         REFUSED,
-        "unshard_sequence(x, dim)",
+        "unshard_sequence(x, ",
     ),
     "a program that is wrong": (
         program(PLAN, FORWARD, Step("operation", "y = x[:, 99]", ("y",))),

@@ -33,6 +33,8 @@ from dtensor_ring.dtensor.annotation import tokens_of
 from dtensor_ring.dtensor.sequence_order import (
     first_of,
     length_of,
+    order_of,
+    own_tokens,
     placed_tokens,
     refusal,
     sequence_dim,
@@ -112,6 +114,20 @@ class SequenceTensor(DTensor):
                 "the ranks, as that of unshard_sequence does; leave them out"
             )
         return whole(self)
+
+    def backward(self, gradient: Tensor | None = None, *args: Any, **kwargs: Any) -> None:
+        """Backpropagate a gradient of the whole sequence, or a sharded one of the same order.
+
+        Ranks average the gradients of weights behind a model's outputs, and each has its own tokens
+        only: so their gradients count once for each rank.
+        """
+        if gradient is not None:
+            dim = sequence_dim(self)
+            if dim < 0:
+                raise refusal(self, "backward")
+            local, tokens = own_tokens(gradient, self, dim), order_of(self)
+            gradient = wrapped(local * tokens.mesh.size() if tokens.averages else local, self, dim)
+        super().backward(gradient, *args, **kwargs)
 
     def redistribute(
         self, device_mesh: DeviceMesh | None = None, placements: Any = None, **how: Any

@@ -72,6 +72,8 @@ class TokenCopy(Tensor):
                 "were taken from: clone() them first, or change the sequence as a whole, "
                 "unshard_sequence(x, dim)"
             )
+        if first_of((*args, *(kwargs or {}).values())) is not None:
+            return NotImplemented  # the sequence beside it knows how to line it up, or refuses
         with torch._C.DisableTorchFunctionSubclass():
             out = func(*args, **(kwargs or {}))
             # Compilers go up by `_base`, which ends at a tensor that is no view.

@@ -37,6 +37,11 @@ TABLE = [
         SHARDED,
         ("x * mask[..., None]", "torch.where(mask[..., None], x, 0.0)", "x.argmax(-1) == labels"),
     ),
+    Row(
+        "arithmetic with tokens of it",
+        SHARDED,
+        ("x[:, :1].detach() * x", "x - x[:, -1:].detach()", "x[:, 0].detach()[:, None] + x"),
+    ),
     Row("dtypes, copies", SHARDED, ("x.double()", "x.to(torch.bfloat16)", "x.detach().clone()")),
     Row("copies", SHARDED, ("copy.deepcopy(x.detach())", "x.contiguous().cpu()")),
     Row(
@@ -320,6 +325,7 @@ TABLE = [
             "torch.bincount(x.argmax(-1).flatten())",
         ),
     ),
+    Row("losses of tokens by a sequence", REFUSED, ("F.mse_loss(x[:, ::1], x)",)),
     Row("placements", REFUSED, ("x.redistribute(placements=[Shard(2)])",)),
     Row("maps that index tokens", REFUSED, ("torch.vmap(lambda row: row[-1])(x)",)),
 ]

@@ -109,7 +109,7 @@ def attempt(
     try:
         value = run(line)(x, names | {"unshard_sequence": unshard_sequence})
         # What is made whole by its user is made whole here: that may be refused, too.
-        whole = tree_map_only(DTensor, _whole, value)
+        whole = tree_map_only(DTensor, made_whole, value)
     except Exception as error:
         return Answer(_raised(error, expected), None, expected)
     if isinstance(expected, Exception):
@@ -121,7 +121,8 @@ def attempt(
     return Answer(SHARDED if is_sharded else WHOLE, value, expected)
 
 
-def _whole(x: DTensor) -> Tensor:
+def made_whole(x: DTensor) -> Tensor:
+    """The whole of a sharded sequence, or of a replicated tensor."""
     (where,) = x.placements
     return unshard_sequence(x, where.dim) if isinstance(where, Shard) else x.full_tensor()
 

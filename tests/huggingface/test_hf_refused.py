@@ -12,6 +12,7 @@ import transformers
 from parts.small_models import small_model
 from peft import LoraConfig, PrefixTuningConfig, get_peft_model
 from torch import nn
+from torch._dynamo.exc import Unsupported
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import parallelize_module
@@ -220,6 +221,21 @@ def misused() -> None:
 
 def test_misuse(pool: Pool) -> None:
     pool.run(2, misused)
+
+
+def compiled(whole_graph: bool) -> None:
+    ring = parallel_model("balanced", 16)
+    ring.compile(backend="eager", fullgraph=whole_graph)
+    with pytest.raises(
+        ValueError if not whole_graph else Unsupported, match="which a graph cannot"
+    ):
+        ring(input_ids=TOKENS)
+
+
+@pytest.mark.parametrize("whole_graph", [False, True])
+def test_layout_of_a_batch_in_a_graph(pool: Pool, whole_graph: bool) -> None:
+    """The plan says so, or its compiler does."""
+    pool.run(2, compiled, whole_graph)
 
 
 def differ() -> None:

@@ -303,7 +303,8 @@ def _is_changed(head: nn.Module) -> bool:
         return True
     forward = head._forward_pre_hooks, head._forward_hooks
     backward = head._backward_pre_hooks, head._backward_hooks
-    modules = [hook.__module__ for hooks in forward + backward for hook in hooks.values()]
+    # A function that `exec` made has no module.
+    modules = [hook.__module__ or "" for hooks in forward + backward for hook in hooks.values()]
     return any(not name.startswith("torch.distributed.fsdp") for name in modules)
 
 

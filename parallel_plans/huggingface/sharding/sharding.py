@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import wraps
 from inspect import signature
 from types import MethodType
-from typing import Any
+from typing import Any, NoReturn
 from weakref import WeakSet
 
 import torch
@@ -57,6 +57,11 @@ from parallel_plans.huggingface.sharding.batch import (
 from parallel_plans.huggingface.sharding.local_batch import IN_GRAPH, LocalBatches, is_local
 from parallel_plans.huggingface.sharding.outputs import Outputs, OutputSpec
 from parallel_plans.huggingface.states.state_passing import AxisStatePassing
+
+BALANCED_IN_GRAPH = (
+    "the balanced layout shards each batch by its documents, which a graph cannot: compile the "
+    "model with another layout"
+)
 
 
 class Sharding:
@@ -210,10 +215,7 @@ class Sharding:
     def _balanced(self, documents: DocumentBounds, seq_len: int, seen: Any) -> Balanced:
         """Return a layout with equal work for the documents and the most frequent mask."""
         if torch.compiler.is_compiling():
-            raise ValueError(
-                "the balanced layout shards each batch by its documents, which a graph cannot: "
-                "compile the model with another layout"
-            )
+            refuse_graph()
         # One layout serves all layers: of precomputed masks the largest decides, else the most
         # frequent.
         if seen is not None:
@@ -314,6 +316,16 @@ class Sharding:
         """Gather what a head computed for each of this rank's tokens of the last batch."""
         assert self._spec is not None, "nothing was sharded yet"
         return self.outputs.join(local, self._spec.plan)
+
+
+@torch.compiler.disable(reason=BALANCED_IN_GRAPH)
+def refuse_graph() -> NoReturn:
+    """Refuse a layout of a batch in a graph, from eager code.
+
+    An error that is raised in a graph is none: the compiler leaves the function out of the graph,
+    and there nothing says that the model was compiled.
+    """
+    raise ValueError(BALANCED_IN_GRAPH)
 
 
 def forward_by_name(model: nn.Module, arguments_of: Callable[..., Any], run: Any) -> MethodType:

@@ -163,6 +163,9 @@ def outside_of_the_head() -> None:
     adapters = LoraConfig(r=2, target_modules=["lm_head"], init_lora_weights=False)
     changes: dict[str, Callable[[Any], Any]] = {
         "hook": lambda x: x.lm_head.register_forward_hook(lambda module, args, y: 2 * y) and x,
+        "hook of no module": lambda x: (
+            x.lm_head.register_forward_hook(eval("lambda module, args, y: 2 * y", {})) and x
+        ),
         "hook before": lambda x: (
             x.lm_head.register_forward_pre_hook(lambda module, args: (2 * args[0],)) and x
         ),

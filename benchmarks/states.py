@@ -79,8 +79,8 @@ def layer_of(family: str) -> nn.Module:
 class LoopOverChunks(TorchFunctionMode):
     """Makes the backward of a loop over chunks linear in their number, as that of kernels is.
 
-    `x[:, :, i]` has a gradient as large as `x`, and so has a chunk that is written into the outputs:
-    for n chunks autograd fills and adds n times n of them. Here chunks are views of one `unbind`,
+    `x[:, :, i]` has a gradient as large as `x`, and so has a chunk written into the outputs: for n
+    chunks autograd fills and adds n times n of them. Here chunks are views of one `unbind`,
     and outputs are stacked once.
     """
 

@@ -179,7 +179,7 @@ def _forward(layer: nn.Module, number: int, passing: StatePassing) -> Callable[.
             here = StateCache(source, has_scan)
             masks = dict.fromkeys((x for x in others if x.endswith("_mask")), mask)
             bound.arguments.update(others | masks | {first: hidden, cache: here})
-            runs = with_source(plain, source) if has_scan else plain
+            runs = with_source(plain, source, self) if has_scan else plain
             return runs(*bound.args, **bound.kwargs)
 
         trains = any(x.requires_grad for x in self.parameters())

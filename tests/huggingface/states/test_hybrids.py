@@ -28,8 +28,9 @@ from tests.huggingface.test_families_trained import CHECKPOINTING, train, train_
 from tests.pool import Pool
 
 KINDS = ("plain", "padded left", "padded right")
-SAMPLE = ("Qwen3-Next", "Granite 4", "LFM2")
-"""A delta rule, a selective scan, and convolutions alone; `--all-hybrids` runs the others, too."""
+SAMPLE = ("Qwen3-Next", "Granite 4", "LFM2", "MiniMax-01")
+"""A delta rule, a selective scan, convolutions alone, and a loop within a forward;
+`--all-hybrids` runs the others, too."""
 
 
 @pytest.mark.parametrize(

@@ -72,6 +72,12 @@ def calls(family: str, seq_len: int, num_rows: int = 1, starts: tuple[int, ...] 
     return found.states
 
 
+def calls_in_turn(family: str, seq_len: int, num_rows: int) -> str:
+    """The same of layers whose scans are not known."""
+    with patch("parallel_plans.huggingface.states.stateful.scan_of", return_value=None):
+        return calls(family, seq_len, num_rows)
+
+
 def test_all_ranks_scan_at_once(pool: Pool) -> None:
     """Each of the two layers the columns of its convolution and the map of its state, for all rows.
 
@@ -91,8 +97,9 @@ def test_rows_with_other_documents_scan_one_by_one(pool: Pool) -> None:
 
 def test_other_layers_have_one_message_of_a_row_each_way(pool: Pool) -> None:
     """A row is handed over before the next one begins."""
-    assert pool.run(2, calls, "MiniMax-01", 8) == ["rs" * 2] * 2
-    assert pool.run(2, calls, "MiniMax-01", 8, 3) == ["rs" * 3 * 2] * 2
+    for rows in (1, 3):
+        assert pool.run(2, calls_in_turn, "MiniMax-01", 8, rows) == ["rs" * rows * 2] * 2
+        assert pool.run(2, calls, "MiniMax-01", 8, rows) == ["mm"] * 2
 
 
 def sent(layout: str, seq_len: int) -> tuple[list[Counter[str]], int]:

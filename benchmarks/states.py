@@ -344,8 +344,8 @@ def error_of(family: str, seq_len: int, num_shards: int = 4) -> Error:
 
 def times(console: Console, measurements: list[Measurement], whole: dict[str, Any]) -> None:
     """Print a row for each layer, length and number of ranks."""
-    numbers = ("one process, s", "a rank's tokens, s", "rank, s", "rank/its tokens")
-    numbers += ("ranks, s", "ranks/one", "KiB sent")
+    numbers = ("one, s", "its tokens, s", "rank, s", "rank/its tokens")
+    numbers += ("ranks, s", "ranks/one", "ranks/linear", "KiB sent")
     result: Table = table_of(("layer", "tokens", "ranks", "what"), numbers)
     for m in measurements:
         case, alone = m.case, whole[f"{m.case.family}, {m.case.seq_len}"]
@@ -356,7 +356,8 @@ def times(console: Console, measurements: list[Measurement], whole: dict[str, An
             name = "forward + backward" if what else "forward"
             texts = case.family, f"{case.seq_len:,}", str(case.world_size), name
             shown = f"{one:.3f}", f"{same:.3f}", f"{own:.3f}", f"{own / same:.2f}"
-            last = f"{taken:.3f}", f"{taken / one:.3f}", f"{m.sent / 1024:,.0f}"
+            linear = taken / same / case.world_size
+            last = f"{taken:.3f}", f"{taken / one:.3f}", f"{linear:.3f}", f"{m.sent / 1024:,.0f}"
             result.add_row(*texts, *shown, *last)
     console.print(result)
 
@@ -366,10 +367,12 @@ def report(
 ) -> None:
     """Print what was measured, in Markdown."""
     console.print(
-        "\nFloat32, one thread a rank, contiguous, gloo. One process and a rank are "
-        "seconds of the processor, the\nleast of several runs; ranks wait for these parts and send "
-        "real messages: the median step of all of them. KiB are\nwhat the first rank sends "
-        "forward, and the last one backward: the busiest.\n"
+        "\nFloat32, one thread a rank, contiguous, gloo. *One* is one process with all tokens, "
+        "*its tokens* one with those of\na rank, and *rank* a rank without its messages: seconds "
+        "of the processor, the least of several runs. *Ranks* wait for\nthe parts of a rank, and "
+        "send real messages in between: the median step. *Linear* is W times *its tokens*, as if "
+        "one\nprocess took no longer for a token of a long sequence. KiB are what the first rank "
+        "sends forward, and the last one\nbackward: the busiest.\n"
     )
     times(console, measurements, whole)
     console.print("\nRelative error of outputs against float64, slow decays, 4 shards:\n")

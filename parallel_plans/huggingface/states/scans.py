@@ -196,7 +196,7 @@ def _lightning(
             return seen[-1]
 
         def add(norm: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-            added = _lightning_added(*seen, layer, pass_on)
+            added = _lightning_added(seen[0], layer, pass_on)
             return inputs if added is None else (inputs[0] + added.to(inputs[0].dtype),)
 
         hook = layer.norm.register_forward_pre_hook(add)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 from weakref import WeakSet
 
@@ -28,12 +29,15 @@ from parallel_plans.huggingface.states.state_sources import (
     States,
     StateSource,
 )
+from parallel_plans.huggingface.states.state_steps import StateStep
 from parallel_plans.huggingface.states.stateful import (
     LayerCall,
     RunLayer,
+    first,
     passing_states,
     required_parameters,
     stateful_layers,
+    with_hidden,
 )
 
 
@@ -147,6 +151,7 @@ class AxisStatePassing:
         self._axis, self._specs = axis, specs
         self._stays_from = stays_from(hybrid, axis.layout, axis.mesh.size())
         self._last: ScanChunks | None = None
+        self._step: StateStep | None = None
         self._alive: WeakSet[ScanChunks] = WeakSet()
 
     def begin(
@@ -173,6 +178,15 @@ class AxisStatePassing:
         self._alive.add(self._last)
         return self._last
 
+    @contextmanager
+    def stepping(self, step: StateStep) -> Iterator[None]:
+        """Open a context in which layers run on new tokens after those of a cache."""
+        self._step = step
+        try:
+            yield
+        finally:
+            self._step = None
+
     def keep(self, output: dict[str, Any]) -> None:
         """Keep the chunks of the last batch alive as long as its outputs."""
         for x in () if torch.compiler.is_compiling() else output.values():
@@ -181,6 +195,8 @@ class AxisStatePassing:
                 found["scan_chunks"] = self._last
 
     def call(self, call: LayerCall, run: RunLayer) -> Any:
+        if self._step is not None:
+            return self._step.call(call, run)
         chunks = self._chunks(call) if call.chunks is None else call.chunks
         if chunks.stays:
             return self._in_place(call.hidden, chunks, run)
@@ -297,16 +313,6 @@ def _run_chunk(run: RunLayer, x: Tensor, mask: Tensor | None, before: States) ->
     mask = None if mask is None else mask.repeat(1, 2)
     output = run(x.repeat(1, 2, 1), mask, source)
     return with_hidden(output, first(output)[:, :1]), source.after
-
-
-def with_hidden(output: Any, hidden: Tensor) -> Any:
-    """Return a layer's output with other hidden states."""
-    return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
-
-
-def first(output: Any) -> Tensor:
-    """Return the hidden states of a layer's output."""
-    return output[0] if isinstance(output, tuple) else output
 
 
 def check_layout(model: nn.Module, layout: Layout) -> None:

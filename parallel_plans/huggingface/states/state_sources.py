@@ -27,9 +27,11 @@ class StateSource(Protocol):
 
     Attributes:
         continues: whether these tokens may follow others of their document.
+        steps: whether the layer goes on from its states by itself, with a single token.
     """
 
     continues: bool
+    steps: bool
 
     def columns(self, key: StateKey, columns: Tensor, num_before: int) -> Tensor:
         """Return the `num_before` columns before these, `(B, C, num_before)`.
@@ -70,6 +72,8 @@ class GivenStates:
         after: the states after them.
         sent: bytes of a row of their maps, of those states that are scanned.
     """
+
+    steps = False
 
     def __init__(self, before: States) -> None:
         self.before, self.after = before, dict[StateKey, Tensor]()
@@ -126,7 +130,7 @@ class ScannedStates:
     Args:
         axis: the axis, or its mesh if ranks hold the tokens in contiguous order; with as many on
             each.
-        length: tokens of a row.
+        length: tokens of a row, on the rank with fewest.
         continues: whether the first token of this rank follows another one of its document.
         ends: the states after this rank's last document if that begins here and is another one;
             they go to the next ranks.
@@ -136,6 +140,8 @@ class ScannedStates:
     Attributes:
         unused: states that arrived and are not used.
     """
+
+    steps = False
 
     def __init__(
         self,
@@ -152,9 +158,11 @@ class ScannedStates:
     def columns(self, key: StateKey, columns: Tensor, num_before: int) -> Tensor:
         last = last_columns(columns, num_before)
         matrix = None
-        if self._length < num_before:  # some columns before this rank are among its last ones, too
-            ones = last.new_ones(num_before - self._length)
-            matrix = torch.diag(ones, self._length).expand(len(last), -1, -1)
+        if self._length < num_before:  # some columns before a rank are among its last ones, too
+            num_left = max(0, num_before - columns.shape[-1])
+            one = torch.eye(num_before, dtype=last.dtype, device=last.device)[:, :num_left]
+            shift = torch.nn.functional.pad(one, (num_before - num_left, 0))
+            matrix = shift.expand(len(last), -1, -1)
         before = self._scan(key, StateMap(last.mT, matrix=matrix), transposed=True)
         if before is None:
             return columns.new_zeros(*columns.shape[:-1], num_before)

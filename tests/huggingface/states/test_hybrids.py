@@ -15,8 +15,9 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 from parallel_plans.huggingface.states import state_passing
-from parallel_plans.huggingface.states.state_passing import LocalStatePassing, first
+from parallel_plans.huggingface.states.state_passing import LocalStatePassing
 from parallel_plans.huggingface.states.stateful import (
+    first,
     passing_states,
     required_parameters,
     stateful_layers,

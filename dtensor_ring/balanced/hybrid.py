@@ -161,7 +161,7 @@ def stays_from(hybrid: Hybrid, layout: Layout, world_size: int) -> int | None:
     Example:
         >>> maps = 36 * 4 * 2 * 32 * 128 * 128, 36 * 4 * 3 * 8192  # of Qwen3-Next
         >>> stays_from(Hybrid(36, 12, 2048, maps=maps), as_layout("zigzag"), 4)
-        4096
+        8240
     """
     if hybrid.maps is None or world_size == 1 or not hybrid.stateful:
         return None

@@ -65,7 +65,7 @@ def num_sent(owners: Sequence[int], is_zero: bool) -> int:
         is_zero: whether nothing is left of a state before the tokens, as in convolutions.
 
     >>> num_sent((0, 1, 2), False), num_sent((0, 1, 2, 2, 1, 0), False)
-    (3, 8)
+    (3, 9)
     """
     size, num_places = max(owners) + 1, len(owners)
     if size <= MAX_AT_ONCE and not is_zero:

@@ -24,7 +24,7 @@ from dtensor_ring.extension import (
 from parallel_plans.huggingface.core.documents import DocumentBounds, cached_documents
 from parallel_plans.huggingface.core.layer_inputs import DecodeInputs, LayerInputs, ShardedInputs
 from parallel_plans.huggingface.core.positions import LastTokens
-from parallel_plans.huggingface.states.state_steps import LayerStates
+from parallel_plans.huggingface.states import state_steps
 
 
 @dataclass(frozen=True)
@@ -273,7 +273,7 @@ class CacheMemory:
         self._indexes = dict(zip(indexed, self._index or (), strict=True))
         self._sharded = tuple(x for x in (self._shards, self._index) if x is not None)
         self._windows = {i: WindowCache(size, kv_dtype) for i in kept if (size := sizes[i])}
-        self.states: LayerStates = {}
+        self.states: state_steps.LayerStates = {}
 
     def usage(self) -> CacheUsage:
         """Return the bytes on each rank. They are computed locally, without a message."""
@@ -331,9 +331,8 @@ class CacheMemory:
         if self._shards is not None:
             of_size[0] = new.full(self._shards)
         first = of_size.get(0)
-        # Layers with a state alone have no attention, and any inputs.
-        anything = next(iter(of_size.values()), None)
-        inputs: list[Any] = [of_size.get(size, anything) for size in self._sizes]
+        # Layers with a state alone have no attention, and need no inputs.
+        inputs: list[Any] = [of_size.get(size) for size in self._sizes]
         if isinstance(first, DecodeInputs) and not tokens.is_floating_point():
             # The first layer that sends a message compares the tokens.
             inputs[min(self._layers)] = replace(first, agree=tokens.long())
@@ -401,9 +400,7 @@ class CacheMemory:
         for number, window in self._windows.items():
             names = f"window.{number}.keys", f"window.{number}.values"
             state |= {x: y.cpu() for x, y in zip(names, window.read() or (), strict=False)}
-        for number, layer in self.states.items():
-            state |= {f"state.{number}.{kind}.{i}": x.cpu() for (kind, i), x in layer.items()}
-        return state
+        return state | {f"state.{x}": y for x, y in state_steps.named(self.states).items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Replace everything by the state of a cache of the same model.
@@ -425,7 +422,7 @@ class CacheMemory:
             window.hold(None)
             if pair is not None:
                 window.load((pair[0].to(mesh.device_type), pair[1].to(mesh.device_type)))
-        self.states = _states_of(state, mesh.device_type)
+        self.states = state_steps.unnamed(_of_part(state, "state"), mesh.device_type)
         self.seq_len, self.batch = state["seq_len"], state["batch"]
 
     def _parts(self) -> dict[str, ShardedCache]:
@@ -440,9 +437,7 @@ class CacheMemory:
             ValueError: if a window no longer holds tokens that it would see; nothing changes then.
         """
         if self.states and 0 < num_tokens < self.seq_len:
-            raise ValueError(
-                f"cannot take {num_tokens} tokens away: layers have a state of all tokens together"
-            )
+            raise ValueError(f"cannot take {num_tokens} tokens away from the states of layers")
         for window in self._windows.values():
             window.check_crop(num_tokens, self.seq_len)
         for window in self._windows.values():
@@ -458,10 +453,7 @@ class CacheMemory:
         for cache in self._sharded:
             cache.select(rows)
         self._hold(selected)
-        self.states = {
-            number: {key: x[rows.to(x.device)] for key, x in layer.items()}
-            for number, layer in self.states.items()
-        }
+        self.states = state_steps.rows_of(self.states, rows)
         self.batch = len(rows)
 
     def _hold(self, pairs: list[KeptPair | None]) -> None:
@@ -498,15 +490,6 @@ def _windows_of(state: dict[str, Any], windows: Iterable[int]) -> list[Pair | No
             f"{', '.join(state) or 'nothing'}"
         )
     return [(found[x], found[y]) if expected else None for x, y in names]
-
-
-def _states_of(state: dict[str, Any], device: str) -> LayerStates:
-    """Return the states of layers that a state of a cache has."""
-    found: LayerStates = {}
-    for name, x in _of_part(state, "state").items():
-        number, kind, index = name.split(".")
-        found.setdefault(int(number), {})[kind, int(index)] = x.to(device)
-    return found
 
 
 def _layout_of_runs(axis: SequenceAxis, other: str = "zigzag") -> Layout:

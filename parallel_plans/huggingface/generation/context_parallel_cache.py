@@ -25,7 +25,11 @@ from parallel_plans.huggingface.generation.cache_memory import CacheMemory, Pair
 from parallel_plans.huggingface.selecting.indexers import indexers_of
 from parallel_plans.huggingface.sharding.sharding import shardings_of
 from parallel_plans.huggingface.states.state_sources import States
-from parallel_plans.huggingface.states.stateful import keeps_states, stateful_layers
+from parallel_plans.huggingface.states.stateful import (
+    attention_layers,
+    keeps_states,
+    stateful_layers,
+)
 
 NO_PICKLE = (
     "a ContextParallelCache cannot be pickled, as by torch.save(cache): a file would have the "
@@ -88,7 +92,9 @@ class ContextParallelCache(Cache):
         self._not_pickled = NotPickled(NO_PICKLE)  # first: pickle reads attributes in order
         self.sharding, self._config = found[0], model.config
         self._stateful: list[Any] = stateful_layers(model)
-        has_states = self.sharding.passing is not None and keeps_states(self._stateful)
+        # Layers that share an attention tell it only in the call which of them it is.
+        numbered = all(x.layer_idx is not None for x in attention_layers(model))
+        has_states = bool(self._stateful) and numbered and keeps_states(self._stateful)
         stock, owners, sizes = _stock_layers(model, has_states)
         kept = self._kept = sorted({x for x in owners if type(stock[x]) not in STATES})
         axis, chunks = self.sharding.axis, self.sharding.chunks

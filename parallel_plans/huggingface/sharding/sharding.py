@@ -14,7 +14,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
-from dtensor_ring import Balanced, Contiguous, Mask, SequenceAxis, sequence_runs
+from dtensor_ring import Balanced, Mask, SequenceAxis, sequence_runs
 from dtensor_ring.extension import (
     Layout,
     NotPickled,
@@ -192,7 +192,7 @@ class Sharding:
         else:
             # Stateful layers ignore a state for a single token, so each rank gets at least two.
             length = layout.padded_length(max(seq_len, 2 * mesh.size()), mesh.size())
-            orders = (self._indices(x, length, batch) for x in (Contiguous(), layout))
+            orders = (self._indices(x, length, batch) for x in (self.passing.order, layout))
             before, after = (own_padding(batch.mask, x, length) for x in orders)
             bounds = self._boundaries(batch, documents)
             scan_chunks = self.passing.begin(bounds, length, (before, after), batch.mask)

@@ -30,7 +30,7 @@ PassOn = Callable[[StateMap], Tensor | None]
 def scan_of(forward: Callable[..., Any]) -> str | None:
     """Return the global name by which a layer's forward calls a scan that is known here."""
     names = unwrap(forward).__code__.co_names
-    if LIGHTNING.issubset(names):
+    if all(name in names for name in LIGHTNING):
         return MASKED
     return next((name for name in SCANS if name in names), None)
 
@@ -228,7 +228,7 @@ def _lightning_added(x: Tensor, layer: Any, pass_on: PassOn) -> Tensor | None:
 
 # The global by which lightning attention masks padding, and what its forward reads.
 MASKED = "apply_mask_to_padding_states"
-LIGHTNING = {MASKED, "slope_rate", "set_linear_cache"}
+LIGHTNING = (MASKED, "slope_rate", "set_linear_cache")
 
 # The scans that are known, by the names of functions in files of transformers.
 SCANS: dict[str, Callable[[Callable[..., Any], PassOn, bool], Callable[..., Any]]] = {

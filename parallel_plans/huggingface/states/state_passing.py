@@ -14,6 +14,7 @@ from dtensor_ring import Contiguous, SequenceAxis, relayout
 from dtensor_ring.extension import (
     Hybrid,
     Layout,
+    as_layout,
     attached,
     layout_names,
     receive_state,
@@ -145,10 +146,17 @@ class AxisStatePassing:
         axis: the axis that shards the tokens.
         specs: the states of each layer.
         hybrid: the sizes of the model, which say when tokens stay where they are.
+        order: a layout in which the tokens of a rank follow those of the previous rank.
     """
 
-    def __init__(self, axis: SequenceAxis, specs: StateSpecs, hybrid: Hybrid) -> None:
-        self._axis, self._specs = axis, specs
+    def __init__(
+        self,
+        axis: SequenceAxis,
+        specs: StateSpecs,
+        hybrid: Hybrid,
+        order: Layout | str = Contiguous.name,
+    ) -> None:
+        self._axis, self._specs, self.order = axis, specs, as_layout(order)
         self._stays_from = stays_from(hybrid, axis.layout, axis.mesh.size())
         self._last: ScanChunks | None = None
         self._step: StateStep | None = None
@@ -201,10 +209,10 @@ class AxisStatePassing:
         if chunks.stays:
             return self._in_place(call.hidden, chunks, run)
         mesh = self._axis.mesh
-        x = relayout(call.hidden, mesh, 1, Contiguous.name)
+        x = relayout(call.hidden, mesh, 1, self.order)
         outputs = [*(self._at_once if call.is_scanned else self._in_turn)(call, x, chunks, run)]
         out = torch.cat([first(output) for output in outputs])
-        out = relayout(out, mesh, 1, self._axis.layout, layout=Contiguous.name)
+        out = relayout(out, mesh, 1, self._axis.layout, layout=self.order)
         return with_hidden(outputs[-1], out)
 
     def _in_place(self, x: Tensor, chunks: ScanChunks, run: RunLayer) -> Any:

@@ -36,6 +36,7 @@ class StepTokens(NamedTuple):
         number: how many they are, on all ranks together.
         sharded_length: the same with the padding of the layout; 0 if they are on every rank.
         mask: their attention mask, `(B, T)`, if some are padding.
+        order: a layout in which the tokens of a rank follow those of the previous rank.
     """
 
     mesh: DeviceMesh
@@ -43,6 +44,7 @@ class StepTokens(NamedTuple):
     number: int
     sharded_length: int
     mask: Tensor | None
+    order: Layout = Contiguous()
 
 
 class SingleStates(GivenStates):
@@ -137,7 +139,8 @@ class StateStep:
 
     def _sharded(self, x: Tensor, run: RunLayer, before: States) -> tuple[Any, States]:
         mesh, layout, length = self._tokens.mesh, self._tokens.layout, self._tokens.sharded_length
-        x = relayout(x, mesh, 1, Contiguous.name, layout=layout, seq_len=length)
+        order = self._tokens.order
+        x = relayout(x, mesh, 1, order, layout=layout, seq_len=length)
         rank = mesh.get_local_rank()
         begin, held = self._shard(rank)
         # A rank after the last token runs its padding, as all make the same scans.
@@ -150,11 +153,37 @@ class StateStep:
             mask = mask[:, begin : begin + number] if begin < self._tokens.number else None
         output = run(x[:, :number], mask, source)
         out = torch.nn.functional.pad(first(output), (0, 0, 0, held - number))
-        out = relayout(out, mesh, 1, layout, layout=Contiguous.name, seq_len=length)
+        out = relayout(out, mesh, 1, layout, layout=order, seq_len=length)
         return with_hidden(output, out), source.after
 
     def _shard(self, rank: int) -> tuple[int, int]:
-        """Return the first position of a rank's tokens in contiguous order, and their number."""
-        mesh, length = self._tokens.mesh, self._tokens.sharded_length
-        [run] = Contiguous().runs(rank, mesh.size(), length)
+        """Return the first position of a rank's tokens in their order, and their number."""
+        size, length = self._tokens.mesh.size(), self._tokens.sharded_length
+        [run] = self._tokens.order.runs(rank, size, length)
         return run.start, run.length
+
+
+def named(states: LayerStates) -> dict[str, Tensor]:
+    """Return states by name, on the CPU, to be saved."""
+    return {
+        f"{number}.{kind}.{index}": x.cpu()
+        for number, layer in states.items()
+        for (kind, index), x in layer.items()
+    }
+
+
+def unnamed(states: dict[str, Tensor], device: str) -> LayerStates:
+    """Return the states that `named` gave their names."""
+    found: LayerStates = {}
+    for name, x in states.items():
+        number, kind, index = name.split(".")
+        found.setdefault(int(number), {})[kind, int(index)] = x.to(device)
+    return found
+
+
+def rows_of(states: LayerStates, rows: Tensor) -> LayerStates:
+    """Return the states of some rows of the batch."""
+    return {
+        number: {key: x[rows.to(x.device)] for key, x in layer.items()}
+        for number, layer in states.items()
+    }

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from parallel_plans.huggingface import ContextParallelCache
+from parallel_plans.huggingface.core.versions import cache_name
 from tests.families import HYBRIDS
 from tests.huggingface.generation.generating import exact_softmax, generate, sharded, stock, tokens
 from tests.huggingface.generation.test_generate import FLOAT32, check_turns, check_ways
@@ -67,7 +68,7 @@ def check_states(family: str, layout: str) -> None:
     for number in (2, 11, 24):
         expected = DynamicCache(config=theirs.config)
         with exact_softmax():
-            theirs(input_ids=tokens(number), cache=expected, use_cache=True)
+            theirs(input_ids=tokens(number), **{cache_name(theirs): expected}, use_cache=True)
         cache = ContextParallelCache(ours)
         ours(input_ids=tokens(number), cache=cache)
         pairs = [*zip(states_of(cache.whole()), states_of(expected), strict=True)]

@@ -196,6 +196,25 @@ def trained_from(family: str, noise: float) -> tuple[list[float], dict[str, Tens
     return train(model, slice(None))[0], model.state_dict()
 
 
+def train_in_place(family: str, name: str, changes: dict[str, Any]) -> dict[str, Any]:
+    """In zigzag order, without an exchange of tokens."""
+    with patch.object(state_passing, "stays_from", return_value=0):
+        return train_both(family, CHECKPOINTING[name], "zigzag", changes)
+
+
+@pytest.mark.parametrize("family", ["Granite 4", "Qwen3-Next", "LFM2"])
+def test_ten_steps_of_two_runs_of_a_rank(
+    pool: Pool, request: pytest.FixtureRequest, family: str
+) -> None:
+    """Under FSDP2, with checkpointing."""
+    if not request.config.getoption("--all-hybrids"):
+        pytest.skip("make test ARGS=--all-hybrids")
+    changes = CALM if family in DELTA_RULES else {}
+    for found in pool.run(4, train_in_place, family, "full", changes):
+        assert found["loss"] < 1e-5, found
+        assert found["parameters"] < 1e-5, found
+
+
 @pytest.mark.parametrize("name", ["none", "full"])
 @pytest.mark.parametrize("family", ["Granite 4", "Nemotron-H", "LFM2", *DELTA_RULES])
 def test_ten_steps_of_fsdp_equal_one_process(

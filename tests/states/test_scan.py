@@ -150,8 +150,8 @@ def long_errors(seq_len: int) -> tuple[float, float]:
     torch.manual_seed(0)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     rank, size = dist.get_rank(), dist.get_world_size()
-    decay = -torch.rand(seq_len, 8, dtype=torch.float64) * 1e-4
-    inputs = torch.randn(seq_len, 8, dtype=torch.float64)
+    decay = -torch.rand(seq_len, 64, dtype=torch.float64) * 1e-4
+    inputs = torch.randn(seq_len, 64, dtype=torch.float64)
 
     def last(decay: Tensor, inputs: Tensor) -> Tensor:
         state = torch.zeros_like(inputs[0])

@@ -43,6 +43,7 @@ def test_ways_to_generate(pool: Pool, family: str, world_size: int) -> None:
 def check_all_turns(family: str) -> None:
     # Scans compute in float32 whatever the dtype.
     FLOAT32.update(dict.fromkeys(HYBRIDS, 1e-4))
+    FLOAT32["Zamba2"] = 1e-2  # the stock model, too, computes single tokens and several apart
     for layout, padding in (("contiguous", 0), ("zigzag", 1)):
         check_turns(family, layout, padding)
 

@@ -93,7 +93,7 @@ class ContextParallelCache(Cache):
         self.sharding, self._config = found[0], model.config
         self._stateful: list[Any] = stateful_layers(model)
         # Layers that share an attention tell it only in the call which of them it is.
-        numbered = all(x.layer_idx is not None for x in attention_layers(model))
+        numbered = all(getattr(x, "layer_idx", 0) is not None for x in attention_layers(model))
         has_states = bool(self._stateful) and numbered and keeps_states(self._stateful)
         stock, owners, sizes = _stock_layers(model, has_states)
         kept = self._kept = sorted({x for x in owners if type(stock[x]) not in STATES})

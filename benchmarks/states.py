@@ -4,9 +4,9 @@ Run ``python benchmarks/states.py``: it prints tables and writes them to ``bench
 With ``--quick`` it takes fewer tokens, and writes to ``out`` instead. A gated delta rule of
 Qwen3-Next and a Mamba 2 layer of Granite 4, with a part of their heads, run on one thread: with all
 tokens, and with those of a rank. This counts seconds of the processor, so other programs do not
-matter much. Then ranks run stand-ins that wait as long, and send real messages in between. Without
-flash-linear-attention the backward of the delta rule in PyTorch takes quadratic time, so more
-ranks seem to save more than they do with kernels: see the column of the same tokens.
+matter much. Then ranks run stand-ins that wait as long, and send real messages in between. The
+backward of the delta rule in PyTorch would take quadratic time, so that ranks would save more than
+they do with kernels: its loop runs in linear time here, see `LoopOverChunks`.
 """
 
 import time
@@ -24,6 +24,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.overrides import TorchFunctionMode
 
 from dtensor_ring import StateMap, exclusive_scan
 
@@ -73,6 +74,38 @@ def layer_of(family: str) -> nn.Module:
     return granite.GraniteMoeHybridMambaLayer(
         transformers.GraniteMoeHybridConfig(**how, **heads), 0
     )
+
+
+class LoopOverChunks(TorchFunctionMode):
+    """Makes the backward of a loop over chunks linear in their number, as that of kernels is.
+
+    `x[:, :, i]` has a gradient as large as `x`, and so has a chunk written into the outputs: for n
+    chunks autograd fills and adds n times n of them. Here chunks are views of one `unbind`,
+    and outputs are stacked once.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._chunks: dict[int, tuple[Tensor, tuple[Tensor, ...]]] = {}
+        self._outs: dict[int, tuple[Tensor, list[Tensor]]] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        x = args[0] if args else None
+        is_chunk = len(args) > 1 and self._is_chunk(args[1])
+        if func is Tensor.__getitem__ and is_chunk:
+            if id(x) not in self._chunks:
+                self._chunks[id(x)] = x, x.unbind(2)
+            return self._chunks[id(x)][1][args[1][2]]
+        if func is Tensor.__setitem__ and is_chunk:
+            self._outs.setdefault(id(x), (x, []))[1].append(args[2])
+            return None
+        if func is Tensor.reshape and id(x) in self._outs:
+            args = torch.stack(self._outs.pop(id(x))[1], 2), *args[1:]
+        return func(*args, **kwargs or {})
+
+    @staticmethod
+    def _is_chunk(key: Any) -> bool:
+        return isinstance(key, tuple) and len(key) == 3 and type(key[2]) is int
 
 
 class Cut(torch.autograd.Function):
@@ -129,7 +162,7 @@ def marked_parts(layer: nn.Module, num_tokens: int) -> tuple[list[float], list[f
 
     x = torch.randn(1, num_tokens, HIDDEN, requires_grad=True)
     marked, found = Marked(), []
-    with passing_states([layer], marked):
+    with LoopOverChunks(), passing_states([layer], marked):
         run: Callable[[], Tensor] = partial(layer, x)
         marks = marked.source.marks
         for number in range(2):
@@ -149,9 +182,11 @@ def whole_seconds(layer: nn.Module, num_tokens: int) -> tuple[float, float]:
     """Seconds of a layer on one process, forward and backward."""
     x = torch.randn(1, num_tokens, HIDDEN, requires_grad=True)
     marks = [time.thread_time()]
-    out = layer(x)
+    with LoopOverChunks():
+        out = layer(x)
+    grad = torch.randn_like(out)
     marks.append(time.thread_time())
-    out.backward(torch.randn_like(out))
+    out.backward(grad)
     marks.append(time.thread_time())
     return marks[1] - marks[0], marks[2] - marks[1]
 
@@ -309,8 +344,8 @@ def error_of(family: str, seq_len: int, num_shards: int = 4) -> Error:
 
 def times(console: Console, measurements: list[Measurement], whole: dict[str, Any]) -> None:
     """Print a row for each layer, length and number of ranks."""
-    numbers = ("one process, s", "a rank's tokens, s", "rank, s", "rank/its tokens")
-    numbers += ("ranks, s", "ranks/one", "KiB sent")
+    numbers = ("one, s", "its tokens, s", "rank, s", "rank/its tokens")
+    numbers += ("ranks, s", "ranks/one", "ranks/linear", "KiB sent")
     result: Table = table_of(("layer", "tokens", "ranks", "what"), numbers)
     for m in measurements:
         case, alone = m.case, whole[f"{m.case.family}, {m.case.seq_len}"]
@@ -321,7 +356,8 @@ def times(console: Console, measurements: list[Measurement], whole: dict[str, An
             name = "forward + backward" if what else "forward"
             texts = case.family, f"{case.seq_len:,}", str(case.world_size), name
             shown = f"{one:.3f}", f"{same:.3f}", f"{own:.3f}", f"{own / same:.2f}"
-            last = f"{taken:.3f}", f"{taken / one:.3f}", f"{m.sent / 1024:,.0f}"
+            linear = taken / same / case.world_size
+            last = f"{taken:.3f}", f"{taken / one:.3f}", f"{linear:.3f}", f"{m.sent / 1024:,.0f}"
             result.add_row(*texts, *shown, *last)
     console.print(result)
 
@@ -331,10 +367,12 @@ def report(
 ) -> None:
     """Print what was measured, in Markdown."""
     console.print(
-        "\nFloat32, one thread a rank, contiguous, gloo. One process and a rank are "
-        "seconds of the processor, the\nleast of several runs; ranks wait for these parts and send "
-        "real messages: the median step of all of them. KiB are\nwhat the first rank sends "
-        "forward, and the last one backward: the busiest.\n"
+        "\nFloat32, one thread a rank, contiguous, gloo. *One* is one process with all tokens, "
+        "*its tokens* one with those of\na rank, and *rank* a rank without its messages: seconds "
+        "of the processor, the least of several runs. *Ranks* wait for\nthe parts of a rank, and "
+        "send real messages in between: the median step. *Linear* is W times *its tokens*, as if "
+        "one\nprocess took no longer for a token of a long sequence. KiB are what the first rank "
+        "sends forward, and the last one\nbackward: the busiest.\n"
     )
     times(console, measurements, whole)
     console.print("\nRelative error of outputs against float64, slow decays, 4 shards:\n")
@@ -349,7 +387,7 @@ def main() -> None:
     quick = is_quick(__doc__)
     about = origin()
     torch.set_num_threads(1)
-    lengths, sizes = ((1024,), (2,)) if quick else ((4096, 16384), (4, 8))
+    lengths, sizes = ((1024,), (2,)) if quick else ((16384, 65536), (4, 8))
     repeats = 1 if quick else 2
     whole: dict[str, Any] = {}
     cases: list[Case] = []

@@ -30,14 +30,19 @@ Keys and values that a plan keeps by itself, as they are or in eight bits:
 Sequences of a paged pool, and prompts of some that are prefilled by the ring:
     `BlockCopy`, `PagedPrefill`, `PooledSequence`.
 Layouts for models with layers that carry a state:
-    `Hybrid`, `HybridComparison`, `compare_hybrid_layouts`.
+    `Hybrid`, `HybridComparison`, `compare_hybrid_layouts`, `stays_from`.
 A model without weights, for the command `estimate`:
     `ModelRequest`, `MetaModel`.
 The contract of a block kernel:
     `Kernel`, `Launch`, `Problem`, `Saved`, `Scores`.
 """
 
-from dtensor_ring.balanced.hybrid import Hybrid, HybridComparison, compare_hybrid_layouts
+from dtensor_ring.balanced.hybrid import (
+    Hybrid,
+    HybridComparison,
+    compare_hybrid_layouts,
+    stays_from,
+)
 from dtensor_ring.balanced.work import visible_pairs
 from dtensor_ring.compute.kernels import Kernel, Launch, Problem, Saved, Scores, check_kernel
 from dtensor_ring.decode.cache import CacheUsage
@@ -116,6 +121,7 @@ __all__ = [
     "receive_state",
     "register_gradient",
     "send_state",
+    "stays_from",
     "tokens_of",
     "visible_pairs",
     "within_layer",

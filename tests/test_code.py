@@ -19,8 +19,8 @@ from tests.test_public import ROOT
 
 # A feature's `plan`, `run` and `op` stand beside the planner, the transport and the ops.
 # Its other files know DTensors and stand above `dtensor`.
-WITHOUT_TORCH = ("planning", "all_to_all.plan", "decode.plan", "balanced", "paged.plan")
-WITHOUT_TORCH += ("paged.blocks", "paged.block_pool", "selected.plan", "states.plan")
+WITHOUT_TORCH = ("planning", "all_to_all.plan", "decode.plan", "states.plan", "balanced")
+WITHOUT_TORCH += ("paged.plan", "paged.blocks", "paged.block_pool", "selected.plan")
 LAYERS = (*WITHOUT_TORCH, "compute", "quantised", "transport", "all_to_all.run")
 LAYERS += ("all_to_all.rounded_keys", "decode.run")
 LAYERS += ("selected.listed_attention", "selected.run", "selected.moved_keys", "states.run")

@@ -1,11 +1,13 @@
 """The cost of layouts in models where some layers carry a state along the sequence.
 
-Layers with a state need contiguous tokens on each rank. A contiguous layout makes the causal mask
-of attention uneven; any other layout has to move tokens before and after these layers.
+Layers with a state need tokens in the order of the sequence. A contiguous layout makes the causal
+mask of attention uneven. In another layout tokens move before and after these layers; or they stay,
+where the shards of ranks are two runs each, whose maps are more bytes than those of one.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -18,6 +20,7 @@ from dtensor_ring.planning.plan import checked_slices
 from dtensor_ring.planning.ranges import MAX_RANKS, as_count
 from dtensor_ring.planning.run_table import as_layout
 from dtensor_ring.planning.strategy import Strategy, as_strategy
+from dtensor_ring.states.plan import num_sent, owners_of
 
 # Bytes that travel while a rank computes one pair, per number in its query; see `TOKEN`.
 PAIR = 4096 / TOKEN / (32 * 128)
@@ -33,6 +36,9 @@ class Hybrid(NamedTuple):
         heads: numbers of query heads, and of key and value heads.
         head_dim: size of a head.
         itemsize: size of a number, in bytes.
+        maps: bytes of a row of the maps of all layers with a state, see `StateMap`: those of
+            recurrences, and those without decay and matrix, of convolutions. `None` if they are
+            unknown; then they are not counted, and tokens always move.
     """
 
     stateful: int
@@ -41,6 +47,7 @@ class Hybrid(NamedTuple):
     heads: tuple[int, int] = (32, 8)
     head_dim: int = 128
     itemsize: int = 2
+    maps: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -50,20 +57,22 @@ class HybridCost:
     Attributes:
         layout: the spec of the layout.
         relayouts: bytes sent to change the layout around layers with a state. The backward pass
-            sends them again.
+            sends them again, and the next ones.
+        states: bytes of the maps that these layers send.
         keys: bytes of keys and values that ranks see on other ranks. A ring forwards a few more.
         waiting: bytes that could be sent while ranks wait for the one with the most work.
     """
 
     layout: str
     relayouts: int
+    states: int
     keys: int
     waiting: int
 
     @property
     def total(self) -> int:
         """The sum of the costs, in bytes."""
-        return self.relayouts + self.keys + self.waiting
+        return self.relayouts + self.states + self.keys + self.waiting
 
 
 @dataclass(frozen=True)
@@ -84,11 +93,13 @@ class HybridComparison:
         lines = [
             f"{self.hybrid.stateful} layers with a state, {self.hybrid.attention} with attention: "
             f"{self.seq_len} tokens on {self.world_size} ranks, MB of a forward",
-            "layout       relayouts  keys and values   waiting     total",
+            "layout       relayouts    states  keys and values   waiting     total",
         ]
         for row in self.rows:
-            numbers = (x / 1e6 for x in (row.relayouts, row.keys, row.waiting, row.total))
-            lines.append("{:<10}{:>12.1f}{:>17.1f}{:>10.1f}{:>10.1f}".format(row.layout, *numbers))
+            counts = row.relayouts, row.states, row.keys, row.waiting, row.total
+            numbers = (x / 1e6 for x in counts)
+            form = "{:<10}{:>12.1f}{:>10.1f}{:>17.1f}{:>10.1f}{:>10.1f}"
+            lines.append(form.format(row.layout, *numbers))
         return "\n".join([*lines, f"least: {self.best}"])
 
 
@@ -133,6 +144,49 @@ def relayout_tokens(
     return sum(len(x.cols) for plan in plans for x in plan.sends if x.peer != plan.rank)
 
 
+def stays_from(hybrid: Hybrid, layout: Layout, world_size: int) -> int | None:
+    """Return the length from which on tokens of a layout stay where they are in layers with states.
+
+    Shards of two runs of the sequence have two maps, which are more bytes than one, but tokens need
+    not move. One document must fill a row.
+
+    Args:
+        hybrid: the layers of the model, and the sizes of its tensors.
+        layout: the layout of the attention.
+        world_size: number of ranks of the axis.
+
+    Returns:
+        The number of tokens of a row on all ranks; `None` where tokens always move, or need not.
+
+    Example:
+        >>> maps = 36 * 4 * 2 * 32 * 128 * 128, 36 * 4 * 3 * 8192  # of Qwen3-Next
+        >>> stays_from(Hybrid(36, 12, 2048, maps=maps), as_layout("zigzag"), 4)
+        8240
+    """
+    if hybrid.maps is None or world_size == 1 or not hybrid.stateful:
+        return None
+    try:
+        owners = owners_of(layout, world_size, 2)
+    except ValueError:  # its shards are not two runs
+        return None
+    step = layout.padded_length(1, world_size)
+    moved = _moved(hybrid, layout, step, world_size)
+    more = _of_maps(hybrid, owners) - _of_maps(hybrid, range(world_size))
+    return max(1, -(-more // moved)) * step if moved else None
+
+
+def _moved(hybrid: Hybrid, layout: Layout, seq_len: int, world_size: int) -> int:
+    """Return the bytes of tokens that change their rank before and after layers with a state."""
+    tokens = relayout_tokens(layout, seq_len, world_size)
+    return 2 * hybrid.stateful * tokens * hybrid.hidden_size * hybrid.itemsize
+
+
+def _of_maps(hybrid: Hybrid, owners: Sequence[int]) -> int:
+    """Return the bytes of maps that ranks send, given the rank of each."""
+    recurrences, columns = hybrid.maps or (0, 0)
+    return recurrences * num_sent(owners, False) + columns * num_sent(owners, True)
+
+
 def _cost(
     layout: Layout, hybrid: Hybrid, mask: Mask, seq_len: int, world_size: int, heads: int
 ) -> HybridCost:
@@ -143,12 +197,15 @@ def _cost(
     makespan, received = ring_cost(
         work, Partition.of_layout(joined, num_groups, seq_len), num_groups
     )
-    moved = 2 * hybrid.stateful * relayout_tokens(layout, seq_len, world_size)
+    shortest = stays_from(hybrid, layout, world_size)
+    stays = shortest is not None and seq_len >= shortest
+    owners = owners_of(layout, world_size, 2) if stays else range(world_size)
     token = 2 * hybrid.heads[1] * hybrid.head_dim * hybrid.itemsize
     pair = PAIR * hybrid.heads[0] * hybrid.head_dim
     return HybridCost(
         layout.spec,
-        moved * hybrid.hidden_size * hybrid.itemsize,
+        0 if stays else _moved(hybrid, layout, seq_len, world_size),
+        _of_maps(hybrid, owners),
         hybrid.attention * received * token,
         int(hybrid.attention * (num_groups * makespan - work.total) * pair),
     )

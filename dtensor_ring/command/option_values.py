@@ -106,20 +106,24 @@ def numbers(text: str) -> list[int]:
 
 
 def hybrid_of(text: str) -> Hybrid:
-    """Parse layers with a state, layers with attention, and numbers of a token between layers.
+    """Parse layers with a state and with attention, numbers of a token, and of a layer's map.
+
+    The last one may be left out. A map is in float32.
 
     Raises:
-        ArgumentTypeError: if these are not three numbers, each 0 or more.
+        ArgumentTypeError: if these are not three or four numbers, each 0 or more.
 
-    >>> hybrid_of("36,12,2048").hidden_size
-    2048
+    >>> hybrid_of("36,12,2048").hidden_size, hybrid_of("36,12,2048,1000").maps
+    (2048, (144000, 0))
     """
-    match numbers(text):
-        case [stateful, attention, hidden_size] if min(stateful, attention, hidden_size) >= 0:
-            return Hybrid(stateful, attention, hidden_size)
+    found = numbers(text)
+    if len(found) in (3, 4) and min(found) >= 0:
+        stateful, attention, hidden_size, *of_map = found
+        maps = (4 * stateful * of_map[0], 0) if of_map else None
+        return Hybrid(stateful, attention, hidden_size, maps=maps)
     raise argparse.ArgumentTypeError(
-        f"{text!r} are not layers with a state, layers with attention and numbers of a token: "
-        "36,12,2048"
+        f"{text!r} are not layers with a state, layers with attention, numbers of a token, and of "
+        "a map of a layer: 36,12,2048,1048576"
     )
 
 

@@ -93,7 +93,7 @@ def _add_schedule(commands: argparse._SubParsersAction[Any]) -> None:
         "--hybrid",
         type=hybrid_of,
         help="also show what layouts cost a model with this many layers that carry a state, layers "
-        "with attention, and numbers of a token: 36,12,2048",
+        "with attention, numbers of a token, and of a map of a layer: 36,12,2048,1048576",
     )
     command.add_argument("--html", type=Path, help="write a page with pictures of it to this file")
     command.add_argument("--png", type=Path, help="write a picture of it to this file")

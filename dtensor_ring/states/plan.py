@@ -57,6 +57,28 @@ def num_sent_at_once(owners: Sequence[int], rank: int, peer: int) -> int:
     return sum(owner == rank for owner in owners[:last])
 
 
+def num_sent(owners: Sequence[int], is_zero: bool) -> int:
+    """Return how many maps travel between ranks in a scan, of all ranks together.
+
+    Args:
+        owners: the rank of each place.
+        is_zero: whether nothing is left of a state before the tokens, as in convolutions.
+
+    >>> num_sent((0, 1, 2), False), num_sent((0, 1, 2, 2, 1, 0), False)
+    (3, 9)
+    """
+    size, num_places = max(owners) + 1, len(owners)
+    if size <= MAX_AT_ONCE and not is_zero:
+        pairs = ((x, y) for x in range(size) for y in range(size) if x != y)
+        return sum(num_sent_at_once(owners, rank, peer) for rank, peer in pairs)
+    steps = steps_of(2 if is_zero else num_places)
+    return sum(
+        owners[place - step] != owners[place]
+        for number, step in enumerate(steps)
+        for place in range(step + (number > 0), num_places)
+    )
+
+
 def steps_of(num_places: int) -> list[int]:
     """Return by how many places maps travel in each round where steps double.
 

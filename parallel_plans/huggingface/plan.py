@@ -72,6 +72,7 @@ from parallel_plans.huggingface.states import state_passing, stateful
 from parallel_plans.huggingface.states.default_layout import (
     compared_layouts,
     fastest_layout,
+    hybrid_of,
     named_layout,
 )
 from parallel_plans.huggingface.vision.image_sharding import check_deal_images
@@ -248,7 +249,9 @@ class ShardedModel(ParallelStyle):
                 layer_masks = read_patterns(whole)
         layer_masks = with_strategies(layer_masks, self.strategies, device_mesh.size())
         size, common = device_mesh.size(), self.strategies.common
-        costs = compared_layouts(decoder, layer_masks, size, common) if self.is_picked else None
+        costs = None
+        if self.is_picked:
+            costs = compared_layouts(decoder, layer_masks, states, size, common)
         layout: Layout | str = costs.best if costs else self.layout
         if self.is_auto and not costs:
             layout = fastest_layout(decoder, layer_masks, device_mesh, **self.how)
@@ -265,7 +268,9 @@ class ShardedModel(ParallelStyle):
         head = None if self.unshard_outputs else linear_head(model, backbone)
         # Any head that is not linear gets the hidden states whole.
         unshards = self.unshard_outputs or (head is None and backbone is not model)
-        passing = state_passing.AxisStatePassing(axis, states) if states else None
+        passing = None
+        if states:
+            passing = state_passing.AxisStatePassing(axis, states, hybrid_of(decoder, states))
         how = unshards, passing, self.cache_dtype, self.local_batch, why_whole(model)
         sharding = Sharding(decoder, axis, layer_masks, loss, *how)
         if passing is not None:

@@ -5,7 +5,14 @@ from __future__ import annotations
 import pytest
 
 from dtensor_ring import Contiguous, Mask, describe_schedule
-from dtensor_ring.balanced.hybrid import PAIR, Hybrid, compare_hybrid_layouts, relayout_tokens
+from dtensor_ring.balanced.hybrid import (
+    PAIR,
+    Hybrid,
+    HybridCost,
+    compare_hybrid_layouts,
+    relayout_tokens,
+    stays_from,
+)
 from dtensor_ring.planning.run_table import as_layout
 
 MASKS = Mask.causal(), Mask.sliding(20), Mask.full()
@@ -72,6 +79,28 @@ def test_which_costs_least(
     found = compare_hybrid_layouts(hybrid, mask, seq_len, 8, strategy)
     assert found.best == best, str(found)
     assert f"least: {best}" in str(found)
+
+
+@pytest.mark.parametrize("world_size", [2, 4, 8, 12])
+def test_tokens_stay_where_two_maps_cost_less(world_size: int) -> None:
+    """And the bytes of both are counted, of convolutions, too."""
+    hybrid = HYBRID._replace(maps=(1000, 10))
+    shortest = stays_from(hybrid, as_layout("zigzag"), world_size)
+    assert shortest is not None
+    step, order = 2 * world_size, {x.layout: x for x in _rows(hybrid, shortest, world_size)}
+    assert order["zigzag"].relayouts == 0
+    before = {x.layout: x for x in _rows(hybrid, shortest - step, world_size)}
+    assert before["zigzag"].states == order["contiguous"].states
+    more = order["zigzag"].states - order["contiguous"].states
+    assert order["zigzag"].states > more > before["zigzag"].relayouts > 0
+    moved = relayout_tokens(as_layout("zigzag"), shortest, world_size)
+    assert more <= 2 * 3 * moved * 10 * 4
+    for layout in ("contiguous", "striped"):
+        assert stays_from(hybrid, as_layout(layout), world_size) is None
+
+
+def _rows(hybrid: Hybrid, seq_len: int, world_size: int) -> tuple[HybridCost, ...]:
+    return compare_hybrid_layouts(hybrid, Mask.causal(), seq_len, world_size).rows
 
 
 def test_lengths_are_padded_and_bad_numbers_refused() -> None:

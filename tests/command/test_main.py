@@ -81,8 +81,9 @@ def test_schedule_of_the_fastest_strategy(
 
 
 def test_schedule_of_a_hybrid(capsys: pytest.CaptureFixture[str]) -> None:
-    command = ["schedule", "--seq-len", "1024", "--world-size", "4", "--hybrid", "3,1,64"]
-    expected = compare_hybrid_layouts(Hybrid(3, 1, 64), Mask.causal(), 1024, 4)
+    command = ["schedule", "--seq-len", "1024", "--world-size", "4", "--hybrid", "3,1,64,100"]
+    hybrid = Hybrid(3, 1, 64, maps=(3 * 100 * 4, 0))
+    expected = compare_hybrid_layouts(hybrid, Mask.causal(), 1024, 4)
     assert main(load, command) == 0
     assert capsys.readouterr().out.endswith(f"\n{expected}\n")
     assert main(load, [*command, "--json"]) == 0

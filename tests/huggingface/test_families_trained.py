@@ -197,14 +197,14 @@ def test_tensor_parallelism_beside_it(pool: Pool, family: str) -> None:
         assert largest(errors) < 1e-5, errors
 
 
-def lora_errors(is_plan_first: bool) -> list[float]:
+def lora_errors(family: str, targets: list[str], is_plan_first: bool) -> list[float]:
     """Of the loss, the gradients of adapters, and the loss after they were merged."""
     warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated")  # asked by peft
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
-    adapters = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    adapters = LoraConfig(r=2, target_modules=targets, init_lora_weights=False)
     models, losses, tokens = [], [], batch_of(0)
     for is_ring in (True, False):
-        model = small_model("Llama")
+        model = small_model(family)
         if is_ring and is_plan_first:
             parallelize_module(model, mesh, context_parallel_plan(model))
         torch.manual_seed(1)
@@ -224,8 +224,17 @@ def lora_errors(is_plan_first: bool) -> list[float]:
 
 
 @pytest.mark.parametrize("is_plan_first", [True, False], ids=["plan first", "adapters first"])
-def test_lora(pool: Pool, is_plan_first: bool) -> None:
-    for errors in pool.run(2, lora_errors, is_plan_first):
+@pytest.mark.parametrize(
+    ("family", "targets"),
+    [
+        ("Llama", ["q_proj", "v_proj"]),
+        ("Granite 4", ["in_proj", "q_proj"]),  # of a layer with a state, and of attention
+        pytest.param("Qwen3-Next", ["in_proj_qkvz", "q_proj"], marks=pytest.mark.repeats),
+        pytest.param("MiniMax-01", ["qkv_proj", "q_proj"], marks=pytest.mark.repeats),
+    ],
+)
+def test_lora(pool: Pool, family: str, targets: list[str], is_plan_first: bool) -> None:
+    for errors in pool.run(2, lora_errors, family, targets, is_plan_first):
         assert len(errors) > 4
         assert largest(errors) < 1e-5, errors
 

@@ -245,6 +245,8 @@ class ScanChunks:
         length: tokens of a row on this rank.
         starts: local indices at which documents begin, for each row; a single row serves all.
         padding: attention mask of the local tokens, `(B, L)`, if the batch has one.
+        stays: whether tokens stay in the axis's layout, two runs of the sequence on each rank, and
+            each row is one document.
         batch: boundaries and attention mask of the tokens of all ranks; or checksums of the masks,
             `(W,)`.
     """
@@ -252,6 +254,7 @@ class ScanChunks:
     length: int
     starts: tuple[tuple[int, ...], ...]
     padding: Tensor | None
+    stays: bool
     batch: tuple[Tensor | None, Tensor | None]
 
     @classmethod
@@ -260,28 +263,35 @@ class ScanChunks:
         cls,
         boundaries: Tensor | None,
         length: int,
-        padding: Tensor | None,
+        paddings: tuple[Tensor | None, Tensor | None],
         mask: Tensor | None,
-        rank: int,
-        world_size: int,
+        mesh: DeviceMesh,
+        stays_from: int | None,
     ) -> ScanChunks:
-        """Return the chunks of one rank. Each rank has a contiguous shard of the same length.
+        """Return the chunks of one rank.
+
+        Each rank has a contiguous shard of the same length, or two runs if tokens stay in place.
 
         Args:
             boundaries: boundaries of documents, `(D+1,)` or `(B, D+1)`; `None` for one document.
             length: tokens of a row on all ranks, with padding.
-            padding: the attention mask of this rank's tokens, `(B, L)`.
+            paddings: the attention mask of this rank's tokens in contiguous order, `(B, L)`, and in
+                the order of the axis's layout.
             mask: what tells the masks of batches apart, alike on all ranks: that of all tokens
                 without the layout's padding, `(B, S)`, or checksums.
-            rank: index of the rank on the axis.
-            world_size: number of ranks of the axis.
+            mesh: the axis.
+            stays_from: the length from which on tokens stay where they are; `None` for never.
         """
-        shard = length // world_size
+        rank, shard = mesh.get_local_rank(), length // mesh.size()
         begin, end = rank * shard, (rank + 1) * shard
         rows = [[0]] if boundaries is None else boundaries.reshape(-1, boundaries.shape[-1])
+        # The last boundary is the end of the tokens, before the layout's padding.
+        is_whole = not any(0 < int(x) < int(row[-1]) for row in rows for x in row)
+        if is_whole and stays_from is not None and length >= stays_from:
+            return cls(shard, ((0,),), paddings[1], True, (boundaries, mask))
         # The last boundary is the end of a row, where no document begins; it may be repeated.
         found = [sorted({int(x) - begin for x in row if begin <= x < end}) for row in rows]
-        return cls(shard, tuple(map(tuple, found)), padding, (boundaries, mask))
+        return cls(shard, tuple(map(tuple, found)), paddings[0], False, (boundaries, mask))
 
     def same_batch(self, other: ScanChunks) -> bool:
         """Return whether both batches have equal boundaries and masks on all ranks."""
@@ -307,14 +317,15 @@ class ScanChunks:
         return padding[:, chunk.begin : chunk.end]
 
 
-def own_padding(mask: Tensor | None, begin: int, length: int) -> Tensor | None:
-    """Return the mask, `(B, L)`, of `length` tokens from `begin` on, some of which may be missing.
+def own_padding(mask: Tensor | None, indices: Tensor, length: int) -> Tensor | None:
+    """Return the mask of the tokens at `indices` of `length` tokens, `(B, L)`.
+
+    Tokens that the mask does not have are missing.
 
     Example:
-        >>> own_padding(torch.tensor([[1, 1, 1]]), 2, 2)
-        tensor([[1, 0]])
+        >>> own_padding(torch.tensor([[1, 1, 1]]), torch.tensor([0, 2, 3]), 4)
+        tensor([[1, 1, 0]])
     """
     if mask is None:
         return None
-    part = mask[:, begin : begin + length]
-    return nn.functional.pad(part, (0, length - part.shape[1]))
+    return nn.functional.pad(mask, (0, length - mask.shape[1]))[:, indices.to(mask.device)]

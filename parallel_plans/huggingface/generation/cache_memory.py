@@ -24,6 +24,7 @@ from dtensor_ring.extension import (
 from parallel_plans.huggingface.core.documents import DocumentBounds, cached_documents
 from parallel_plans.huggingface.core.layer_inputs import DecodeInputs, LayerInputs, ShardedInputs
 from parallel_plans.huggingface.core.positions import LastTokens
+from parallel_plans.huggingface.states import state_steps
 
 
 @dataclass(frozen=True)
@@ -272,10 +273,12 @@ class CacheMemory:
         self._indexes = dict(zip(indexed, self._index or (), strict=True))
         self._sharded = tuple(x for x in (self._shards, self._index) if x is not None)
         self._windows = {i: WindowCache(size, kv_dtype) for i in kept if (size := sizes[i])}
+        self.states: state_steps.LayerStates = {}
 
     def usage(self) -> CacheUsage:
         """Return the bytes on each rank. They are computed locally, without a message."""
         window = sum(x.num_bytes for x in self._windows.values())
+        window += sum(x.nbytes for layer in self.states.values() for x in layer.values())
         usages = [x.usage() for x in self._sharded]
         ranks = range(self.axis.mesh.size())
         held = tuple(window + sum(x.held[rank] for x in usages) for rank in ranks)
@@ -327,8 +330,9 @@ class CacheMemory:
                 of_size[window.size] = new.window(window.num_held)
         if self._shards is not None:
             of_size[0] = new.full(self._shards)
-        inputs = [of_size[size] for size in self._sizes]
         first = of_size.get(0)
+        # Layers with a state alone have no attention, and need no inputs.
+        inputs: list[Any] = [of_size.get(size) for size in self._sizes]
         if isinstance(first, DecodeInputs) and not tokens.is_floating_point():
             # The first layer that sends a message compares the tokens.
             inputs[min(self._layers)] = replace(first, agree=tokens.long())
@@ -396,7 +400,7 @@ class CacheMemory:
         for number, window in self._windows.items():
             names = f"window.{number}.keys", f"window.{number}.values"
             state |= {x: y.cpu() for x, y in zip(names, window.read() or (), strict=False)}
-        return state
+        return state | {f"state.{x}": y for x, y in state_steps.named(self.states).items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Replace everything by the state of a cache of the same model.
@@ -418,6 +422,7 @@ class CacheMemory:
             window.hold(None)
             if pair is not None:
                 window.load((pair[0].to(mesh.device_type), pair[1].to(mesh.device_type)))
+        self.states = state_steps.unnamed(_of_part(state, "state"), mesh.device_type)
         self.seq_len, self.batch = state["seq_len"], state["batch"]
 
     def _parts(self) -> dict[str, ShardedCache]:
@@ -431,11 +436,14 @@ class CacheMemory:
         Raises:
             ValueError: if a window no longer holds tokens that it would see; nothing changes then.
         """
+        if self.states and 0 < num_tokens < self.seq_len:
+            raise ValueError(f"cannot take {num_tokens} tokens away from the states of layers")
         for window in self._windows.values():
             window.check_crop(num_tokens, self.seq_len)
         for window in self._windows.values():
             window.crop(num_tokens)
         self.seq_len -= num_tokens
+        self.states = self.states if self.seq_len else {}
         for cache in self._sharded:
             cache.crop(self.seq_len)
 
@@ -445,6 +453,7 @@ class CacheMemory:
         for cache in self._sharded:
             cache.select(rows)
         self._hold(selected)
+        self.states = state_steps.rows_of(self.states, rows)
         self.batch = len(rows)
 
     def _hold(self, pairs: list[KeptPair | None]) -> None:
@@ -457,7 +466,7 @@ class CacheMemory:
             cache.reset()
         for window in self._windows.values():
             window.hold(None)
-        self.seq_len, self.batch = 0, -1
+        self.seq_len, self.batch, self.states = 0, -1, {}
 
 
 def _of_part(state: dict[str, Any], name: str) -> dict[str, Any]:

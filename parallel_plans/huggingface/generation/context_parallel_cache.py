@@ -14,6 +14,9 @@ from transformers.cache_utils import (
     DummyLayer,
     DynamicCache,
     DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+    LinearAttentionLayer,
 )
 
 from dtensor_ring.extension import MAX_QUERIES, CacheUsage, NotPickled
@@ -21,6 +24,12 @@ from parallel_plans.huggingface.core.versions import kept_whole
 from parallel_plans.huggingface.generation.cache_memory import CacheMemory, Pair
 from parallel_plans.huggingface.selecting.indexers import indexers_of
 from parallel_plans.huggingface.sharding.sharding import shardings_of
+from parallel_plans.huggingface.states.state_sources import States
+from parallel_plans.huggingface.states.stateful import (
+    attention_layers,
+    keeps_states,
+    stateful_layers,
+)
 
 NO_PICKLE = (
     "a ContextParallelCache cannot be pickled, as by torch.save(cache): a file would have the "
@@ -82,14 +91,18 @@ class ContextParallelCache(Cache):
             )
         self._not_pickled = NotPickled(NO_PICKLE)  # first: pickle reads attributes in order
         self.sharding, self._config = found[0], model.config
-        stock, owners, sizes = _stock_layers(model)
-        kept = self._kept = sorted({*owners})
+        self._stateful: list[Any] = stateful_layers(model)
+        # Layers that share an attention tell it only in the call which of them it is.
+        numbered = all(getattr(x, "layer_idx", 0) is not None for x in attention_layers(model))
+        has_states = bool(self._stateful) and numbered and keeps_states(self._stateful)
+        stock, owners, sizes = _stock_layers(model, has_states)
+        kept = self._kept = sorted({x for x in owners if type(stock[x]) not in STATES})
         axis, chunks = self.sharding.axis, self.sharding.chunks
         indexed = [x.layer_idx for x in indexers_of(model)]
         how = chunks, decode_tokens, block, self.sharding.cache_dtype, indexed
         self.memory = CacheMemory(axis, sizes, kept, *how)
         layers: list[Any] = [
-            x if isinstance(x, DummyLayer) else KeptLayer(self.memory, i, sizes[i])
+            x if isinstance(x, DummyLayer) else KeptLayer(self.memory, i, sizes[i], has_states)
             for i, x in enumerate(stock)
         ]
         super().__init__(layers=layers)
@@ -108,6 +121,11 @@ class ContextParallelCache(Cache):
                 layer.update(*pair)
             if index is not None:
                 layer.update_indexer(index)
+            for (kind, state_idx), x in self._states_of(number).items():
+                if kind == "recurrent":
+                    layer.update_recurrent_state(x, state_idx)
+                else:  # stock layers keep another column, which the next token drops
+                    layer.update_conv_state(torch.nn.functional.pad(x, (1, 0)), state_idx)
             if getattr(layer, "is_sliding", False):  # it counts tokens that it forgot, too
                 layer.cumulative_length = self.memory.seq_len
         return made
@@ -135,6 +153,17 @@ class ContextParallelCache(Cache):
     def usage(self) -> CacheUsage:
         """Return the bytes on each rank; they are computed, and nothing is sent."""
         return self.memory.usage()
+
+    def _states_of(self, layer_idx: int) -> States:
+        """Return the states of the layer that a model calls by this index."""
+        numbers = [x.layer_idx for x in self._stateful]
+        return self.memory.states.get(numbers.index(layer_idx), {}) if layer_idx in numbers else {}
+
+    def has_previous_state(
+        self, layer_idx: int | None = None, state_idx: int | None = None
+    ) -> bool:
+        """Return whether layers with a state have seen tokens."""
+        return self.memory.seq_len > 0
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Return the number of tokens on all ranks together, without those of a running forward."""
@@ -191,15 +220,25 @@ class ContextParallelCache(Cache):
         self.memory.reset()
 
 
+# Stock layers of states, and of states beside keys.
+STATES = (LinearAttentionLayer,)
+STATES_BESIDE = (
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+)
+
+
 class KeptLayer(CacheLayerMixin):
     """A layer of a `ContextParallelCache`, as models see it."""
 
-    # Assisted decoding reads it. Windows keep the tokens that they see after a crop.
-    is_croppable = True
-
-    def __init__(self, memory: CacheMemory, number: int, size: int) -> None:
+    def __init__(
+        self, memory: CacheMemory, number: int, size: int, has_states: bool = False
+    ) -> None:
         super().__init__()
         self._memory, self._number = memory, number
+        # Assisted decoding reads it. Windows keep the tokens that they see after a crop; states
+        # cannot be taken back.
+        self.is_croppable = not has_states
         self.is_sliding = bool(size)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> KeptLayer:
@@ -260,8 +299,10 @@ def pooled_cache(model: Any, memory: Any) -> tuple[Cache, list[int]]:
     return Cache(layers=layers), [kept.index(x) for x in owners]
 
 
-def _stock_layers(model: Any) -> tuple[list[Any], list[int], list[int]]:
+def _stock_layers(model: Any, has_states: bool = False) -> tuple[list[Any], list[int], list[int]]:
     """Return the layers of a stock cache, whose keys each layer uses, and how many it sees.
+
+    With `has_states`, layers may keep states, alone or beside keys.
 
     A layer without a cache of its own uses that of the last layer before it of its type. It sees
     the last tokens, as many as its window has; 0 stands for all tokens.
@@ -273,7 +314,8 @@ def _stock_layers(model: Any) -> tuple[list[Any], list[int], list[int]]:
     of_type: dict[str, int] = {}
     for number, layer in enumerate(layers):
         kind = types[number] if number < len(types) else ""
-        if type(layer) not in (*kept_whole(), DynamicSlidingWindowLayer, DummyLayer):
+        known = (*kept_whole(), DynamicSlidingWindowLayer, DummyLayer)
+        if type(layer) not in known + (STATES + STATES_BESIDE if has_states else ()):
             raise ValueError(
                 f"layer {number} keeps a {type(layer).__name__}, which is not supported over a "
                 "sharded sequence; generate with use_cache=False, or with the stock model"

@@ -48,6 +48,7 @@ from parallel_plans.huggingface.sharding.batch import (
     shard,
 )
 from parallel_plans.huggingface.sharding.sharding import Sharding, whole_outputs
+from parallel_plans.huggingface.states.state_steps import StateStep, StepTokens
 
 if TYPE_CHECKING:
     from parallel_plans.huggingface.generation.context_parallel_cache import ContextParallelCache
@@ -87,7 +88,7 @@ def cache_of(model: Any, sharding: Sharding, arguments: dict[str, Any]) -> Conte
     if cache is None or (sharding.generates and _is_fresh(cache)):
         _replace(cache, name, sharding)
         return ContextParallelCache(model)
-    is_filled = isinstance(cache, DynamicCache) and cache.get_seq_length() > 0
+    is_filled = isinstance(cache, DynamicCache) and _is_filled(cache)
     raise ValueError(
         f"{name} is a {type(cache).__name__}, whose keys and values are not sharded along the "
         "sequence; give a ContextParallelCache(model), or use_cache=True for a new one"
@@ -110,7 +111,15 @@ def _is_fresh(cache: Any) -> bool:
     """Return whether the cache is an empty one of the kind that `generate` makes."""
     from transformers import DynamicCache
 
-    return type(cache) is DynamicCache and not cache.offloading and not cache.get_seq_length()
+    return type(cache) is DynamicCache and not cache.offloading and not _is_filled(cache)
+
+
+def _is_filled(cache: Any) -> bool:
+    """Return whether a stock cache has seen tokens."""
+    try:
+        return cache.get_seq_length() > 0
+    except ValueError:  # it keeps states only, which count no tokens
+        return cache.has_previous_state()
 
 
 @torch.compiler.disable(reason=GROWS)
@@ -159,7 +168,11 @@ def call_with_cache(
     padding = None if mask is None else left_padding(mask, past + num_tokens)
     positions = sharding.positions(batch, past, mask)
     batch, kept = replace(batch, positions=positions, seen=seen), None
-    with memory.appending(tokens, padding, batch.others.get(LOGITS_TO_KEEP, 0)) as (new, inputs):
+    num_kept = batch.others.get(LOGITS_TO_KEEP, 0)
+    with (
+        memory.appending(tokens, padding, num_kept) as (new, inputs),
+        _states(sharding, cache, new, mask),
+    ):
         if new.sharded_length:  # otherwise a layer's message compares the tokens
             sharding.check_same_batch(arguments | {"input_ids": tokens}, "a sharded append step")
             sharding.tokenwise.begin(model)
@@ -186,6 +199,22 @@ def call_with_cache(
         return output
     last = {of_kept: kept}
     return type(output)(**{name: _whole(x, new, last.get(name)) for name, x in output.items()})
+
+
+@contextmanager
+def _states(
+    sharding: Sharding, cache: ContextParallelCache, new: NewTokens, mask: Tensor | None
+) -> Iterator[None]:
+    """Open a context in which layers with a state go on from those that the cache has."""
+    if sharding.passing is None:
+        yield
+        return
+    mask = None if mask is None or bool(mask.all()) else mask[:, new.past :]
+    how = new.axis.mesh, new.layout, new.num_tokens, new.sharded_length, mask
+    step = StateStep(cache.memory.states, StepTokens(*how))
+    with sharding.passing.stepping(step):
+        yield
+    cache.memory.states = step.after()
 
 
 def _check_cached(model: Any, batch: dict[str, Any], mask: Any) -> None:

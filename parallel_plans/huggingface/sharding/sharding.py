@@ -151,8 +151,9 @@ class Sharding:
         documents = self._documents(batch, seq_len, shared.starts)
         chunks = None
         if self.passing is not None:
-            padding = shared.padding, shared.checksums
-            chunks = self.passing.begin(self._boundaries(batch, documents), seq_len, *padding)
+            paddings = shared.padding, None if shared.padding is None else batch.mask
+            bounds = self._boundaries(batch, documents)
+            chunks = self.passing.begin(bounds, seq_len, paddings, shared.checksums)
         if batch.positions is None:
             batch = replace(batch, positions=indices.unsqueeze(0))
         return batch, BatchPlan(seq_len, seq_len, layout, documents, indices, chunks)
@@ -196,9 +197,10 @@ class Sharding:
         else:
             # Stateful layers ignore a state for a single token, so each rank gets at least two.
             length = layout.padded_length(max(seq_len, 2 * mesh.size()), mesh.size())
-            bounds, shard_length = self._boundaries(batch, documents), length // mesh.size()
-            padding = own_padding(batch.mask, mesh.get_local_rank() * shard_length, shard_length)
-            scan_chunks = self.passing.begin(bounds, length, padding, batch.mask)
+            orders = (self._indices(x, length, batch) for x in (self.passing.order, layout))
+            before, after = (own_padding(batch.mask, x, length) for x in orders)
+            bounds = self._boundaries(batch, documents)
+            scan_chunks = self.passing.begin(bounds, length, (before, after), batch.mask)
         if length > seq_len:
             documents = documents.bounded(seq_len)
         if layout.per_batch:

@@ -19,7 +19,8 @@ from dtensor_ring.extension import (
     machine_on,
 )
 from parallel_plans.huggingface.core.patterns import LayerMask, LayerMasks
-from parallel_plans.huggingface.states.stateful import attention_layers, stateful_layers
+from parallel_plans.huggingface.states.state_passing import StateSpecs, map_bytes
+from parallel_plans.huggingface.states.stateful import attention_layers
 from parallel_plans.strategies import SUFFIX, kind_of
 
 DEFAULT: str = "zigzag"
@@ -40,7 +41,7 @@ def named_layout(layout: Layout | str | None) -> Layout:
 
 
 def compared_layouts(
-    model: Any, layer_masks: LayerMasks, world_size: int, strategy: str | None
+    model: Any, layer_masks: LayerMasks, specs: StateSpecs, world_size: int, strategy: str | None
 ) -> HybridComparison | None:
     """Compare the costs of layouts for a model with stateful layers, at its longest sequence.
 
@@ -49,18 +50,18 @@ def compared_layouts(
     Args:
         model: a model with weights, or on the meta device.
         layer_masks: the masks of its layers; the most frequent one is compared.
+        specs: the states of its layers.
         world_size: number of ranks of the axis.
         strategy: the strategy of all attention layers; `None` and "auto" for the default.
 
     Returns:
         `None` for a model without stateful layers.
     """
-    num_stateful = len(stateful_layers(model))
-    if not num_stateful:
+    if not specs:
         return None
     masks = _masks(layer_masks)
     found = compare_hybrid_layouts(
-        _sizes(model, num_stateful),
+        hybrid_of(model, specs),
         max(masks, key=masks.count),
         _longest(model),
         world_size,
@@ -91,7 +92,7 @@ def fastest_layout(
         machine: what is simulated, see `SequenceAxis`.
         policy: the dtypes in which messages travel, `None` for the default.
     """
-    sizes, device = _sizes(model, 0), machine_on(mesh, machine)
+    sizes, device = hybrid_of(model, ()), machine_on(mesh, machine)
     found = dtensor_ring.choose_layout(  # loads the simulator, which no other model needs
         _of_layers(_masks(layer_masks), model),
         _longest(model),
@@ -124,16 +125,17 @@ def _longest(model: Any) -> int:
     return getattr(model.config, "max_position_embeddings", None) or DEFAULT_SEQ_LEN
 
 
-def _sizes(model: Any, num_stateful: int) -> Hybrid:
-    """Return the numbers of layers of a model and the sizes of its tensors."""
-    config, num_attention = model.config, len(attention_layers(model))
+def hybrid_of(model: Any, specs: StateSpecs) -> Hybrid:
+    """Return the numbers of layers of a model, the sizes of its tensors and the bytes of maps."""
+    config, num_attention, num_stateful = model.config, len(attention_layers(model)), len(specs)
+    itemsize, maps = model.dtype.itemsize, map_bytes(specs)
     if not num_attention:
-        return Hybrid(num_stateful, 0, config.hidden_size, itemsize=model.dtype.itemsize)
+        return Hybrid(num_stateful, 0, config.hidden_size, itemsize=itemsize, maps=maps)
     heads = _largest(config, "num_attention_heads") or 1
     head_dim = _largest(config, "head_dim") or config.hidden_size // heads
     key_heads = _largest(config, "num_key_value_heads") or heads
-    sizes = config.hidden_size, (heads, key_heads), head_dim, model.dtype.itemsize
-    return Hybrid(num_stateful, num_attention, *sizes)
+    sizes = config.hidden_size, (heads, key_heads), head_dim, itemsize
+    return Hybrid(num_stateful, num_attention, *sizes, maps)
 
 
 def _largest(config: Any, name: str) -> int | None:

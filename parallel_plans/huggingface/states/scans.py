@@ -10,13 +10,14 @@ scan, which calls the first one. So kernels that transformers would call are cal
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from inspect import unwrap
 from itertools import count
 from types import FunctionType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import silu, softplus
 
 from dtensor_ring import StateMap
@@ -29,15 +30,21 @@ PassOn = Callable[[StateMap], Tensor | None]
 def scan_of(forward: Callable[..., Any]) -> str | None:
     """Return the global name by which a layer's forward calls a scan that is known here."""
     names = unwrap(forward).__code__.co_names
+    if all(name in names for name in LIGHTNING):
+        return MASKED
     return next((name for name in SCANS if name in names), None)
 
 
-def with_source(forward: Callable[..., Any], source: StateSource) -> Callable[..., Any]:
+def with_source(
+    forward: Callable[..., Any], source: StateSource, layer: nn.Module
+) -> Callable[..., Any]:
     """Return a copy of a layer's forward whose scans get the states before their tokens.
 
     Args:
-        forward: the unbound forward of the layer, which calls one of `SCANS`, once or more often.
+        forward: the unbound forward of the layer, which calls one of `SCANS`, once or more often,
+            or is that of lightning attention.
         source: gives the states.
+        layer: the layer.
     """
     plain: Any = unwrap(forward)
     name, numbers = scan_of(plain), count()
@@ -46,8 +53,15 @@ def with_source(forward: Callable[..., Any], source: StateSource) -> Callable[..
     def pass_on(own: StateMap) -> Tensor | None:
         return source.scanned(("recurrent", next(numbers)), own)
 
-    scan = SCANS[name](plain.__globals__[name], pass_on, source.continues)
-    names = plain.__globals__ | {name: scan}
+    called = plain.__globals__[name]
+    if name == MASKED:
+        return _lightning(partial(_copied, plain), called, pass_on, layer)
+    return _copied(plain, {name: SCANS[name](called, pass_on, source.continues)})
+
+
+def _copied(plain: Any, changes: dict[str, Any]) -> Callable[..., Any]:
+    """Return a copy of a function, some of whose globals are others."""
+    names = plain.__globals__ | changes
     made = FunctionType(
         plain.__code__, names, plain.__name__, plain.__defaults__, plain.__closure__
     )
@@ -164,6 +178,57 @@ def _delta_rule(scan: Callable[..., Any], pass_on: PassOn, continues: bool) -> C
 
     return run
 
+
+def _lightning(
+    copied: Callable[..., Any], masked: Callable[..., Any], pass_on: PassOn, layer: Any
+) -> Callable[..., Any]:
+    """Return a forward of lightning attention, whose scan is a loop within it.
+
+    Queries, keys and values are seen where they are masked. A norm follows the loop, so its input
+    gets what a state adds. The map of the tokens is computed apart: the loop shows it too late.
+    """
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        seen: list[Tensor] = []
+
+        def mask(x: Tensor, padding: Tensor | None) -> Tensor:
+            seen.append(masked(x, padding))
+            return seen[-1]
+
+        def add(norm: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+            added = _lightning_added(seen[0], layer, pass_on)
+            return inputs if added is None else (inputs[0] + added.to(inputs[0].dtype),)
+
+        hook = layer.norm.register_forward_pre_hook(add)
+        try:
+            return copied({MASKED: mask})(*args, **kwargs)
+        finally:
+            hook.remove()
+
+    return run
+
+
+def _lightning_added(x: Tensor, layer: Any, pass_on: PassOn) -> Tensor | None:
+    """Return what the state before tokens adds, given their queries, keys and values `(B, L, -1)`.
+
+    A state has one decay for each head, the same at each token.
+    """
+    x = x.to(torch.promote_types(x.dtype, torch.float32))
+    query, key, value = x.unflatten(-1, (layer.num_attention_heads, -1)).chunk(3, -1)
+    count = torch.arange(1, x.shape[1] + 1, device=x.device)
+    total = -layer.slope_rate.view(-1).to(x.dtype) * count.unsqueeze(-1)  # (L, heads)
+    rest = (total[-1] - total).exp().unsqueeze(-1)
+    state = torch.einsum("blhk,blhv->bhkv", key * rest, value)
+    before = pass_on(StateMap(state, decay=total[-1].expand(len(x), -1)))
+    if before is None:
+        return None
+    left = query * total.exp().unsqueeze(-1)
+    return torch.einsum("blhk,bhkv->blhv", left, before.to(left.dtype)).flatten(2)
+
+
+# The global by which lightning attention masks padding, and what its forward reads.
+MASKED = "apply_mask_to_padding_states"
+LIGHTNING = (MASKED, "slope_rate", "set_linear_cache")
 
 # The scans that are known, by the names of functions in files of transformers.
 SCANS: dict[str, Callable[[Callable[..., Any], PassOn, bool], Callable[..., Any]]] = {

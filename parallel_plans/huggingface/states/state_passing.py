@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 from weakref import WeakSet
 
@@ -11,11 +12,14 @@ from torch import Tensor, nn
 
 from dtensor_ring import Contiguous, SequenceAxis, relayout
 from dtensor_ring.extension import (
+    Hybrid,
     Layout,
+    as_layout,
     attached,
     layout_names,
     receive_state,
     send_state,
+    stays_from,
 )
 from parallel_plans.huggingface.core.layer_inputs import ScanChunk, ScanChunks
 from parallel_plans.huggingface.core.patterns import frozen
@@ -26,21 +30,32 @@ from parallel_plans.huggingface.states.state_sources import (
     States,
     StateSource,
 )
+from parallel_plans.huggingface.states.state_steps import StateStep
 from parallel_plans.huggingface.states.stateful import (
     LayerCall,
     RunLayer,
+    first,
     passing_states,
     required_parameters,
     stateful_layers,
+    with_hidden,
 )
 
 
 class StateSpec(NamedTuple):
-    """A state of a layer, with its shape for one row of the batch."""
+    """A state of a layer.
+
+    Attributes:
+        key: which one of the layer.
+        shape: its shape for one row of the batch.
+        dtype: its dtype.
+        sent: bytes of a row of the map of some tokens; `None` if it is not scanned.
+    """
 
     key: StateKey
     shape: tuple[int, ...]
     dtype: torch.dtype
+    sent: int | None = None
 
 
 # Runs a layer on a range of tokens.
@@ -59,13 +74,14 @@ class LocalStatePassing:
 
     def __init__(self) -> None:
         self._states: dict[int, States] = {}
+        self._sent: dict[int, dict[StateKey, int]] = {}
         self.unused: dict[int, StateKey] = {}
 
     def call(self, call: LayerCall, run: RunLayer) -> Any:
         before = self._states.get(call.number, {})
         source = GivenStates(before)
         output = run(call.hidden, None, source)
-        self._states[call.number] = source.after
+        self._states[call.number], self._sent[call.number] = source.after, source.sent
         for key, x in before.items():  # some layers read a state for single tokens only
             other = first(run(call.hidden, None, GivenStates(before | {key: x + 1})))
             if torch.equal(other, first(output)):
@@ -80,7 +96,7 @@ class LocalStatePassing:
         """Return the states that each layer has stored."""
         return tuple(
             tuple(
-                StateSpec(key, tuple(x.shape[1:]), x.dtype)
+                StateSpec(key, tuple(x.shape[1:]), x.dtype, self._sent[number].get(key))
                 for key, x in self._states.get(number, {}).items()
             )
             for number in range(num_layers)
@@ -98,6 +114,19 @@ def specs_of(model: Any) -> StateSpecs:
     return states.specs(len(layers))
 
 
+def map_bytes(specs: StateSpecs) -> tuple[int, int] | None:
+    """Return the bytes of a row of the maps of all layers: of recurrences, and of convolutions.
+
+    `None` if a layer has a state that is not scanned.
+    """
+    found = [spec for layer in specs for spec in layer]
+    if any(spec.sent is None for spec in found):
+        return None
+    kinds = ([x.sent or 0 for x in found if x.key[0] == kind] for kind in ("recurrent", "conv"))
+    recurrences, convolutions = map(sum, kinds)
+    return recurrences, convolutions
+
+
 class AxisStatePassing:
     """Gives each rank the states before its tokens, and passes on those after them.
 
@@ -108,39 +137,63 @@ class AxisStatePassing:
     of the previous rank, in one message for each row. While the next rank processes a row, this one
     processes the row after it.
 
+    Note [Two runs of a rank]: in the layout zigzag a rank has two runs of the sequence. If tokens
+    stay where they are, the runs are rows of one call, and have a map each. Otherwise tokens are
+    exchanged before and after each layer, so that those of a rank follow the previous rank's. The
+    lesser bytes decide. Documents are exchanged: they cut the two runs into different chunks.
+
     Args:
         axis: the axis that shards the tokens.
         specs: the states of each layer.
-        order: a layout in which the tokens of a rank follow those of the previous rank. If the axis
-            has another layout, tokens are exchanged before and after each layer.
+        hybrid: the sizes of the model, which say when tokens stay where they are.
+        order: a layout in which the tokens of a rank follow those of the previous rank.
     """
 
     def __init__(
-        self, axis: SequenceAxis, specs: StateSpecs, order: Layout | str = Contiguous.name
+        self,
+        axis: SequenceAxis,
+        specs: StateSpecs,
+        hybrid: Hybrid,
+        order: Layout | str = Contiguous.name,
     ) -> None:
-        self._axis, self._specs, self._order = axis, specs, order
+        self._axis, self._specs, self.order = axis, specs, as_layout(order)
+        self._stays_from = stays_from(hybrid, axis.layout, axis.mesh.size())
         self._last: ScanChunks | None = None
+        self._step: StateStep | None = None
         self._alive: WeakSet[ScanChunks] = WeakSet()
 
     def begin(
-        self, boundaries: Tensor | None, length: int, padding: Tensor | None, mask: Tensor | None
+        self,
+        boundaries: Tensor | None,
+        length: int,
+        paddings: tuple[Tensor | None, Tensor | None],
+        mask: Tensor | None,
     ) -> ScanChunks:
         """Begin a batch of `length` tokens.
 
         Args:
             boundaries: boundaries of documents, `(D+1,)` or `(B, D+1)`; `None` for one document.
             length: tokens of a row on all ranks, with padding.
-            padding: the attention mask of this rank's tokens in contiguous order, `(B, L)`.
+            paddings: the attention mask of this rank's tokens, see `ScanChunks.of`.
             mask: what tells the masks of batches apart, see `ScanChunks.of`.
 
         Returns:
             The chunks to pass to calls of layers. Checkpointing repeats these calls in backward,
             when there may be a later batch. A call without chunks uses those of the last batch.
         """
-        place = self._axis.mesh.get_local_rank(), self._axis.mesh.size()
-        self._last = ScanChunks.of(boundaries, length, padding, mask, *place)
+        how = paddings, mask, self._axis.mesh, self._stays_from
+        self._last = ScanChunks.of(boundaries, length, *how)
         self._alive.add(self._last)
         return self._last
+
+    @contextmanager
+    def stepping(self, step: StateStep) -> Iterator[None]:
+        """Open a context in which layers run on new tokens after those of a cache."""
+        self._step = step
+        try:
+            yield
+        finally:
+            self._step = None
 
     def keep(self, output: dict[str, Any]) -> None:
         """Keep the chunks of the last batch alive as long as its outputs."""
@@ -150,13 +203,26 @@ class AxisStatePassing:
                 found["scan_chunks"] = self._last
 
     def call(self, call: LayerCall, run: RunLayer) -> Any:
+        if self._step is not None:
+            return self._step.call(call, run)
         chunks = self._chunks(call) if call.chunks is None else call.chunks
+        if chunks.stays:
+            return self._in_place(call.hidden, chunks, run)
         mesh = self._axis.mesh
-        x = relayout(call.hidden, mesh, 1, self._order)
+        x = relayout(call.hidden, mesh, 1, self.order)
         outputs = [*(self._at_once if call.is_scanned else self._in_turn)(call, x, chunks, run)]
         out = torch.cat([first(output) for output in outputs])
-        out = relayout(out, mesh, 1, self._axis.layout, layout=self._order)
+        out = relayout(out, mesh, 1, self._axis.layout, layout=self.order)
         return with_hidden(outputs[-1], out)
+
+    def _in_place(self, x: Tensor, chunks: ScanChunks, run: RunLayer) -> Any:
+        """Return the output of a layer for the two runs of each row, which are rows of the call."""
+        mask = chunks.padding
+        if mask is not None:
+            mask = mask.expand(len(x), -1).reshape(2 * len(x), -1)
+        source = ScannedStates(self._axis, chunks.length // 2, True, num_runs=2)
+        output = run(x.reshape(2 * len(x), -1, x.shape[-1]), mask, source)
+        return with_hidden(output, first(output).reshape(len(x), x.shape[1], -1))
 
     def _at_once(
         self, call: LayerCall, x: Tensor, chunks: ScanChunks, run: RunLayer
@@ -255,16 +321,6 @@ def _run_chunk(run: RunLayer, x: Tensor, mask: Tensor | None, before: States) ->
     mask = None if mask is None else mask.repeat(1, 2)
     output = run(x.repeat(1, 2, 1), mask, source)
     return with_hidden(output, first(output)[:, :1]), source.after
-
-
-def with_hidden(output: Any, hidden: Tensor) -> Any:
-    """Return a layer's output with other hidden states."""
-    return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
-
-
-def first(output: Any) -> Tensor:
-    """Return the hidden states of a layer's output."""
-    return output[0] if isinstance(output, tuple) else output
 
 
 def check_layout(model: nn.Module, layout: Layout) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from dtensor_ring import StateMap, exclusive_scan
+from dtensor_ring import SequenceAxis, StateMap, exclusive_scan
 
 # "conv" or "recurrent", and the number of the state within the layer.
 StateKey = tuple[str, int]
@@ -27,9 +27,11 @@ class StateSource(Protocol):
 
     Attributes:
         continues: whether these tokens may follow others of their document.
+        steps: whether the layer goes on from its states by itself, with a single token.
     """
 
     continues: bool
+    steps: bool
 
     def columns(self, key: StateKey, columns: Tensor, num_before: int) -> Tensor:
         """Return the `num_before` columns before these, `(B, C, num_before)`.
@@ -68,15 +70,20 @@ class GivenStates:
     Attributes:
         before: the states before the tokens; empty at the start of a document.
         after: the states after them.
+        sent: bytes of a row of their maps, of those states that are scanned.
     """
+
+    steps = False
 
     def __init__(self, before: States) -> None:
         self.before, self.after = before, dict[StateKey, Tensor]()
+        self.sent = dict[StateKey, int]()
         self.continues = bool(before)
 
     def columns(self, key: StateKey, columns: Tensor, num_before: int) -> Tensor:
         before = self.before.get(key)
-        self.after[key] = last_columns(columns, num_before, before)
+        self.after[key] = last = last_columns(columns, num_before, before)
+        self.sent[key] = _row_bytes(StateMap(last))
         if before is None:
             return columns.new_zeros(*columns.shape[:-1], num_before)
         return before.to(columns.dtype)
@@ -84,6 +91,7 @@ class GivenStates:
     def scanned(self, key: StateKey, own: StateMap) -> Tensor | None:
         before = self.before.get(key)
         self.after[key] = own.state if before is None else own.after(before)
+        self.sent[key] = _row_bytes(own)
         return before
 
     def given(self, key: StateKey) -> Tensor | None:
@@ -91,6 +99,24 @@ class GivenStates:
 
     def ended(self, key: StateKey, state: Tensor) -> None:
         self.after[key] = state
+
+
+def _row_bytes(own: StateMap) -> int:
+    """Return the bytes of a row of a map as it travels, in float32 or wider."""
+    parts = [x for x in (own.state, own.decay, own.matrix) if x is not None]
+    itemsize = torch.promote_types(own.state.dtype, torch.float32).itemsize
+    return sum(x[0].numel() for x in parts) * itemsize
+
+
+def _of_runs(own: StateMap, num_runs: int) -> list[StateMap]:
+    """Return the map of each run, for rows that are neighbouring runs."""
+
+    def part(x: Tensor | None, number: int) -> Tensor | None:
+        return None if x is None else x.unflatten(0, (-1, num_runs))[:, number]
+
+    fields = own.decay, own.matrix
+    states = own.state.unflatten(0, (-1, num_runs)).unbind(1)
+    return [StateMap(x, *(part(y, number) for y in fields)) for number, x in enumerate(states)]
 
 
 class ScannedStates:
@@ -102,28 +128,41 @@ class ScannedStates:
     layer returns is attached to the states that are left over, see `unused`.
 
     Args:
-        mesh: the axis; its ranks hold the tokens in contiguous order, with as many on each.
-        length: tokens of a row on this rank.
+        axis: the axis, or its mesh if ranks hold the tokens in contiguous order; with as many on
+            each.
+        length: tokens of a row, on the rank with fewest.
         continues: whether the first token of this rank follows another one of its document.
         ends: the states after this rank's last document if that begins here and is another one;
             they go to the next ranks.
+        num_runs: how many runs of the sequence this rank has, as the layout of the axis says; they
+            are neighbouring rows of what a source gets and gives.
 
     Attributes:
         unused: states that arrived and are not used.
     """
 
+    steps = False
+
     def __init__(
-        self, mesh: DeviceMesh, length: int, continues: bool, ends: GivenStates | None = None
+        self,
+        axis: SequenceAxis | DeviceMesh,
+        length: int,
+        continues: bool,
+        ends: GivenStates | None = None,
+        num_runs: int = 1,
     ) -> None:
-        self._mesh, self._length, self._ends, self.continues = mesh, length, ends, continues
+        self._axis, self._length, self._ends, self.continues = axis, length, ends, continues
+        self._num_runs = num_runs
         self.unused: list[Tensor] = []
 
     def columns(self, key: StateKey, columns: Tensor, num_before: int) -> Tensor:
         last = last_columns(columns, num_before)
         matrix = None
-        if self._length < num_before:  # some columns before this rank are among its last ones, too
-            ones = last.new_ones(num_before - self._length)
-            matrix = torch.diag(ones, self._length).expand(len(last), -1, -1)
+        if self._length < num_before:  # some columns before a rank are among its last ones, too
+            num_left = max(0, num_before - columns.shape[-1])
+            one = torch.eye(num_before, dtype=last.dtype, device=last.device)[:, :num_left]
+            shift = torch.nn.functional.pad(one, (num_before - num_left, 0))
+            matrix = shift.expand(len(last), -1, -1)
         before = self._scan(key, StateMap(last.mT, matrix=matrix), transposed=True)
         if before is None:
             return columns.new_zeros(*columns.shape[:-1], num_before)
@@ -139,7 +178,8 @@ class ScannedStates:
             own = own.forgetting(end.mT if transposed else end)
         elif not self.continues:
             own = own.forgetting()
-        [before] = exclusive_scan([own], self._mesh)
+        befores = exclusive_scan(_of_runs(own, self._num_runs), self._axis)
+        before = torch.stack(befores, 1).flatten(0, 1) if len(befores) > 1 else befores[0]
         if self.continues:
             return before
         self.unused.append(before)

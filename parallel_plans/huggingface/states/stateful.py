@@ -132,6 +132,17 @@ def _cache_parameter(module: nn.Module) -> str | None:
     return parameter_of_cache(type(module).forward)
 
 
+def keeps_states(layers: list[nn.Module]) -> bool:
+    """Return whether a cache can keep the states of these layers while a model generates.
+
+    All must be scanned, and store their states as caches of transformers do.
+    """
+    return all(
+        scan_of(type(x).forward) is not None or set(RECURRENT).isdisjoint(names_in_forward(x))
+        for x in layers
+    ) and not any("set_linear_cache" in names_in_forward(x) for x in layers)
+
+
 def required_parameters(layer: nn.Module) -> list[str]:
     """Return the names of the required parameters of a layer's forward after its input."""
     parameters = list(signature(type(layer).forward).parameters.values())[2:]
@@ -176,10 +187,11 @@ def _forward(layer: nn.Module, number: int, passing: StatePassing) -> Callable[.
         others = {name: _without_tokens(x) for name, x in bound.arguments.items()} | kept
 
         def run(hidden: Tensor, mask: Tensor | None, source: StateSource) -> Any:
-            here = StateCache(source, has_scan)
+            scans = has_scan and not source.steps
+            here = StateCache(source, scans)
             masks = dict.fromkeys((x for x in others if x.endswith("_mask")), mask)
             bound.arguments.update(others | masks | {first: hidden, cache: here})
-            runs = with_source(plain, source) if has_scan else plain
+            runs = with_source(plain, source, self) if scans else plain
             return runs(*bound.args, **bound.kwargs)
 
         trains = any(x.requires_grad for x in self.parameters())
@@ -188,6 +200,16 @@ def _forward(layer: nn.Module, number: int, passing: StatePassing) -> Callable[.
             return passing.call(LayerCall(number, hidden, trains, chunks, is_scanned), run)
 
     return forward
+
+
+def with_hidden(output: Any, hidden: Tensor) -> Any:
+    """Return a layer's output with other hidden states."""
+    return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
+
+
+def first(output: Any) -> Tensor:
+    """Return the hidden states of a layer's output."""
+    return output[0] if isinstance(output, tuple) else output
 
 
 def _refuse_more_inputs(layer: nn.Module, arguments: dict[str, Any]) -> None:

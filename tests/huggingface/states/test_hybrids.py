@@ -14,8 +14,10 @@ import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
 
-from parallel_plans.huggingface.states.state_passing import LocalStatePassing, first
+from parallel_plans.huggingface.states import state_passing
+from parallel_plans.huggingface.states.state_passing import LocalStatePassing
 from parallel_plans.huggingface.states.stateful import (
+    first,
     passing_states,
     required_parameters,
     stateful_layers,
@@ -28,22 +30,42 @@ from tests.huggingface.test_families_trained import CHECKPOINTING, train, train_
 from tests.pool import Pool
 
 KINDS = ("plain", "padded left", "padded right")
-SAMPLE = ("Qwen3-Next", "Granite 4", "LFM2")
-"""A delta rule, a selective scan, and convolutions alone; `--all-hybrids` runs the others, too."""
+SAMPLE = ("Qwen3-Next", "Granite 4", "LFM2", "MiniMax-01")
+"""A delta rule, a selective scan, convolutions alone, and a loop within a forward;
+`--all-hybrids` runs the others, too."""
 
 
-@pytest.mark.parametrize(
-    ("world_size", "layout"), [*product([2, 4], [LAYOUT, "zigzag"]), (3, "zigzag"), (3, "striped")]
-)
+def compare_runs(family: str, stays_from: int | None) -> dict[str, dict[str, float]]:
+    """In zigzag order, from some length on without an exchange of tokens."""
+    with patch.object(state_passing, "stays_from", return_value=stays_from):
+        return compare(family, "zigzag", None, KINDS)
+
+
+@pytest.mark.parametrize(("world_size", "stays_from"), [*product([2, 3, 4], [0, None])])
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_two_runs_of_a_rank(
+    pool: Pool,
+    request: pytest.FixtureRequest,
+    family: str,
+    world_size: int,
+    stays_from: int | None,
+) -> None:
+    """Are two maps, or are exchanged for one run."""
+    is_sample = family in SAMPLE and (world_size, stays_from) in ((3, 0), (4, None))
+    if not is_sample and not request.config.getoption("--all-hybrids"):
+        pytest.skip("make test ARGS=--all-hybrids")
+    for rank, errors in enumerate(pool.run(world_size, compare_runs, family, stays_from)):
+        assert set(errors) == set(KINDS)
+        worst = largest(x for error in errors.values() for x in error.values())
+        assert worst < 1e-5, f"rank {rank}: {errors}"
+
+
+@pytest.mark.parametrize(("world_size", "layout"), [(2, LAYOUT), (4, LAYOUT), (3, "striped")])
 @pytest.mark.parametrize("family", HYBRIDS)
 def test_hybrid_equals_the_stock_model(
     pool: Pool, request: pytest.FixtureRequest, family: str, world_size: int, layout: str
 ) -> None:
-    is_sample = family in SAMPLE and (world_size, layout) in (
-        (2, LAYOUT),
-        (4, LAYOUT),
-        (4, "zigzag"),
-    )
+    is_sample = family in SAMPLE and layout == LAYOUT
     if not is_sample and not request.config.getoption("--all-hybrids"):
         pytest.skip("make test ARGS=--all-hybrids")
     for rank, errors in enumerate(pool.run(world_size, compare, family, layout, None, KINDS)):
@@ -172,6 +194,25 @@ def trained_from(family: str, noise: float) -> tuple[list[float], dict[str, Tens
         for x in model.parameters():
             x.mul_(1 + noise * torch.randn_like(x))
     return train(model, slice(None))[0], model.state_dict()
+
+
+def train_in_place(family: str, name: str, changes: dict[str, Any]) -> dict[str, Any]:
+    """In zigzag order, without an exchange of tokens."""
+    with patch.object(state_passing, "stays_from", return_value=0):
+        return train_both(family, CHECKPOINTING[name], "zigzag", changes)
+
+
+@pytest.mark.parametrize("family", ["Granite 4", "Qwen3-Next", "LFM2"])
+def test_ten_steps_of_two_runs_of_a_rank(
+    pool: Pool, request: pytest.FixtureRequest, family: str
+) -> None:
+    """Under FSDP2, with checkpointing."""
+    if not request.config.getoption("--all-hybrids"):
+        pytest.skip("make test ARGS=--all-hybrids")
+    changes = CALM if family in DELTA_RULES else {}
+    for found in pool.run(4, train_in_place, family, "full", changes):
+        assert found["loss"] < 1e-5, found
+        assert found["parameters"] < 1e-5, found
 
 
 @pytest.mark.parametrize("name", ["none", "full"])

@@ -12,7 +12,14 @@ from tests.families import HYBRIDS, VOCABULARY, small_model
 from tests.huggingface.states.hybrids import LAYOUT, gradients, planned
 from tests.pool import Pool
 
-PACKED = {("Qwen3-Next", 2, 1), ("Granite 4", 2, 1), ("LFM2", 4, 2), ("Mamba 2", 4, 2)}
+NO_STATE = "Granite 4, attention only"
+PACKED = {
+    ("MiniMax-01", 3, 1),
+    ("Qwen3-Next", 2, 1),
+    ("Granite 4", 2, 1),
+    ("LFM2", 4, 2),
+    ("Mamba 2", 4, 2),
+}
 """Family, ranks and rows of the default run."""
 
 Rows = tuple[tuple[int, ...], ...]
@@ -64,25 +71,31 @@ def packed_error(
 
 
 @pytest.mark.parametrize(
-    ("world_size", "rows"),
+    ("world_size", "rows", "layout"),
     [
-        (4, ((0, 6, 18),)),  # with shards
-        (2, ((0, 5, 12),)),
-        (4, ((0, 5, 7, 17, 19),)),  # ends and beginnings of one token
-        (4, ((0, 1, 2, 3, 23), (0, 7, 8, 9, 10))),  # other ones in each row
+        (4, ((0, 6, 18),), "zigzag"),  # with shards
+        (2, ((0, 5, 12),), LAYOUT),
+        (3, ((0, 7, 9, 15),), LAYOUT),  # within the reach of a convolution
+        (3, ((0, 1, 10, 23),), "striped"),
+        (4, ((0, 5, 7, 17, 19),), "zigzag"),  # ends and beginnings of one token
+        (4, ((0, 1, 2, 3, 23), (0, 7, 8, 9, 10)), "zigzag"),  # other ones in each row
     ],
 )
 @pytest.mark.parametrize("family", HYBRIDS)
 def test_packed_documents_are_as_alone(
-    pool: Pool, request: pytest.FixtureRequest, family: str, world_size: int, rows: Rows
+    pool: Pool,
+    request: pytest.FixtureRequest,
+    family: str,
+    world_size: int,
+    rows: Rows,
+    layout: str,
 ) -> None:
     """Whatever the model's own code makes of them."""
     is_sample = (family, world_size, len(rows)) in PACKED
     if not is_sample and not request.config.getoption("--all-hybrids"):
         pytest.skip("make test ARGS=--all-hybrids")
-    if family == "Granite 4, attention only":
+    if family == NO_STATE:
         pytest.skip("no layer has a state, and its masks do not know positions")
-    layout = LAYOUT if world_size == 2 else "zigzag"
     found = pool.run(world_size, packed_error, family, rows, layout, len(rows) > 1)
     assert largest(x for errors in found for x in errors) < 1e-5, found
 
@@ -91,9 +104,11 @@ def errors_by_mark(family: str) -> dict[str, list[float]]:
     return {mark: packed_error(family, ((0, 5, 7, 17),), "zigzag", False, mark) for mark in MARKS}
 
 
-@pytest.mark.parametrize("family", ["Granite 4", pytest.param("Bamba", marks=pytest.mark.repeats)])
-def test_whatever_marks_documents(pool: Pool, family: str) -> None:
+@pytest.mark.parametrize("family", [x for x in HYBRIDS if x != NO_STATE])
+def test_whatever_marks_documents(pool: Pool, request: pytest.FixtureRequest, family: str) -> None:
     """Masks of Granite 4 do not know positions, and its layers with a state no mark at all."""
+    if family != "Granite 4" and not request.config.getoption("--all-hybrids"):
+        pytest.skip("make test ARGS=--all-hybrids")
     for errors in pool.run(2, errors_by_mark, family):
         assert largest(x for error in errors.values() for x in error) < 1e-5, errors
 

@@ -14,22 +14,23 @@ from transformers.models.qwen3_next import modeling_qwen3_next
 from dtensor_ring import StateMap
 from parallel_plans.huggingface.states.scans import SCANS
 
-LENGTH, SHARDS = 2048, 4
+SHARDS = 4
+LENGTHS = (2048, pytest.param(1 << 16, marks=pytest.mark.repeats))
 NAMES = {
     "torch_chunk_gated_delta_rule": modeling_qwen3_next,
     "mamba2_chunk_scan": modeling_granitemoehybrid,
 }
 
 
-def inputs(name: str) -> list[Tensor]:
+def inputs(name: str, length: int) -> list[Tensor]:
     """Tensors by token, with decays so slow that all tokens matter."""
     torch.manual_seed(0)
     if name == "mamba2_chunk_scan":
-        x, steps = torch.randn(1, LENGTH, 2, 4), torch.rand(1, LENGTH, 2) * 1e-2
-        return [x, steps, *torch.randn(2, 1, LENGTH, 1, 8).unbind()]
-    query, key, value = torch.randn(3, 1, LENGTH, 2, 8).unbind()
+        x, steps = torch.randn(1, length, 2, 4), torch.rand(1, length, 2) * 1e-2
+        return [x, steps, *torch.randn(2, 1, length, 1, 8).unbind()]
+    query, key, value = torch.randn(3, 1, length, 2, 8).unbind()
     query, key = (nn.functional.normalize(x, dim=-1) for x in (query, key))
-    return [query, key, value, -torch.rand(1, LENGTH, 2) * 1e-3, torch.rand(1, LENGTH, 2)]
+    return [query, key, value, -torch.rand(1, length, 2) * 1e-3, torch.rand(1, length, 2)]
 
 
 A = -torch.tensor([0.1, 1.0])
@@ -62,10 +63,12 @@ def exact(name: str, given: list[Tensor]) -> Tensor:
     return torch.stack(outs)[None]
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("name", NAMES)
-def test_error_of_shards(name: str) -> None:
+def test_error_of_shards(name: str, length: int) -> None:
     """Is not larger than 1.5 times that of one process."""
-    given, plain = inputs(name), getattr(NAMES[name], name)
+    given, plain = inputs(name, length), getattr(NAMES[name], name)
     states: list[Tensor] = []
 
     def pass_on(own: StateMap) -> Tensor | None:

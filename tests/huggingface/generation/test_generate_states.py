@@ -1,0 +1,109 @@
+"""`generate` of models whose layers carry a state: prompts in parallel, then token by token."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from parallel_plans.huggingface import ContextParallelCache
+from parallel_plans.huggingface.core.versions import cache_name
+from tests.families import HYBRIDS
+from tests.huggingface.generation.generating import exact_softmax, generate, sharded, stock, tokens
+from tests.huggingface.generation.test_generate import FLOAT32, check_turns, check_ways
+from tests.pool import Pool
+
+OTHERS = ("MiniMax-01", "Zamba", "Granite 4, attention only")
+"""A cache of its own and attention without a number, which are not served; and no state."""
+FAMILIES = tuple(x for x in HYBRIDS if x not in OTHERS)
+WAYS = ("greedy", "sampled beams", "left padded", "chunked prefill", "two of each", "stops")
+SAMPLE = [("Qwen3-Next", 2), ("Granite 4", 3), ("Mamba 2", 2)]
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """A delta rule, Mamba 2 beside attention and alone, or all families."""
+    if "world_size" in metafunc.fixturenames:
+        is_all = metafunc.config.getoption("--all-generations")
+        cases = [*product(FAMILIES, (2, 3))] if is_all else SAMPLE
+        metafunc.parametrize(("family", "world_size"), cases)
+
+
+def test_ways_to_generate(pool: Pool, family: str, world_size: int) -> None:
+    # Stock caches of states alone cannot be asked how many tokens they have, and stock layers of
+    # Mamba 1 begin again with each chunk.
+    unserved = ("Mamba", "FalconMamba", "Mamba 2", "Jamba")
+    left_out = ("chunked prefill",) if family in unserved else ()
+    pool.run(world_size, check_ways, family, tuple(x for x in WAYS if x not in left_out))
+
+
+def check_all_turns(family: str) -> None:
+    # Scans compute in float32 whatever the dtype.
+    FLOAT32.update(dict.fromkeys(HYBRIDS, 1e-4))
+    FLOAT32["Zamba2"] = 1e-2  # the stock model, too, computes single tokens and several apart
+    for layout, padding in (("contiguous", 0), ("zigzag", 1)):
+        check_turns(family, layout, padding)
+
+
+def test_turns_equal_one_forward(pool: Pool, family: str, world_size: int) -> None:
+    """Few tokens on all ranks, many sharded, after those that are cached."""
+    pool.run(world_size, check_all_turns, family)
+
+
+def states_of(cache: Any) -> list[Tensor]:
+    """Those that a stock cache keeps, with the columns that the next token reads."""
+    found = []
+    for layer in cache.layers:
+        for x in getattr(layer, "conv_states", {}).values():
+            found += [] if x is None else [x[..., 1:]]
+        found += [x for x in getattr(layer, "recurrent_states", {}).values() if x is not None]
+    return found
+
+
+@torch.no_grad()
+def check_states(family: str, layout: str) -> None:
+    ours, theirs = sharded(family, layout), stock(family)
+    for number in (2, 11, 24):
+        expected = DynamicCache(config=theirs.config)
+        with exact_softmax():
+            theirs(input_ids=tokens(number), **{cache_name(theirs): expected}, use_cache=True)
+        cache = ContextParallelCache(ours)
+        ours(input_ids=tokens(number), cache=cache)
+        pairs = [*zip(states_of(cache.whole()), states_of(expected), strict=True)]
+        assert pairs
+        for found, state in pairs:
+            torch.testing.assert_close(found, state, rtol=1e-4, atol=1e-5)
+        other = ContextParallelCache(ours)
+        other.load_state_dict(cache.state_dict())
+        next_ones = [ours(input_ids=tokens(1), cache=x).logits for x in (cache, other)]
+        assert torch.equal(*next_ones)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+def test_states_are_those_of_one_process(
+    pool: Pool, family: str, world_size: int, layout: str
+) -> None:
+    pool.run(world_size, check_states, family, layout)
+
+
+def check_refused() -> None:
+    model = sharded("Granite 4")
+    cache = ContextParallelCache(model)
+    with torch.no_grad():
+        model(input_ids=tokens(8), cache=cache)
+    with pytest.raises(ValueError, match="away from the states of layers"):
+        cache.crop(-1)
+    cache.crop(-8)
+    assert cache.get_seq_length() == 0
+    assert not cache.memory.states
+    for family in OTHERS[:2]:
+        with pytest.raises(ValueError, match=r"keeps a LinearAttention.* use_cache=False"):
+            generate(sharded(family), input_ids=tokens())
+
+
+def test_refused(pool: Pool) -> None:
+    """To take tokens back out of a state, and a cache of a model's own."""
+    pool.run(2, check_refused)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, Protocol, Self
 
 import torch
@@ -259,8 +259,9 @@ class CheckedTransport(Transport):
         sends = [P2P(x.flat, x.peer, tag, x.source) for x in sends]
         messages = receives + sends
         # NCCL returns one work for all messages of a hop: its error names the first message.
-        with self._naming(messages[0] if messages else None):
-            works = zip(self._transport.start(receives, sends), messages, strict=False)
+        first = messages[0] if messages else None
+        started = self._started(first, self._transport.start, receives, sends)
+        works = zip(started, messages, strict=False)
         sent = [PendingWork(self, work, message) for work, message in works]
         self._in_flight = [x for x in self._in_flight if not x.has_arrived] + sent
         return record_works + sent
@@ -270,8 +271,7 @@ class CheckedTransport(Transport):
         for index, peer in enumerate(self._neighbours(-1)):
             recv_buffer = self._state.recv_buffer(index)
             message = P2P(recv_buffer.flat, peer)
-            with self._naming(message):
-                work = self._record_transport.receive_record(message)
+            work = self._started(message, self._record_transport.receive_record, message)
             self._peer_records[peer] = RecordWork(self, work, message, recv_buffer)
         self._in_flight = [*self._peer_records.values()]
 
@@ -297,16 +297,15 @@ class CheckedTransport(Transport):
         sent = []
         for peer in peers:
             message = P2P(joined[id(payloads[peer])] if peer in payloads else record, peer)
-            with self._naming(message):
-                sent.append(PendingWork(self, self._record_transport.send_record(message), message))
+            work = self._started(message, self._record_transport.send_record, message)
+            sent.append(PendingWork(self, work, message))
         self._in_flight += sent
         self._record_works = [*self._peer_records.values(), *sent]
 
-    @contextmanager
-    def _naming(self, message: P2P | None) -> Iterator[None]:
-        """Turn errors of the backend into the error of a message that is being started."""
+    def _started(self, message: P2P | None, start: Callable[..., Any], *given: Any) -> Any:
+        """Start messages, of which this is the first, which an error of the backend names."""
         try:
-            yield
+            return start(*given)
         except torch.OutOfMemoryError:  # not caused by a message
             raise
         except RuntimeError as error:

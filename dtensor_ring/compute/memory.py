@@ -322,13 +322,12 @@ class Accumulation:
         if not self.is_in_place or self._divides or self.sinks is not None:
             return self
         spans = [partial.spans(self.target.shape)[1] for partial in self.partials[1:]]
-        rows = min((x[0] for x in spans), default=0), max((x[1] for x in spans), default=0)
+        rows = min([x[0] for x in spans], default=0), max([x[1] for x in spans], default=0)
         if rows == (0, self.target.shape[2]):
             return self
-        where = region(None, rows)
-        mine = self.target, self.lse, self.denominator
-        target, lse, denominator = (None if x is None else part_of(x, where) for x in mine)
-        assert target is not None
+        target, lse, denominator = columns(self.target, rows), self.lse, self.denominator
+        lse = None if lse is None else columns(lse, rows)
+        denominator = None if denominator is None else columns(denominator, rows)
         partials = [Partial(WHOLE, target, lse, denominator)]
         partials += [
             Partial(

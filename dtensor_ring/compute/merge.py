@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dtensor_ring.compute.memory import WHOLE, Accumulation, Partial, Region, part_of, region
+from dtensor_ring.compute.memory import WHOLE, Accumulation, Partial, Region, columns, part_of
 from dtensor_ring.planning.ranges import Span
 
 # The largest relative weight of a partial that joins without a division: about a million keys.
@@ -129,12 +129,17 @@ class _Addend(NamedTuple):
 
     def narrow(self, where: tuple[Span, Span]) -> _Addend:
         """Return this part for a range of batch rows and of tokens."""
-        return _Addend(*(None if x is None else _narrow(x, where) for x in self))  # type: ignore[arg-type]
+        weight, kept = self.weight, self.kept
+        return _Addend(
+            _narrow(self.x, where),
+            None if weight is None else _narrow(weight, where),
+            None if kept is None else _narrow(kept, where),
+        )
 
 
 def _narrow(x: Tensor, where: tuple[Span, Span]) -> Tensor:
     (first, end), tokens = where
-    return part_of(x[first:end] if end - first < x.shape[0] else x, region(None, tokens))
+    return columns(x[first:end] if end - first < x.shape[0] else x, tokens)
 
 
 def _by_ranges(one: Accumulation) -> None:
@@ -171,7 +176,7 @@ def _ranges(spans: list[tuple[int, int, int]], size: int) -> Iterator[tuple[Span
     >>> list(_ranges([(0, 4, 0), (2, 6, 1)], 7))
     [((0, 2), [0]), ((2, 4), [0, 1]), ((4, 6), [1]), ((6, 7), [])]
     """
-    cuts = sorted({0, size, *(cut for first, end, _ in spans for cut in (first, end))})
+    cuts = sorted({0, size, *[cut for first, end, _ in spans for cut in (first, end)]})
     later = sorted(spans, reverse=True)
     active: list[tuple[int, int, int]] = []
     for first, end in pairwise(cuts):

@@ -168,12 +168,13 @@ def _move_rows(
     """Receive a dense tensor from each other rank and send one to each; skip empty tensors."""
     transport.prepare(incoming[rank].device)
     transport.at(Label("parts", 0, 0))
-    receives, sends = (
-        [P2P(x.view(-1), peer) for peer, x in enumerate(side) if peer != rank and x.numel()]
-        for side in (incoming, outgoing)
-    )
-    for work in transport.start(receives, sends):
+    for work in transport.start(_messages(incoming, rank), _messages(outgoing, rank)):
         work.wait()
+
+
+def _messages(tensors: Sequence[Tensor], rank: int) -> list[P2P]:
+    """Return a message for each other rank, but those that are empty."""
+    return [P2P(x.view(-1), peer) for peer, x in enumerate(tensors) if peer != rank and x.numel()]
 
 
 @torch.library.register_fake(GATHER)

@@ -127,7 +127,8 @@ class Saved:
 
     def region(self, rows: Region) -> Saved:
         """Return views of a region of the rows."""
-        grad_out, out, lse = (part_of(x, rows) for x in (self.grad_out, self.out, self.lse))
+        grad_out, out = part_of(self.grad_out, rows), part_of(self.out, rows)
+        lse = part_of(self.lse, rows)
         grad_lse = None if self.grad_lse is None else part_of(self.grad_lse, rows)
         return Saved(grad_out, out, lse, grad_lse)
 

@@ -175,7 +175,7 @@ class Agreement:
         sums = self._axis.sum(torch.tensor(words + [x * x for x in words])).tolist()
         half, size = len(words), self._axis.mesh.size()
         # W numbers are equal if and only if W times the sum of squares is the square of their sum.
-        if all(size * sums[half + i] == sums[i] ** 2 for i in range(half)):
+        if [size * x for x in sums[half:]] == [x * x for x in sums[:half]]:
             return
         self._compare_all(parts, {})
         self._reads_floats = False  # they differ by rounding only, and so they will

@@ -437,11 +437,16 @@ class RankProcess:
             is_rounded = number and not is_back and self.sizes.kv_dtype in QUANTISED
             itemsize = self.sizes.kv_itemsize if is_rounded else self.sizes.itemsize
             scale = head_dim * self.sizes.batch * itemsize
-            for into, of in ((leaving, one.sent), (coming, one.received)):
-                for peer, (tokens, count) in of(heads, key_heads).items():
-                    into[peer] = into.get(peer, 0) + tokens * count * scale
             own = one.head_shard(self.rank, key_heads).span(heads, key_heads)
+            for x in one.sends:
+                first, end = one.head_shard(x.peer, key_heads).span(heads, key_heads)
+                leaving[x.peer] = leaving.get(x.peer, 0) + len(x.cols) * (end - first) * scale
+            for x in one.receives:
+                size = len(x.cols) * (own[1] - own[0]) * scale
+                coming[x.peer] = coming.get(x.peer, 0) + size
             token += (own[1] - own[0]) * scale
+        for amounts in (leaving, coming):
+            amounts.pop(self.rank, None)
         if is_back:
             leaving, coming = coming, leaving
         kept = one.num_tokens[0] * token

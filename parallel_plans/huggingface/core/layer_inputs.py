@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from dtensor_ring import (
@@ -317,15 +317,15 @@ class ScanChunks:
         return padding[:, chunk.begin : chunk.end]
 
 
-def own_padding(mask: Tensor | None, indices: Tensor, length: int) -> Tensor | None:
-    """Return the mask of the tokens at `indices` of `length` tokens, `(B, L)`.
-
-    Tokens that the mask does not have are missing.
+def own_padding(mask: Tensor | None, indices: Tensor) -> Tensor | None:
+    """Return the mask of the tokens at `indices`, `(B, L)`; those beyond the mask are missing.
 
     Example:
-        >>> own_padding(torch.tensor([[1, 1, 1]]), torch.tensor([0, 2, 3]), 4)
+        >>> own_padding(torch.tensor([[1, 1, 1]]), torch.tensor([0, 2, 3]))
         tensor([[1, 1, 0]])
     """
     if mask is None:
         return None
-    return nn.functional.pad(mask, (0, length - mask.shape[1]))[:, indices.to(mask.device)]
+    indices, last = indices.to(mask.device), mask.shape[1] - 1
+    # A padded copy of the mask would grow with the tokens of all ranks.
+    return mask[:, indices.clamp(max=last)] * (indices <= last)

@@ -198,7 +198,7 @@ class Sharding:
             # Stateful layers ignore a state for a single token, so each rank gets at least two.
             length = layout.padded_length(max(seq_len, 2 * mesh.size()), mesh.size())
             orders = (self._indices(x, length, batch) for x in (self.passing.order, layout))
-            before, after = (own_padding(batch.mask, x, length) for x in orders)
+            before, after = (own_padding(batch.mask, x) for x in orders)
             bounds = self._boundaries(batch, documents)
             scan_chunks = self.passing.begin(bounds, length, (before, after), batch.mask)
         if length > seq_len:

@@ -78,6 +78,19 @@ class KeyOwners(NamedTuple):
         whole = np.sort(np.concatenate(owned))
         return [np.searchsorted(whole, x) for x in owned]
 
+    def num_tokens(self, rank: int) -> list[int]:
+        """Return how many tokens each rank of a group owned, without a list of them.
+
+        >>> from dtensor_ring import ZigZag
+        >>> KeyOwners(ZigZag(), 2, 4, 8).num_tokens(0)
+        [2, 2]
+        """
+        first = rank // self.heads * self.heads
+        return [
+            sum(run.length for run in self.layout.runs(x, self.world_size, self.seq_len))
+            for x in range(first, first + self.heads)
+        ]
+
     def block_table(self, rank: int, size: int) -> np.ndarray:
         """Return the block of each column of a group's shard, `(T,)`.
 

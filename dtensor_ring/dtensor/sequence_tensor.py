@@ -116,18 +116,8 @@ class SequenceTensor(DTensor):
         return whole(self)
 
     def backward(self, gradient: Tensor | None = None, *args: Any, **kwargs: Any) -> None:
-        """Backpropagate a gradient of the whole sequence, or a sharded one of the same order.
-
-        Ranks average the gradients of weights behind a model's outputs, and each has its own tokens
-        only: so their gradients count once for each rank.
-        """
-        if gradient is not None:
-            dim = sequence_dim(self)
-            if dim < 0:
-                raise refusal(self, "backward")
-            local, tokens = own_tokens(gradient, self, dim), order_of(self)
-            gradient = wrapped(local * tokens.mesh.size() if tokens.averages else local, self, dim)
-        super().backward(gradient, *args, **kwargs)
+        """Backpropagate a gradient of the whole sequence, or a sharded one of the same order."""
+        super().backward(_for_backward(gradient, self), *args, **kwargs)
 
     def redistribute(
         self, device_mesh: DeviceMesh | None = None, placements: Any = None, **how: Any
@@ -169,6 +159,53 @@ class _ToLocal(torch.autograd.Function):
         return known(DTensor(grads[0], ctx.spec, requires_grad=False))
 
 
+def _gradients(
+    func: Any, outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **how: Any
+) -> Any:
+    """Compute `torch.autograd.grad`, of or by sharded sequences, as of one loss."""
+    found = func(outputs, inputs, _all_for_backward(grad_outputs, outputs), *args, **how)
+    return tuple(_of_one_loss(x, of) for x, of in zip(found, _listed(inputs), strict=True))
+
+
+def _backward(func: Any, tensors: Any, grad_tensors: Any = None, *args: Any, **how: Any) -> None:
+    func(tensors, _all_for_backward(grad_tensors, tensors), *args, **how)
+
+
+def _all_for_backward(gradients: Any, of: Any) -> list[Any] | None:
+    if gradients is None:
+        return None
+    return [_for_backward(x, y) for x, y in zip(_listed(gradients), _listed(of), strict=True)]
+
+
+def _listed(x: Any) -> list[Any]:
+    return [x] if isinstance(x, Tensor) else list(x)
+
+
+def _for_backward(gradient: Any, x: Any) -> Any:
+    """Return a gradient of a whole sequence as backward wants it.
+
+    Ranks average the gradients of weights behind a model's outputs, and each has its own tokens
+    only: so their gradients count once for each rank.
+
+    Raises:
+        ValueError: if the sequence was flattened with other dimensions.
+    """
+    if gradient is None or not isinstance(x, SequenceTensor):
+        return gradient
+    dim = sequence_dim(x)
+    if dim < 0:
+        raise refusal(x, "backward")
+    local, tokens = own_tokens(gradient, x, dim), order_of(x)
+    return wrapped(local * tokens.mesh.size() if tokens.averages else local, x, dim)
+
+
+def _of_one_loss(gradient: Any, x: Any) -> Any:
+    """Return a gradient that backward has computed as that of one loss, see `_for_backward`."""
+    if gradient is None or not isinstance(x, SequenceTensor) or not order_of(x).averages:
+        return gradient
+    return gradient / x.device_mesh.size()
+
+
 def _attend(func: Any, query: Any, key: Any, value: Any, *args: Any, **how: Any) -> Any:
     """Compute the attention of sequences in one order: its op checks all that is checked here."""
     is_known = type(query) is type(key) is type(value) is SequenceTensor
@@ -191,6 +228,8 @@ def _of_nothing(func: Any, query: Any, *others: Any, **how: Any) -> Any:
 
 
 _RULES = INDEXING | RESULTS | {F.scaled_dot_product_attention: _attend}
+_RULES |= {torch.autograd.grad: _gradients, torch.autograd.backward: _backward}
+_GRADIENT = vars(torch._C.TensorBase)["grad"]
 PACKAGE = __name__.partition(".")[0] + "."
 
 
@@ -233,7 +272,8 @@ def _result(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Return the result of a function on sharded sequences, or an attribute of one."""
     with torch._C.DisableTorchFunctionSubclass():
         if getattr(func, "__name__", "") == "__get__":  # an attribute
-            return known(func(*args))
+            found = known(func(*args))
+            return _of_one_loss(found, args[0]) if func.__self__ is _GRADIENT else found
         return _computed(func, args, kwargs)
 
 

@@ -96,13 +96,8 @@ class Cols:
     def __hash__(self) -> int:
         return self._hash  # messages are looked up by their columns in every call
 
-    @cached_property
-    def num_columns(self) -> int:
-        """The total number of columns, as `len`."""
-        return self.offsets[-1]
-
     def __len__(self) -> int:
-        return self.num_columns
+        return self.offsets[-1]
 
 
 def cols_by(ids: np.ndarray, firsts: np.ndarray, ends: np.ndarray) -> dict[int, Cols]:

@@ -101,7 +101,7 @@ class Packet:
         tensors, offset = [], 0
         for x in like:
             batch, heads, _, head_dim = x.shape
-            shape = batch, heads, cols.num_columns, head_dim
+            shape = batch, heads, cols.offsets[-1], head_dim  # `len` would be a call
             numel = prod(shape)
             # Dense, so that a kernel reads the message as it arrived.
             part = flat[offset : offset + numel]
@@ -195,7 +195,7 @@ class Rotation:
         # All buffers have the size of the largest packet, so any buffer serves any packet. A sum is
         # as large as its packet of keys and values, though it may leave in parts.
         hops = self._plan.shards + self._plan.sums
-        num_cols = max([x.cols.num_columns for hop in hops for x in hop.sends + hop.receives])
+        num_cols = max([x.cols.offsets[-1] for hop in hops for x in hop.sends + hop.receives])
         return self._transport.allocate(num_cols * self._col_bytes, self._like[0].device)
 
     def _part(self, source: int, cols: Cols, label: Label) -> Packet:
@@ -231,7 +231,7 @@ class Rotation:
         return [P2P(x, transfer.peer, source=transfer.source) for x in flats if x.numel()]
 
     def _num_bytes(self, cols: Cols) -> int:
-        return cols.num_columns * self._col_bytes
+        return cols.offsets[-1] * self._col_bytes
 
     def _finish(self, hop: Hop) -> list[Packet]:
         """Wait for the hop. Packets of other sources become resident; the others are returned.

@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.distributed import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils._python_dispatch import return_and_correct_aliasing
@@ -190,7 +191,7 @@ def _for_backward(gradient: Any, x: Any) -> Any:
     Raises:
         ValueError: if the sequence was flattened with other dimensions.
     """
-    if gradient is None or not isinstance(x, SequenceTensor):
+    if gradient is None or not _has_tokens(x):
         return gradient
     dim = sequence_dim(x)
     if dim < 0:
@@ -201,9 +202,15 @@ def _for_backward(gradient: Any, x: Any) -> Any:
 
 def _of_one_loss(gradient: Any, x: Any) -> Any:
     """Return a gradient that backward has computed as that of one loss, see `_for_backward`."""
-    if gradient is None or not isinstance(x, SequenceTensor) or not order_of(x).averages:
+    if gradient is None or not _has_tokens(x) or not order_of(x).averages:
         return gradient
     return gradient / x.device_mesh.size()
+
+
+def _has_tokens(x: Any) -> bool:
+    """Return whether this is a sharded sequence, and not what a compiler traces backward by."""
+    traced = FakeTensor, FunctionalTensor
+    return isinstance(x, SequenceTensor) and not isinstance(x._local_tensor, traced)
 
 
 def _attend(func: Any, query: Any, key: Any, value: Any, *args: Any, **how: Any) -> Any:

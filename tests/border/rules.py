@@ -417,7 +417,7 @@ def changes() -> Iterator[Rule]:
         ("llama", "model.lm_head.weight.data.mul_(2)"),
         ("llama", "model.lm_head.register_forward_hook(lambda module, args, out: out * 2)"),
         ("llama", "model.model.norm.register_forward_hook(lambda module, args, out: out * 2)"),
-        ("llama", "model.lm_head.bias = torch.nn.Parameter(torch.ones(32, dtype=torch.double))"),
+        ("llama", "model.lm_head.bias = torch.nn.Parameter(torch.ones(32, dtype=model.dtype))"),
         ("llama double", "model.lm_head = torch.nn.Linear(16, 32, dtype=torch.double)"),
         ("lm", "model.resize_token_embeddings(32)"),
         ("llama", "model.set_attn_implementation('sdpa')"),

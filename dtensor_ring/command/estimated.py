@@ -10,6 +10,7 @@ from typing import Any
 from dtensor_ring.dtensor.choice import DEFAULT_MACHINE
 from dtensor_ring.dtensor.meta_model import LoadModel
 from dtensor_ring.lab.presets import as_machine
+from dtensor_ring.lab.report import refused
 from dtensor_ring.lab.training.estimate import estimate
 from dtensor_ring.lab.training.longest import longest_sequences, usable
 from dtensor_ring.lab.training.simulate import ReadConfig
@@ -75,7 +76,6 @@ def longest(
         how = options | {"layout": layout or "zigzag", "memory": allowed}
         found = longest_sequences(read(model), mesh, device, **how)
     except (ImportError, OSError, TypeError, ValueError) as error:
-        print(" ".join(str(error).split()), file=sys.stderr)
-        return 2
+        return refused(error)
     print(json.dumps(found.as_json()) if as_json else found)
     return 0

@@ -185,8 +185,8 @@ def _listed(x: Any) -> list[Any]:
 def _for_backward(gradient: Any, x: Any) -> Any:
     """Return a gradient of a whole sequence as backward wants it.
 
-    Ranks average the gradients of weights behind a model's outputs, and each has its own tokens
-    only: so their gradients count once for each rank.
+    Each rank computes the gradients of weights from its own tokens, and then the ranks average
+    them. So backward takes the gradient of an output times the number of ranks.
 
     Raises:
         ValueError: if the sequence was flattened with other dimensions.
@@ -227,10 +227,10 @@ def _attend(func: Any, query: Any, key: Any, value: Any, *args: Any, **how: Any)
 
 def _of_nothing(func: Any, query: Any, *others: Any, **how: Any) -> Any:
     """Return an empty result of attention: PyTorch makes a plain one, which DTensor refuses."""
-    dim = query.ndim - 2
-    local = [x.to_local() if isinstance(x, SequenceTensor) else x for x in (query, *others)]
-    if any(isinstance(x, SequenceTensor) and sequence_dim(x) != dim for x in (query, *others)):
+    given, dim = (query, *others), query.ndim - 2
+    if any(isinstance(x, SequenceTensor) and sequence_dim(x) != dim for x in given):
         return NotImplemented
+    local = [x.to_local() if isinstance(x, SequenceTensor) else x for x in given]
     return wrapped(func(*local, **how), query, dim)
 
 
@@ -338,7 +338,7 @@ def from_local_tokens(local: Tensor, mesh: DeviceMesh, dim: int, seq_len: int) -
     Raises:
         NotImplementedError: within a transform of `torch.func`.
     """
-    refuse_transforms(local)
+    _refuse_transforms(local)
     _tell_compiler()
     return known(placed_tokens(local, mesh, dim, seq_len))
 
@@ -349,13 +349,13 @@ def from_equal_shards(local: Tensor, mesh: DeviceMesh, dim: int) -> DTensor:
     Raises:
         NotImplementedError: within a transform of `torch.func`.
     """
-    refuse_transforms(local)
+    _refuse_transforms(local)
     _tell_compiler()
     # No check: comparing shapes over the ranks would cost a collective for each tensor.
     return known(DTensor.from_local(local, mesh, [Shard(dim)], run_check=False))
 
 
-def refuse_transforms(local: Tensor) -> None:
+def _refuse_transforms(local: Tensor) -> None:
     """Refuse to make a DTensor within a transform of `torch.func`, where PyTorch cannot.
 
     Raises:

@@ -187,12 +187,19 @@ class RankAttention(NamedTuple):
         if self.all_to_all is None:
             return tensors
         dtype = eight_bits_of(self._policy(is_rounded=True)) if rounds else None
-        heads, label = (num_heads, self.sizes.heads[1]), Label("exchange", 0, self.plan.rank)
-        how = heads, is_back, dtype, transport, label
-        return exchanged(tensors, self.all_to_all, self.plan.owners, *how)
+        return exchanged(
+            tensors,
+            self.all_to_all,
+            self.plan.owners,
+            heads=(num_heads, self.sizes.heads[1]),
+            is_back=is_back,
+            kv_dtype=dtype,
+            transport=transport,
+            label=Label("exchange", 0, self.plan.rank),
+        )
 
 
-# At most so many ranks have their loops run; of more, those that send or receive most tokens.
+# The loops of at most this many ranks run: on a larger axis, of those that move most tokens.
 MAX_RECORDED = 32
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NamedTuple, TypeVar
@@ -73,6 +74,12 @@ def version_of(package: str) -> str:
         return version(package)
     except PackageNotFoundError:
         return "not installed"
+
+
+def refused(error: BaseException) -> int:
+    """Print why a command cannot use what it was given, as one line, and return its exit status."""
+    print(" ".join(str(error).split()), file=sys.stderr)
+    return 2
 
 
 # Yields items, and may show how many are done, under a name.

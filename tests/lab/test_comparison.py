@@ -22,7 +22,7 @@ from dtensor_ring.compute.kernels.reference import Reference
 from dtensor_ring.compute.trace import Label
 from dtensor_ring.lab import comparison
 from dtensor_ring.lab.comparison import StrategyCost
-from dtensor_ring.lab.recorded import Cost, by_field
+from dtensor_ring.lab.recorded import Cost, Recorder, by_field
 from dtensor_ring.lab.simulated_attention import simulate_attention
 from dtensor_ring.planning.plan import KeyOwners
 from dtensor_ring.planning.route import ROUTES
@@ -52,20 +52,21 @@ class Counting(PlayedTransport):
     """Counts what leaves and comes, and the buffers in use."""
 
     def count_from_here(self) -> None:
-        self.cost, self._in_use = Cost(), 0
+        self._counted = Recorder()
+
+    @property
+    def cost(self) -> Cost:
+        return self._counted.cost
 
     def start(self, receives: list[P2P], sends: list[P2P]) -> Sequence[Work]:
-        sent, received = (sum(x.flat.nbytes for x in side) for side in (sends, receives))
-        self.cost += Cost(sent, received, len(sends))
+        self._counted.start(receives, sends)
         return super().start(receives, sends)
 
     def allocate(self, num_bytes: int, device: torch.device) -> Tensor:
-        self._in_use += num_bytes
-        self.cost = replace(self.cost, held=max(self.cost.held, self._in_use))
-        return torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        return self._counted.allocate(num_bytes, device)
 
     def free(self, buffer: Tensor) -> None:
-        self._in_use -= buffer.numel()
+        self._counted.free(buffer)
 
 
 class Launched(Reference):

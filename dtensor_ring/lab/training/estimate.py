@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,6 +23,7 @@ from dtensor_ring.dtensor.choice import DEFAULT_MACHINE
 from dtensor_ring.dtensor.meta_model import LoadModel, MetaModel, ModelRequest
 from dtensor_ring.lab.presets import as_machine
 from dtensor_ring.lab.problem import config_json
+from dtensor_ring.lab.report import Finding, refused, show
 from dtensor_ring.lab.training.config_fields import check_config
 from dtensor_ring.lab.training.footprint import Attention, Footprint
 from dtensor_ring.lab.training.longest import usable
@@ -162,8 +162,7 @@ def estimate(
         device = as_machine(machine or DEFAULT_MACHINE)
         found = estimated(load, model, mesh, asked, setting, is_sharded=is_sharded)
     except (ImportError, OSError, TypeError, ValueError) as error:
-        print(" ".join(str(error).split()), file=sys.stderr)
-        return 2
+        return refused(error)
     name = device.name if memory is None else f"a device of {memory:g} GiB"
     whole = device.memory if memory is None else int(memory * 2**30)
     found = replace(found, capacity=usable(whole), device=name)
@@ -365,8 +364,6 @@ def _size(module: nn.Module, trained: bool = False) -> int:
 
 
 def _show(found: Estimate) -> None:
-    from dtensor_ring.lab.report import Finding, show
-
     show([Finding(*row) for row in found.rows()])
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any, TypeVar
 from dtensor_ring.lab.pictures import COLORS, page_of, save_figure
 from dtensor_ring.lab.presets import as_machine
 from dtensor_ring.lab.problem import config_json
-from dtensor_ring.lab.report import tracked
+from dtensor_ring.lab.report import refused, tracked
 from dtensor_ring.lab.simulated_attention import Timeline
 from dtensor_ring.lab.training.collectives import COLLECTIVE
 from dtensor_ring.lab.training.step import TITLES, SimulatedStep, simulate_step, step_trace
@@ -84,8 +83,7 @@ def simulate(
         else:
             lines = _swept(sweep, asked, as_json, html, png, trace)
     except (ImportError, OSError, TypeError, ValueError) as error:
-        print(" ".join(str(error).split()), file=sys.stderr)
-        return 2
+        return refused(error)
     print(lines)
     return 0
 

@@ -210,8 +210,14 @@ def _states(
         yield
         return
     mask = None if mask is None or bool(mask.all()) else mask[:, new.past :]
-    how = new.axis.mesh, new.layout, new.num_tokens, new.sharded_length, mask
-    step = StateStep(cache.memory.states, StepTokens(*how))
+    tokens = StepTokens(
+        mesh=new.axis.mesh,
+        layout=new.layout,
+        number=new.num_tokens,
+        sharded_length=new.sharded_length,
+        mask=mask,
+    )
+    step = StateStep(cache.memory.states, tokens)
     with sharding.passing.stepping(step):
         yield
     cache.memory.states = step.after()

@@ -181,8 +181,9 @@ class AxisStatePassing:
             The chunks to pass to calls of layers. Checkpointing repeats these calls in backward,
             when there may be a later batch. A call without chunks uses those of the last batch.
         """
-        how = paddings, mask, self._axis.mesh, self._stays_from
-        self._last = ScanChunks.of(boundaries, length, *how)
+        self._last = ScanChunks.of(
+            boundaries, length, paddings, mask, mesh=self._axis.mesh, stays_from=self._stays_from
+        )
         self._alive.add(self._last)
         return self._last
 

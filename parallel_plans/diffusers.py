@@ -142,7 +142,7 @@ class RingBackend:
 def _check_mask(axis: SequenceAxis, attn_mask: Tensor | None) -> None:
     """Refuse a mask that hides keys. Models may give one that hides none, of a whole prompt.
 
-    A rank has the mask of its own tokens only, so the ranks add up their counts of hidden keys.
+    Each rank counts the hidden keys among its own tokens, and the ranks add up these counts.
 
     Raises:
         ValueError: on every rank, if the mask of one hides a key.

@@ -196,7 +196,7 @@ def format_of(text: str) -> str:
     """Return the name of a format of eight bits.
 
     Raises:
-        ArgumentTypeError: if there is none of that name.
+        ArgumentTypeError: if no format has that name.
 
     >>> format_of("int8")
     'int8'

@@ -111,8 +111,8 @@ def exclusive_scan(maps: Sequence[StateMap], axis: SequenceAxis | DeviceMesh) ->
 
     Raises:
         TypeError: if `maps` holds anything but maps.
-        ValueError: if there are none, their kinds or shapes differ, or their number is not that of
-            the layout's runs.
+        ValueError: if `maps` is empty, if maps differ in kind or shape, or if the layout has
+            another number of runs.
         RingError: on every rank, if calls of ranks differ, or a rank ended or raised.
 
     Example:

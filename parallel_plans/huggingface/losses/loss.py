@@ -254,7 +254,7 @@ def _numbers_of(model: Any) -> KnownNumbers:
         (i, name, x)
         for i, owner in enumerate(_owners(model))
         for name, x in vars(owner).items()
-        # Ids of tokens and private numbers are none.
+        # Token ids and private numbers do not change logits.
         if (x is None or type(x) in (int, float)) and not name.endswith("_id") and name[0] != "_"
     )
 

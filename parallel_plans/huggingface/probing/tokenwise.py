@@ -65,7 +65,7 @@ class TokenwiseCheck:
         self._is_running = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TokenwiseCheck:
-        """Return itself: copies of a model have layers of their own."""
+        """Return itself: it knows layers by identity, and a copied model has other layers."""
         return self
 
     def remember(self, decoder: nn.Module) -> None:

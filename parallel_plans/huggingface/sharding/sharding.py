@@ -324,8 +324,8 @@ class Sharding:
 def refuse_graph() -> NoReturn:
     """Refuse a layout of a batch in a graph, from eager code.
 
-    An error that is raised in a graph is none: the compiler leaves the function out of the graph,
-    and there nothing says that the model was compiled.
+    The compiler catches an error that is raised while it traces. It then runs the function eagerly,
+    where nothing says that the model was compiled.
     """
     raise ValueError(BALANCED_IN_GRAPH)
 

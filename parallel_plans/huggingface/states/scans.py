@@ -70,7 +70,7 @@ def _copied(plain: Any, changes: dict[str, Any]) -> Callable[..., Any]:
 
 
 def _mamba1(scan: Callable[..., Any], pass_on: PassOn, continues: bool) -> Callable[..., Any]:
-    """Return a selective scan of Mamba 1: each number of a state has a decay of its own."""
+    """Return a selective scan of Mamba 1: each element of the state has its own decay."""
 
     def run(
         x: Tensor,  # (B, D, L)

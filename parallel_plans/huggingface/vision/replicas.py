@@ -44,8 +44,8 @@ def told_by_replicas(model: Any, axis: SequenceAxis, own: Any) -> dict[int, Any]
 def _mesh_of_encoders(model: Any) -> DeviceMesh | None:
     """Return the mesh over which FSDP2 sends weights or gradients beside the language model's.
 
-    It gathers the weights of a module that has a group of its own, and reduces gradients of weights
-    that have run.
+    FSDP2 gathers the weights of each module that it wraps, and reduces the gradients of weights
+    that took part in the forward.
     """
     sharded: list[Any] = [x for x in model.modules() if isinstance(x, FSDPModule)]
     if not sharded:

@@ -121,6 +121,7 @@ def checked_transport(
     call_site: tuple[str, str, str] = NO_CALL_SITE,
     first_bytes: int | None = None,
     chain: Chain | None = None,
+    transport: Transport | None = None,
 ) -> TransportContext:
     """Return a context manager that yields the transport for one call over a group.
 
@@ -135,8 +136,9 @@ def checked_transport(
         first_bytes: the bytes of a message of the first hop, if all ranks send to all: records may
             carry them. 0 sends the records to all ranks, without messages.
         chain: given if records and messages go along a line of ranks.
+        transport: of the group, where the caller has looked it up.
     """
-    state, transport = group_state_of(group), transport_of(group)
+    state, transport = group_state_of(group), transport or transport_of(group)
     if not state.sends_records:
         return nullcontext(transport)
     keeps_tags = transport.keeps_tags(device)
@@ -288,7 +290,8 @@ class CheckedTransport(Transport):
 
     def _send_record(self, payloads: Mapping[int, Tensor] | None = None) -> None:
         """Send the record to its receivers, followed by the tensor that it carries to each."""
-        peers = self._neighbours(1)
+        # A record that carries messages goes to the ranks that this one hears from: all others.
+        peers = self._peer_records if self._piggybacks else self._neighbours(1)
         payloads, self._piggybacks = payloads or {}, False
         record, joined = flat(self._mine), dict[int, Tensor]()
         for x in payloads.values():  # a tensor for several peers is joined once

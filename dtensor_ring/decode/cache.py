@@ -91,10 +91,11 @@ class CacheLayer:
         # Tensors made in inference mode are read-only outside of it.
         with torch.inference_mode(False), torch.no_grad():
             # Both before either is kept, so that an error leaves the layer as it was.
-            self._memory = tuple(
-                memory.append([x.narrow(SEQUENCE, a, b - a) for a, b in step.kept], *where)
-                for memory, x in zip(self._memory or self._empty(given), given, strict=True)
-            )
+            appended = []
+            for memory, x in zip(self._memory or self._empty(given), given, strict=True):
+                parts = [x.narrow(SEQUENCE, a, b - a) for a, b in step.kept]
+                appended.append(memory.append(parts, *where))
+            self._memory = tuple(appended)
         self.capacities, self._appends.batch = step.capacities, key.shape[0]
         self._appends.done(self.number)
         return self._first(step.cols[1])

@@ -291,7 +291,7 @@ def _cost(schedule: Schedule, strategy: Strategy, sizes: TensorSizes) -> Strateg
         forward,
         backward,
         max(sum(_num_launches(plan, sizes.batch)) for plan in schedule.plans),
-        max(sum(len(step.tiles) for step in plan.steps) for plan in schedule.plans),
+        max(plan.num_tiles for plan in schedule.plans),
         max(work) * len(work) / sum(work) if any(work) else 1.0,
         counted=len(recorded),
         ranks=size,

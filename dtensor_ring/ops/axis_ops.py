@@ -124,8 +124,8 @@ def parts_of_ranks(local: Tensor, rank: int, size: int, transport: Transport) ->
     """Return the tensors of all ranks, `(W, ...)`, each as large as this rank's."""
     found = local.new_empty(size, *local.shape)
     found[rank].copy_(local)
-    flat = [part.view(-1) for part in found.unbind()]
-    _move_rows(transport, rank, flat, [flat[rank]] * size)
+    parts = found.view(size, -1).unbind()
+    _move_rows(transport, rank, parts, [parts[rank]] * size)
     return found
 
 
@@ -147,8 +147,16 @@ def _checked_sum(
         "dtypes": str(x.dtype),
         "numbers to sum": str(x.numel()),
     }
-    how = {"forward_call": forward_call, "call_site": CALLER.site, "first_bytes": x.nbytes}
-    return checked_transport(group, CallRecord(fields), direction, x.device, **how)
+    return checked_transport(
+        group,
+        CallRecord(fields),
+        direction,
+        x.device,
+        forward_call=forward_call,
+        call_site=CALLER.site,
+        first_bytes=x.nbytes,
+        transport=transport,
+    )
 
 
 def _checked(group: ProcessGroup, op: str, x: Tensor, rows: Sequence[int]) -> TransportContext:
@@ -168,13 +176,16 @@ def _move_rows(
     """Receive a dense tensor from each other rank and send one to each; skip empty tensors."""
     transport.prepare(incoming[rank].device)
     transport.at(Label("parts", 0, 0))
-    for work in transport.start(_messages(incoming, rank), _messages(outgoing, rank)):
+    receives, sends = [], []
+    for peer in range(len(incoming)):
+        if peer == rank:
+            continue
+        if incoming[peer].numel():
+            receives.append(P2P(incoming[peer].view(-1), peer))
+        if outgoing[peer].numel():
+            sends.append(P2P(outgoing[peer].view(-1), peer))
+    for work in transport.start(receives, sends):
         work.wait()
-
-
-def _messages(tensors: Sequence[Tensor], rank: int) -> list[P2P]:
-    """Return a message for each other rank, but those that are empty."""
-    return [P2P(x.view(-1), peer) for peer, x in enumerate(tensors) if peer != rank and x.numel()]
 
 
 @torch.library.register_fake(GATHER)

@@ -166,7 +166,7 @@ def warn_of_tiles(plan: Plan, request: PlanRequest) -> None:
     """
     if request.key_layout is not None:
         return  # a cache says where tokens are
-    num_tiles = sum(len(step.tiles) for step in plan.steps)
+    num_tiles = plan.num_tiles
     if num_tiles <= MANY or num_tiles <= _num_slices(request):
         return
     place = f"{CALLER.line}: " if CALLER.line else ""

@@ -8,9 +8,10 @@ user-facing `torch.autograd.Function` would start again at the first level.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from itertools import islice
 from typing import Any, TypeVar
 
 import torch
@@ -67,8 +68,8 @@ def register_gradient(
     class Node(_SingleLevelFunction):
         @staticmethod
         def forward(ctx: Any, *inputs: Any) -> Any:
-            *leaves, keyset, spec = inputs
-            arguments = pytree.tree_unflatten(leaves, spec)
+            *leaves, keyset, lengths = inputs
+            arguments = _nested(leaves, lengths)
             with torch._C._AutoDispatchBelowAutograd(), under_node():
                 output = op.redispatch(keyset & torch._C._after_autograd_keyset, *arguments)
             setup_context(ctx, arguments, output)
@@ -79,10 +80,10 @@ def register_gradient(
             return *pytree.tree_leaves(backward(ctx, *grads)), None, None
 
     def run(keyset: Any, *arguments: Any) -> Any:
-        leaves, spec = pytree.tree_flatten(arguments, is_leaf=_is_no_tensors)
+        leaves, lengths = _flat(arguments)
         tensors = [x for x in leaves if isinstance(x, Tensor)]
         if torch.is_grad_enabled() and torch._C._any_requires_grad(*tensors):
-            return recorded(Node, *leaves, keyset, spec)
+            return recorded(Node, *leaves, keyset, lengths)
         with torch._C._AutoDispatchBelowAutograd():
             return op.redispatch(keyset & torch._C._after_autograd_keyset, *arguments)
 
@@ -116,9 +117,26 @@ def register_samples(name: str) -> None:
     torch.library.register_vmap(name, run, lib=LIBRARY)
 
 
-def _is_no_tensors(argument: Any) -> bool:
-    """Return whether an argument is a list without tensors, whose elements have no gradients."""
-    return isinstance(argument, list) and not any(isinstance(x, Tensor) for x in argument)
+def _flat(arguments: Sequence[Any]) -> tuple[list[Any], list[int | None]]:
+    """Return the arguments, with those of lists of tensors one by one, and the length of each list.
+
+    Lists of numbers stay as they are: they have no gradients, and may be long.
+    """
+    leaves: list[Any] = []
+    lengths: list[int | None] = []
+    for x in arguments:
+        is_list = isinstance(x, list) and bool(x) and (x[0] is None or isinstance(x[0], Tensor))
+        leaves.extend(x) if is_list else leaves.append(x)
+        lengths.append(len(x) if is_list else None)
+    return leaves, lengths
+
+
+def _nested(leaves: Sequence[Any], lengths: Sequence[int | None]) -> list[Any]:
+    """Return the arguments that `_flat` gave these of."""
+    rest, arguments = iter(leaves), []
+    for length in lengths:
+        arguments.append(next(rest) if length is None else [*islice(rest, length)])
+    return arguments
 
 
 def _op(name: str) -> Any:

@@ -95,7 +95,10 @@ class ByteCache(ByteStore[T]):
         # Outside of the lock: a plan may take seconds, and may call this cache itself.
         value = self._function(*args, **kwargs)
         # Boundaries and tables of runs are kept as part of the key, and can be most of an entry.
-        return self.put(key, value, sum([getattr(x, "num_bytes", 0) for x in args]))
+        num_bytes = 0
+        for x in args:
+            num_bytes += getattr(x, "num_bytes", 0)
+        return self.put(key, value, num_bytes)
 
 
 def cached_bytes(

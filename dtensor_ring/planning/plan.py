@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -108,7 +109,7 @@ class KeyOwners(NamedTuple):
         return run_positions(self.layout.runs(rank, self.world_size, self.seq_len))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Plan:
     """The work of one rank: its steps, and its messages, one hop for each step.
 
@@ -144,6 +145,18 @@ class Plan:
         """Number of steps of this rank, including the first."""
         return len(self.steps)
 
+    @cached_property
+    def num_tiles(self) -> int:
+        """Number of tiles of all steps; each call of an attention asks for it."""
+        return sum(len(step.tiles) for step in self.steps)
+
+    @cached_property
+    def largest_packet(self) -> int:
+        """Number of columns of the largest packet or sum that this rank moves, 0 without any."""
+        hops = self.shards + self.sums
+        sizes = [x.cols.offsets[-1] for hop in hops for x in hop.sends + hop.receives]
+        return max(sizes, default=0)
+
     @property
     def num_received(self) -> int:
         """Number of tokens whose keys and values this rank receives, over all hops."""
@@ -152,14 +165,14 @@ class Plan:
     @property
     def num_bytes(self) -> int:
         """Estimated memory of the plan and of the launches built from its tiles, in bytes."""
-        num_tiles = sum(len(step.tiles) for step in self.steps)
         # A packet and the sum of its gradients share their columns; many have an index on two
         # devices.
         hops = self.shards + self.sums
         moved = {id(x.cols): x.cols for hop in hops for side in hop[:2] for x in side}.values()
         num_spans = sum(len(cols.spans) for cols in moved)
         num_indices = sum(len(cols) for cols in moved if len(cols.spans) > 1)
-        return 1024 + 1200 * len(self.steps) + 330 * num_tiles + 150 * num_spans + 16 * num_indices
+        of_steps = 1200 * len(self.steps) + 330 * self.num_tiles
+        return 1024 + of_steps + 150 * num_spans + 16 * num_indices
 
 
 @cached_bytes(2**28, lambda plan: plan.num_bytes)

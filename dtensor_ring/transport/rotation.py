@@ -161,8 +161,9 @@ class Rotation:
         transport.prepare(like[0].device)
         self._transport, self._plan, self._rank, self._hops = transport, plan, plan.rank, hops
         self._like, self._dtype = like, dtype
-        per_col = sum(x.shape[0] * x.shape[1] * x.shape[3] for x in like)
-        self._col_bytes = per_col * dtype.itemsize
+        key, value = like
+        per_row = key.shape[1] * key.shape[3] + value.shape[1] * value.shape[3]
+        self._col_bytes = key.shape[0] * per_row * dtype.itemsize
         self._resident: dict[int, Packet] = {}  # by source
         self._sent: list[Packet] = []
         self._arriving: list[tuple[int, Packet]] = []  # with the source
@@ -194,9 +195,8 @@ class Rotation:
     def _allocate(self) -> Tensor:
         # All buffers have the size of the largest packet, so any buffer serves any packet. A sum is
         # as large as its packet of keys and values, though it may leave in parts.
-        hops = self._plan.shards + self._plan.sums
-        num_cols = max([x.cols.offsets[-1] for hop in hops for x in hop.sends + hop.receives])
-        return self._transport.allocate(num_cols * self._col_bytes, self._like[0].device)
+        num_bytes = self._plan.largest_packet * self._col_bytes
+        return self._transport.allocate(num_bytes, self._like[0].device)
 
     def _part(self, source: int, cols: Cols, label: Label) -> Packet:
         """Return these columns of a resident packet: the packet itself, or a copy of a part."""
@@ -252,7 +252,11 @@ class Rotation:
 
 def _buffers(packets: Iterable[Packet]) -> dict[int, Tensor]:
     """Return the buffers of packets by their `id`; several packets may share one buffer."""
-    return {id(x.buffer): x.buffer for x in packets if x.buffer is not None}
+    buffers = {}
+    for x in packets:
+        if x.buffer is not None:
+            buffers[id(x.buffer)] = x.buffer
+    return buffers
 
 
 class ShardRotation(Rotation):
@@ -290,11 +294,14 @@ class ShardRotation(Rotation):
     def _outgoing(self, sends: Sequence[Transfer], label: Label) -> list[Packet]:
         """Return the packet of each transfer; columns for several peers are packed once."""
         packets: dict[tuple[int, Cols], Packet] = {}
-        # Messages only read their packet, so several may share one.
+        outgoing = []
         for source, cols, _ in sends:
-            if (source, cols) not in packets:
-                packets[source, cols] = self._packed(source, cols, label)
-        return [packets[source, cols] for source, cols, _ in sends]
+            # Messages only read their packet, so several may share one.
+            packet = packets.get((source, cols))
+            if packet is None:
+                packet = packets[source, cols] = self._packed(source, cols, label)
+            outgoing.append(packet)
+        return outgoing
 
     def _packed(self, source: int, cols: Cols, label: Label) -> Packet:
         if source != self._rank:

@@ -198,7 +198,8 @@ class ProcessGroupTransport(Transport):
     def start(self, receives: list[P2P], sends: list[P2P]) -> Sequence[Work]:
         # Receives go first: if two ranks both post a send first, gloo sends one after the other,
         # and the hop takes twice as long.
-        if any(message.flat.is_cuda for message in receives + sends):
+        messages = receives or sends  # of one device
+        if messages and messages[0].flat.is_cuda:
             # NCCL deadlocks unless all messages of the hop are in one batch.
             operations = [self._operation(dist.irecv, message) for message in receives]
             operations += [self._operation(dist.isend, message) for message in sends]

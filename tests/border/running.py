@@ -8,7 +8,7 @@ import re
 import shutil
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from dtensor_ring.dtensor.annotation import tokens_of
-from tests.border.programs import Program
+from tests.border.programs import Program, Step
 from tests.border.trying import HINTS, differs, made_whole, said
 from tests.pool import Pool, RankError
 
@@ -111,9 +111,20 @@ def _followed(program: Program, ours: dict[str, Any], stock: dict[str, Any]) -> 
                 values = (_ran(eval, expression, names) for names in (ours, stock))
                 verdict, text = _judged(*values, is_low)
                 text = f"{expression}: {text}"
+        if verdict == RAW and _raises(program.steps[number + 1 :], stock, text):
+            verdict = AS_STOCK
         if verdict != RIGHT:
             return Fate(verdict, number, text)
     return Fate(RIGHT, len(program.steps))
+
+
+def _raises(steps: Sequence[Step], stock: dict[str, Any], text: str) -> bool:
+    """Whether later steps raise this error on the stock model, too: a plan runs a model earlier."""
+    for step in steps:
+        found = _ran(exec, OF_PLANS.sub("", step.code), stock)
+        if isinstance(found, Exception):
+            return "".join(traceback.format_exception_only(found)) in text
+    return False
 
 
 def names_of_both(program: Program) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -117,6 +117,12 @@ FAULTS: dict[str, tuple[Program, Callable[[Program], Fate], str, str]] = {
     "gradients of a rank alone": (TRAINED, without_averages, SILENT, "gradients(model): off"),
     "an error of a rank alone": (TRAINED, with_an_error_on_a_rank, SOME, "rank 1: refused at"),
     "an error of a library": (TRAINED, with_a_raw_error, RAW, "KeyError"),
+    "an error that the stock model raises later": (
+        program(PLAN, LOSS, BACKWARD, Step("operation", "y = {}['x']")),
+        with_a_raw_error,
+        AS_STOCK,
+        "KeyError: 'x'",
+    ),
     "a refusal": (
         program(PLAN, FORWARD, Step("refused", "y = x.flip(1)", ("y",))),
         run_program,

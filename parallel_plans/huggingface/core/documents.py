@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -33,7 +34,7 @@ def has_content(*values: Any) -> bool:
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return False
     tensors = [x for x in values if isinstance(x, Tensor)]
-    return detect_fake_mode(tensors) is None and not any(x.is_meta for x in tensors)
+    return detect_fake_mode(tensors) is None and not any(map(attrgetter("is_meta"), tensors))
 
 
 def blocks(x: Tensor) -> Sequence[Tensor]:

@@ -303,15 +303,18 @@ def _is_changed(head: nn.Module) -> bool:
         return True
     forward = head._forward_pre_hooks, head._forward_hooks
     backward = head._backward_pre_hooks, head._backward_hooks
-    # A function that `exec` made has no module.
-    modules = [hook.__module__ or "" for hooks in forward + backward for hook in hooks.values()]
-    return any(not name.startswith("torch.distributed.fsdp") for name in modules)
+    for hooks in forward + backward:
+        for hook in hooks.values():
+            # A function that `exec` made has no module.
+            if not (hook.__module__ or "").startswith("torch.distributed.fsdp"):
+                return True
+    return False
 
 
 def _is_plain(head: nn.Linear) -> bool:
     """Return whether the head's tensors are plain, not of tensor parallelism or quantization."""
     tensors = [head.weight] if head.bias is None else [head.weight, head.bias]
-    return all(type(x) in (Tensor, nn.Parameter) for x in tensors)
+    return {*map(type, tensors)} <= {Tensor, nn.Parameter}
 
 
 def give_labels(model: Any, labels: Tensor | None) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import isclose, isnan
+from operator import attrgetter
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary, ref
 from zlib import crc32
@@ -168,14 +169,14 @@ class Agreement:
 
     def _compare_checksums(self, parts: Parts) -> None:
         """Compare a few bytes; all ranks know from their sum whether any differ."""
-        if self._axis.mesh.device_type != "cpu" or any(x.is_cuda for x in parts.tensors.values()):
+        tensors = parts.tensors.values()
+        if self._axis.mesh.device_type != "cpu" or any(map(attrgetter("is_cuda"), tensors)):
             with checked_barrier(axis_group(self._axis.mesh), "forward", _described_on_cpu(parts)):
                 return
-        words = checksum_words(parts, self._reads_floats)
-        sums = self._axis.sum(torch.tensor(words + [x * x for x in words])).tolist()
-        half, size = len(words), self._axis.mesh.size()
+        words = torch.tensor(checksum_words(parts, self._reads_floats))
+        sums, squares = self._axis.sum(torch.stack([words, words * words]))
         # W numbers are equal if and only if W times the sum of squares is the square of their sum.
-        if [size * x for x in sums[half:]] == [x * x for x in sums[:half]]:
+        if torch.equal(self._axis.mesh.size() * squares, sums * sums):
             return
         self._compare_all(parts, {})
         self._reads_floats = False  # they differ by rounding only, and so they will

@@ -237,6 +237,7 @@ CONSTRUCTORS |= {"place_of_sinks", "causal", "full", "index", "join", "tuple"}
 TABLES = {
     "INDEXING",
     "RESULTS",
+    "GRADIENTS",
     "_REDUCTIONS",
     "_RULES",
     "LAYOUTS",

@@ -22,7 +22,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
-from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.distributed import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils._python_dispatch import return_and_correct_aliasing
@@ -31,11 +30,10 @@ from torch.utils._pytree import tree_map_only
 from dtensor_ring.dtensor import checkpoint
 from dtensor_ring.dtensor.aligned import aligned
 from dtensor_ring.dtensor.annotation import tokens_of
+from dtensor_ring.dtensor.gradients import GRADIENTS, for_backward, of_one_loss
 from dtensor_ring.dtensor.sequence_order import (
     first_of,
     length_of,
-    order_of,
-    own_tokens,
     placed_tokens,
     refusal,
     sequence_dim,
@@ -118,7 +116,7 @@ class SequenceTensor(DTensor):
 
     def backward(self, gradient: Tensor | None = None, *args: Any, **kwargs: Any) -> None:
         """Backpropagate a gradient of the whole sequence, or a sharded one of the same order."""
-        super().backward(_for_backward(gradient, self), *args, **kwargs)
+        super().backward(for_backward(gradient, self), *args, **kwargs)
 
     def redistribute(
         self, device_mesh: DeviceMesh | None = None, placements: Any = None, **how: Any
@@ -160,59 +158,6 @@ class _ToLocal(torch.autograd.Function):
         return known(DTensor(grads[0], ctx.spec, requires_grad=False))
 
 
-def _gradients(
-    func: Any, outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **how: Any
-) -> Any:
-    """Compute `torch.autograd.grad`, of or by sharded sequences, as of one loss."""
-    found = func(outputs, inputs, _all_for_backward(grad_outputs, outputs), *args, **how)
-    return tuple(_of_one_loss(x, of) for x, of in zip(found, _listed(inputs), strict=True))
-
-
-def _backward(func: Any, tensors: Any, grad_tensors: Any = None, *args: Any, **how: Any) -> None:
-    func(tensors, _all_for_backward(grad_tensors, tensors), *args, **how)
-
-
-def _all_for_backward(gradients: Any, of: Any) -> list[Any] | None:
-    if gradients is None:
-        return None
-    return [_for_backward(x, y) for x, y in zip(_listed(gradients), _listed(of), strict=True)]
-
-
-def _listed(x: Any) -> list[Any]:
-    return [x] if isinstance(x, Tensor) else list(x)
-
-
-def _for_backward(gradient: Any, x: Any) -> Any:
-    """Return a gradient of a whole sequence as backward wants it.
-
-    Each rank computes the gradients of weights from its own tokens, and then the ranks average
-    them. So backward takes the gradient of an output times the number of ranks.
-
-    Raises:
-        ValueError: if the sequence was flattened with other dimensions.
-    """
-    if gradient is None or not _has_tokens(x):
-        return gradient
-    dim = sequence_dim(x)
-    if dim < 0:
-        raise refusal(x, "backward")
-    local, tokens = own_tokens(gradient, x, dim), order_of(x)
-    return wrapped(local * tokens.mesh.size() if tokens.averages else local, x, dim)
-
-
-def _of_one_loss(gradient: Any, x: Any) -> Any:
-    """Return a gradient that backward has computed as that of one loss, see `_for_backward`."""
-    if gradient is None or not _has_tokens(x) or not order_of(x).averages:
-        return gradient
-    return gradient / x.device_mesh.size()
-
-
-def _has_tokens(x: Any) -> bool:
-    """Return whether this is a sharded sequence, and not what a compiler traces backward by."""
-    traced = FakeTensor, FunctionalTensor
-    return isinstance(x, SequenceTensor) and not isinstance(x._local_tensor, traced)
-
-
 def _attend(func: Any, query: Any, key: Any, value: Any, *args: Any, **how: Any) -> Any:
     """Compute the attention of sequences in one order: its op checks all that is checked here."""
     is_known = type(query) is type(key) is type(value) is SequenceTensor
@@ -234,8 +179,7 @@ def _of_nothing(func: Any, query: Any, *others: Any, **how: Any) -> Any:
     return wrapped(func(*local, **how), query, dim)
 
 
-_RULES = INDEXING | RESULTS | {F.scaled_dot_product_attention: _attend}
-_RULES |= {torch.autograd.grad: _gradients, torch.autograd.backward: _backward}
+_RULES = INDEXING | RESULTS | GRADIENTS | {F.scaled_dot_product_attention: _attend}
 _GRADIENT = vars(torch._C.TensorBase)["grad"]
 PACKAGE = __name__.partition(".")[0] + "."
 
@@ -280,7 +224,7 @@ def _result(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     with torch._C.DisableTorchFunctionSubclass():
         if getattr(func, "__name__", "") == "__get__":  # an attribute
             found = known(func(*args))
-            return _of_one_loss(found, args[0]) if func.__self__ is _GRADIENT else found
+            return of_one_loss(found, args[0]) if func.__self__ is _GRADIENT else found
         return _computed(func, args, kwargs)
 
 

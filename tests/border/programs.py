@@ -47,7 +47,7 @@ def average(model):
     for x in model.parameters():
         if x.grad is not None and not isinstance(x.grad, DTensor):  # FSDP averages
             dist.all_reduce(x.grad)
-            x.grad /= dist.get_world_size()
+            x.grad.div_(dist.get_world_size())
 
 def shard_weights(model):
     layers = [x for x in model.modules() if isinstance(x, GradientCheckpointingLayer)]

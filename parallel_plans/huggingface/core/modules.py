@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from inspect import signature
 from types import MethodType
 from typing import Any, NamedTuple, TypeVar
@@ -246,6 +247,7 @@ def _swap(modules: list[nn.Module]) -> None:
     for module, stock, implementation in zip(modules, stocks, implementations, strict=True):
         now = vars(module)
         values = {name: now.get(name, Absent) for name in stock.values}
+        _carry(values.get("config"), stock.values.get("config"))
         now[STOCK] = stock._replace(cls=type(module), values=values, implementation=implementation)
         now.update({name: x for name, x in stock.values.items() if x is not Absent})
         for name in [name for name, x in stock.values.items() if x is Absent]:
@@ -253,3 +255,15 @@ def _swap(modules: list[nn.Module]) -> None:
         module.__class__ = stock.cls
         if implementation != stock.implementation:
             stock.config._attn_implementation = stock.implementation
+
+
+def _carry(config: Any, other: Any) -> None:
+    """Copy to the other config what a user has changed in this one since they were equal."""
+    if not (hasattr(config, "to_dict") and hasattr(other, "to_dict")) or config is other:
+        return
+    for name, value in list(vars(config).items()):
+        known = vars(other).get(name, Absent)
+        if hasattr(value, "to_dict"):
+            _carry(value, known)
+        elif not name.startswith("_attn_implementation") and value != known:
+            vars(other)[name] = deepcopy(value)

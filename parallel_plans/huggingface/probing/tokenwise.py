@@ -4,7 +4,7 @@ A rank gets its own tokens only, so a layer that mixes tokens would give other r
 number of ranks. The plan examines a model when it is applied. Later a user may replace layers or
 their `forward`, and a library may put in linear layers, or weights, that quantise what they get
 with one scale for all tokens. So in the next forward each of these is run twice on made-up tokens,
-right before its own call, where FSDP2 has gathered its weight. Hooks are not run: they may record.
+right before its own call, where FSDP2 has gathered its weight. Hooks have a check of their own.
 """
 
 from __future__ import annotations
@@ -20,16 +20,9 @@ from torch.utils.hooks import RemovableHandle
 
 from parallel_plans.huggingface.core.modules import language_model_of
 from parallel_plans.huggingface.core.patterns import frozen
-from parallel_plans.huggingface.probing.probe import TOLERANCE
+from parallel_plans.huggingface.probing.by_token import is_by_token
+from parallel_plans.huggingface.probing.hooks import HookCheck
 from parallel_plans.huggingface.states.stateful import attention_layers, stateful_layers
-
-# Kernels of eight bits want more than 16 tokens.
-NUM_TOKENS = 32
-# The tokens of the second run: one shard of zigzag order.
-SHARD = (*range(12), *range(20, 32))
-# How much larger a token of the first run is, which the second lacks: a mean over tokens follows
-# it, and a scale for all tokens rounds the others to zero.
-LARGER, LARGE = 1_000.0, 16
 
 ONE_SCALE = (
     "{name} ({kind}) has one scale for all tokens that it gets, as in dynamic quantisation, and a "
@@ -62,6 +55,7 @@ class TokenwiseCheck:
         self._seen: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
         self._done: WeakKeyDictionary[nn.Module, list[Any]] = WeakKeyDictionary()
         self._hooks: list[RemovableHandle] = []
+        self._hooks_of_users = HookCheck()
         self._is_running = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TokenwiseCheck:
@@ -71,12 +65,14 @@ class TokenwiseCheck:
     def remember(self, decoder: nn.Module) -> None:
         """Take the modules of a decoder as they are: the plan has examined them."""
         self._seen.update((module, _forward(module)) for module in decoder.modules())
+        self._hooks_of_users.remember(decoder)
 
     def begin(self, model: Any) -> None:
         """Have what is not plain, and what is new, checked when it is called next."""
         if torch.compiler.is_compiling():
             return
         self._remove_hooks()
+        self._hooks_of_users.end()
         facts = _facts(model)
         if self._done.get(model) == facts:  # as nearly always, so a forward does no more
             return
@@ -93,7 +89,7 @@ class TokenwiseCheck:
                 self._check_next_call(name or "a layer", layer, ONE_SCALE, kind)
         if new:
             self._check_new(decoder, new)
-        if not self._hooks:
+        if not self._hooks_of_users.begin(decoder) and not self._hooks:
             self._done[model] = facts
 
     def _is_plain(self, kind: Kind) -> bool:
@@ -140,7 +136,8 @@ class TokenwiseCheck:
     def _is_tokenwise(self, layer: nn.Module, like: Any) -> bool:
         self._is_running = True  # its parts are checked in their own calls
         try:
-            return _is_tokenwise(layer, like)
+            with frozen(layer):
+                return is_by_token(layer.forward, like)
         finally:
             self._is_running = False
 
@@ -163,7 +160,8 @@ def _facts(model: nn.Module) -> list[Any]:
         weight = own["_parameters"].get("weight")
         local = getattr(weight, "_local_tensor", None)
         forward = id(own.get("forward"))  # the object holds the module
-        facts += ref(module), type(module), forward, type(weight), type(local)
+        hooks = (*own["_forward_pre_hooks"], *own["_forward_hooks"])
+        facts += ref(module), type(module), forward, type(weight), type(local), hooks
         todo += own["_modules"].values()
     return facts
 
@@ -183,23 +181,3 @@ def _is_linear(layer: nn.Module) -> bool:
 def _kind(layer: nn.Module) -> Kind:
     weight = layer._parameters.get("weight")
     return type(layer), type(weight.to_local() if isinstance(weight, DTensor) else weight)
-
-
-def _is_tokenwise(layer: nn.Module, like: Any) -> bool:
-    """Return whether outputs of a shard are those of the whole, in which a token is larger."""
-    if not isinstance(like, Tensor) or not like.is_floating_point():
-        return True
-    numbers = torch.arange(NUM_TOKENS * like.shape[-1], device=like.device)
-    shape = *(1,) * (like.ndim - 2), NUM_TOKENS, like.shape[-1]
-    whole = numbers.float().sin().view(shape).to(like.dtype)
-    whole[..., LARGE, :] *= LARGER
-    shard = list(SHARD)
-    try:
-        with frozen(layer):
-            expected = layer.forward(whole)[..., shard, :].float()
-            found = layer.forward(whole[..., shard, :]).float()
-    except Exception:  # code of a model may want other shapes, or return no tensor, as a router
-        return True
-    if found.shape != expected.shape or not expected.isfinite().all():
-        return True
-    return bool((found - expected).norm() <= TOLERANCE * expected.norm())

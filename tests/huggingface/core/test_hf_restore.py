@@ -84,6 +84,29 @@ def test_is_as_before(pool: Pool, case: str) -> None:
     pool.run(2, restored, *CASES[case])
 
 
+def changed_config() -> None:
+    """What a user changes in the config holds with the plan, without it, and after it."""
+    model, stock = small_model("Gemma 2"), small_model("Gemma 2")
+    planned(model, unshard_outputs=True)
+    for cap in (2.0, 5.0):
+        before = logits_of(stock)
+        model.config.final_logit_softcapping = stock.config.final_logit_softcapping = cap
+        assert not torch.equal(logits_of(stock), before)
+        torch.testing.assert_close(logits_of(model), logits_of(stock))
+        with stock_model(model):
+            assert torch.equal(logits_of(model), logits_of(stock))
+    with stock_model(model):
+        model.config.final_logit_softcapping = stock.config.final_logit_softcapping = 3.0
+    torch.testing.assert_close(logits_of(model), logits_of(stock))
+    model.config.final_logit_softcapping = stock.config.final_logit_softcapping = 7.0
+    restore_model(model)
+    assert torch.equal(logits_of(model), logits_of(stock))
+
+
+def test_changed_config(pool: Pool) -> None:
+    pool.run(2, changed_config)
+
+
 def refused() -> None:
     model = small_model("Llama")
     with pytest.raises(ValueError, match="LlamaForCausalLM is under no context_parallel_plan"):

@@ -6,6 +6,7 @@ Such as linear layers that quantise what they get, adapters, and layers of a use
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from copy import deepcopy
 from functools import partial
@@ -193,6 +194,91 @@ def check_new_by_token() -> None:
             found = model(tokens, labels=tokens, **options).loss
             torch.testing.assert_close(found, expected)
         assert seen == [16, 8, 8]  # hooks see no other tokens
+
+
+Hook = Callable[..., Any]
+HOOKS: dict[str, tuple[str, dict[str, Any], Hook]] = {
+    "a mean": ("layers.1.mlp", {}, lambda module, args, out: out - out.mean(1, keepdim=True)),
+    "the last token": ("layers.0", {}, lambda module, args, out: _with_last(out)),
+    "the last token, in place": ("layers.0", {}, lambda module, args, out: _scale_last(out)),
+    "what a layer gets": (
+        "layers.1.mlp",
+        {"is_pre": True},
+        lambda module, args: args[0].roll(1, 1),
+    ),
+    "what a layer gets, by name": (
+        "layers.1",
+        {"is_pre": True, "with_kwargs": True},
+        lambda module, args, named: ((args[0].cumsum(1), *args[1:]), named),
+    ),
+    "an attention": (
+        "layers.0.self_attn",
+        {},
+        lambda module, args, out: (out[0] - out[0].mean(1, keepdim=True), *out[1:]),
+    ),
+}
+
+
+def _with_last(x: Tensor) -> Tensor:
+    return torch.cat([x[:, :-1], 3 * x[:, -1:]], 1)
+
+
+def _scale_last(x: Tensor) -> None:
+    x[:, -1] *= 3
+
+
+def hooked(model: Any, name: str, hook: Hook, is_pre: bool = False, **how: Any) -> Any:
+    module = model.model.get_submodule(name)
+    register = module.register_forward_pre_hook if is_pre else module.register_forward_hook
+    return register(hook, **how)
+
+
+def check_hooks() -> None:
+    """Hooks that come after the plan and mix tokens are refused, until they are taken off."""
+    for name, how, hook in HOOKS.values():
+        model = planned(small_model("Llama"))
+        expected = model(TOKENS, labels=TOKENS).loss
+        handle = hooked(model, name, hook, **how)
+        for _ in range(2):
+            with pytest.raises(ValueError, match=rf"a hook of model\.{name} \(Llama\w+\) was set"):
+                model(TOKENS, labels=TOKENS)
+        with stock_model(model):
+            model(TOKENS, labels=TOKENS)
+        handle.remove()
+        torch.testing.assert_close(model(TOKENS, labels=TOKENS).loss, expected)
+
+
+def check_hooks_by_token() -> None:
+    """Hooks that change tokens alone, or only look on, are called as often as without a check."""
+    model, stock = planned(small_model("Llama")), small_model("Llama")
+    calls = Counter[tuple[str, str]]()
+
+    def by_token(module: nn.Module, args: Any, out: Any) -> Any:
+        return out.tanh()
+
+    def doubled(module: nn.Module, args: Any, named: Any) -> Any:
+        return (2 * args[0], *args[1:]), named
+
+    def seen(module: nn.Module, args: Any, out: Any) -> None:
+        calls["seen", type(module).__name__] += 1
+
+    for part in (stock, model):
+        hooked(part, "layers.0.mlp", by_token)
+        hooked(part, "layers.1", doubled, is_pre=True, with_kwargs=True)
+        hooked(part, "norm", seen)
+        part.register_forward_pre_hook(lambda module, args: seen(module, args, None))
+    for _ in range(3):
+        found = model(TOKENS, labels=TOKENS).loss
+        torch.testing.assert_close(found, stock(TOKENS, labels=TOKENS).loss)
+    assert calls["seen", "LlamaRMSNorm"] == calls["seen", "LlamaForCausalLM"] == 6
+    hooked(model, "layers.1.mlp", lambda module, args, out: out.cumsum(1))  # a later one
+    with pytest.raises(ValueError, match=r"a hook of model\.layers\.1\.mlp"):
+        model(TOKENS)
+
+
+@pytest.mark.parametrize("check", [check_hooks, check_hooks_by_token])
+def test_hooks(pool: Pool, check: Callable[[], None]) -> None:
+    pool.run(2, check)
 
 
 def record_tokens(seen: list[int], _: nn.Module, given: tuple[Tensor]) -> None:

@@ -179,6 +179,26 @@ def warn_of_tiles(plan: Plan, request: PlanRequest) -> None:
     )
 
 
+def warn_of_boundaries(request: PlanRequest) -> None:
+    """Warn if the boundaries of a call end where a rank's shard does, as local ones would.
+
+    Layers of a model get theirs from its plan, and rows with so much padding are nothing unusual.
+    """
+    documents, seq_len = request.documents, request.seq_len
+    if CALLER.layer or request.key_layout is not None or request.world_size == 1:
+        return
+    if documents is None or len(documents.arrays) != 1 or not documents.arrays[0].size:
+        return
+    last = int(documents.arrays[0][-1])
+    if last * request.world_size == seq_len:
+        warnings.warn(
+            f"the last boundary of cu_seqlens is {last}, the length of a rank's shard: boundaries "
+            f"count the {seq_len} tokens of all {request.world_size} ranks, and tokens after the "
+            "last one see nothing",
+            stacklevel=2,
+        )
+
+
 def _num_slices(request: PlanRequest) -> int:
     """Return the number of documents or slices in all batch rows."""
     if request.slices is not None:

@@ -34,6 +34,7 @@ from dtensor_ring.ops.checks import (
     check_inputs,
     loadable,
     unit_stride,
+    warn_of_boundaries,
     warn_of_tiles,
 )
 from dtensor_ring.ops.options import LEAVES, SCHEMA, Call, PlanRequest, unflatten
@@ -67,6 +68,8 @@ def forward(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> tuple[T
         # Within the context: an error of this rank is reported to the others.
         plan, kernel = request.plan(query, key), call.select(query, value, request.slices)
         warn_of_tiles(plan, request)
+        if request.documents is not None:
+            warn_of_boundaries(request)
         announce(call, request, plan, kernel.name, key, value)
         query, key, value = loadable(query, key, value)
         how = plan, kernel, call.scores, transport, call.place.policy, call.rounded

@@ -80,9 +80,10 @@ def adapters() -> Iterator[Rule]:
 
 def casts() -> Iterator[Rule]:
     """Other dtypes, modes and ways to run that are no part of the plan."""
-    yield Rule("model.to(torch.bfloat16)", "-low -graph -grads", "low")
-    yield Rule("model.double()", "-low float", STALE)
-    yield Rule("model = model.float()", "-low double", f"{STALE} -double float")
+    # FSDP2 keeps the dtype of its first forward.
+    yield Rule("model.to(torch.bfloat16)", "-low -graph -grads -fsdp", "low")
+    yield Rule("model.double()", "-low float -fsdp", STALE)
+    yield Rule("model = model.float()", "-low double -fsdp", f"{STALE} -double float")
     yield Rule("model.train()", "", "trains")
     yield Rule("model.eval()", "", "-trains")
     how = "gradient_checkpointing_kwargs="

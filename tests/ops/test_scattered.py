@@ -1,4 +1,4 @@
-"""Layouts that scatter documents are warned of, others are not."""
+"""Layouts that scatter documents, and boundaries of a shard, are warned of, others are not."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import warnings
 import pytest
 
 from dtensor_ring import Mask, Slices
-from dtensor_ring.ops.checks import CALLER, MANY, warn_of_tiles
+from dtensor_ring.ops.checks import CALLER, MANY, warn_of_boundaries, warn_of_tiles
 from dtensor_ring.ops.options import PlanRequest
 from dtensor_ring.planning.mask import as_documents
 from dtensor_ring.planning.plan import plan
@@ -68,3 +68,32 @@ def test_a_line_is_reported_once(monkeypatch: pytest.MonkeyPatch) -> None:
             reported.append(len(caught))
     assert reported == [3, 6], "once for each power of two"
     assert str(caught[0].message).startswith("train.py:7 in step: the layout")
+
+
+@pytest.mark.parametrize(
+    ("ends", "world_size", "layer", "is_warned"),
+    [
+        ((0, 20, 32), 2, "", True),
+        ((0, 10, 16), 4, "", True),
+        ((0, 20, 32), 1, "", False),
+        ((0, 20, 33), 2, "", False),
+        ((0, 20, 64), 2, "", False),
+        ((0, 20, 32), 2, "layers.0", False),  # of a plan, from a padded batch
+    ],
+)
+def test_boundaries_that_end_as_a_shard(
+    monkeypatch: pytest.MonkeyPatch,
+    ends: tuple[int, ...],
+    world_size: int,
+    layer: str,
+    is_warned: bool,
+) -> None:
+    monkeypatch.setattr(CALLER, "layer", layer)
+    where = as_layout("zigzag"), CAUSAL, 0, world_size, 64, as_documents(ends)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        warn_of_boundaries(PlanRequest(*where, 64, None, Strategy()))
+    texts = [str(x.message) for x in caught]
+    assert bool(texts) == is_warned
+    if is_warned:
+        assert f"is {ends[-1]}, the length of a rank's shard" in texts[0]

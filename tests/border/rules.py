@@ -165,8 +165,10 @@ def _called(call: str, needs: str, padding: str, targets: str) -> Iterator[Rule]
         yield from [rule] * OFTEN
     states = f"[at(h, {padding or 'ids > 0'}) for h in out.hidden_states]"
     code = f"out = {call}, output_hidden_states=True)\nx = out.hidden_states[-1]"
-    needed = f"{needs} -prompted -classes"
-    yield Rule(code, needed, f"{STALE} graph", (states,))
+    # A backbone under FSDP2 returns none, whatever is asked for.
+    for needed in ("-fsdp", "fsdp logits"):
+        needed = f"{needs} -prompted -classes {needed}"
+        yield Rule(code, needed, f"{STALE} graph", (states,))
     labelled = f"{call}, labels={targets}"
     code = f"out = {labelled})\nloss = out.loss"
     yield Rule(code, f"{needs} labels", f"{STALE} graph loss", ("loss",))

@@ -18,7 +18,7 @@ from dtensor_ring.lab.training.collectives import strided
 from dtensor_ring.lab.training.model_shape import ModelShape
 from dtensor_ring.lab.training.state_shape import StateShape
 from dtensor_ring.lab.training.step_request import StepRequest
-from dtensor_ring.planning.layout import Contiguous
+from dtensor_ring.planning.layout import Contiguous, Layout
 from dtensor_ring.planning.run_table import as_layout
 from dtensor_ring.states.plan import owners_of
 from dtensor_ring.states.run import scan
@@ -110,16 +110,25 @@ def _slowest(layers: Sequence[_Layer]) -> StateSeconds:
 
 
 class _Layer(NamedTuple):
-    """A layer with a state on one rank, of which only the messages run."""
+    """A layer with a state on one rank, of which only the messages run.
+
+    Attributes:
+        asked: the step.
+        state: the state.
+        stays: as in `StateSeconds`.
+        rank: the rank.
+        order: the layout in which tokens of a rank are one run.
+    """
 
     asked: StepRequest
     state: StateShape
     stays: bool
     rank: int
+    order: Layout = Contiguous()
 
     def run(self, is_back: bool) -> _Waits:
         """Run its exchanges and scans in one direction, see Note [One loop, counted]."""
-        asked, size, order = self.asked, self.asked.mesh.cp, Contiguous()
+        asked, size, order = self.asked, self.asked.mesh.cp, self.order
         layout = as_layout(asked.layout)
         transport = _Waits(strided(asked.machine, asked.mesh.tp), self.rank)
         owners = owners_of(layout if self.stays else order, size, 1 + self.stays)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
 from torch import Tensor
 
+from dtensor_ring.command.main import main
 from dtensor_ring.lab.presets import as_machine
 from dtensor_ring.lab.training.layer_states import hybrid_of, model_states
 from dtensor_ring.lab.training.model_shape import ModelShape
@@ -17,9 +21,12 @@ from dtensor_ring.lab.training.state_shape import StateShape
 from dtensor_ring.lab.training.step import SimulatedStep, simulate_step
 from dtensor_ring.lab.training.step_request import step_request
 from dtensor_ring.states.run import Maps
+from dtensor_ring.transport.transport import P2P, ProcessGroupTransport
 from parallel_plans.huggingface.states.default_layout import hybrid_of as hybrid_of_modules
 from parallel_plans.huggingface.states.state_passing import specs_of
-from tests.families import small_model
+from parallel_plans.models import load, read_config
+from tests.families import VOCABULARY, small_model
+from tests.huggingface.states.hybrids import planned
 from tests.huggingface.states.test_hybrids_messages import messages
 from tests.pool import Pool
 
@@ -77,6 +84,41 @@ def test_bytes_are_those_that_ranks_send(
         stayed.add((layout, seq_len, stays))
     assert ("zigzag", 128, True) in stayed
     assert ("striped", 64, False) in stayed
+
+
+def all_sent(family: str, seq_len: int) -> int:
+    """Bytes of all messages of this rank in a step."""
+    model, start, found = planned(family, "zigzag"), ProcessGroupTransport.start, []
+
+    def counting(transport: Any, receives: list[P2P], sends: list[P2P]) -> Any:
+        found.extend(x.flat.nbytes for x in sends)
+        return start(transport, receives, sends)
+
+    tokens = torch.randint(2, VOCABULARY, (1, seq_len))
+    with patch.object(ProcessGroupTransport, "start", counting):
+        model(input_ids=tokens, labels=tokens).loss.backward()
+    return sum(found)
+
+
+@pytest.mark.parametrize("family", ["Granite 4", "LFM2", "MiniMax-01", "Jamba", "Zamba2"])
+def test_an_estimate_has_the_messages_of_scans(
+    pool: Pool,
+    request: pytest.FixtureRequest,
+    family: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Those of the last rank, also of layers that are not simulated."""
+    if family != "Granite 4" and not request.config.getoption("--all-hybrids"):
+        pytest.skip("make test ARGS=--all-hybrids")
+    small_model(family).config.save_pretrained(tmp_path)
+    how = "--mesh cp=2 --layout zigzag --dtype float32 --json --model"
+    for seq_len in (16, 128):
+        command = f"estimate --seq-len {seq_len} {how}".split()
+        assert main(load, [*command, str(tmp_path)], read=read_config) == 0
+        sent = json.loads(capsys.readouterr().out)["messages"]["sent"]
+        # The loss and its gradient travel with call records, which are not counted here.
+        assert sent - 8 == pool.run(2, all_sent, family, seq_len)[-1] > 0
 
 
 @pytest.mark.parametrize("family", READ)

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from dtensor_ring.balanced.hybrid import Hybrid, compare_hybrid_layouts
+from dtensor_ring.balanced.hybrid import Hybrid, HybridComparison, compare_hybrid_layouts
 from dtensor_ring.command.doctor import doctor
 from dtensor_ring.command.estimated import estimate_or_longest
 from dtensor_ring.command.parser import parse
@@ -23,19 +23,22 @@ from dtensor_ring.lab.machine import Machine
 from dtensor_ring.lab.pictures import drawing
 from dtensor_ring.lab.presets import as_machine
 from dtensor_ring.lab.schedule import Schedule, describe_schedule
+from dtensor_ring.lab.training.layer_states import hybrid_of
+from dtensor_ring.lab.training.model_shape import ModelShape
 from dtensor_ring.lab.training.simulate import ReadConfig, config_file, simulate
 from dtensor_ring.planning.mask import Mask
 from dtensor_ring.planning.strategy import AUTO
 
 
 def schedule(
+    read: ReadConfig,
     seq_len: int,
     world_size: int,
     layout: str | None,
     mask: Mask,
     cu_seqlens: Sequence[int] | None,
     strategy: str,
-    hybrid: Hybrid | None,
+    hybrid: Hybrid | str | None,
     as_json: bool,
     html: Path | None = None,
     png: Path | None = None,
@@ -55,19 +58,57 @@ def schedule(
                 machine=device,
             ).spec
         found = describe_schedule(*asked, strategy=strategy)
-        layouts = compare_hybrid_layouts(hybrid, mask, seq_len, world_size) if hybrid else None
+        layouts = _layouts(read, hybrid, mask, seq_len, world_size, heads, head_dim)
         _save(found, html, png)
-    except (ImportError, OSError, ValueError) as error:
+    except (ImportError, OSError, TypeError, ValueError) as error:
         print(error, file=sys.stderr)
         return 2
+    names = "areas", "received", "imbalance", "makespan"
+    _print(found, {name: getattr(found, name) for name in names}, layouts, as_json)
+    return 0
+
+
+def _layouts(
+    read: ReadConfig,
+    hybrid: Hybrid | str | None,
+    mask: Mask,
+    seq_len: int,
+    world_size: int,
+    heads: tuple[int, int],
+    head_dim: int,
+) -> HybridComparison | None:
+    """Compare the layouts of a model with layers with a state, if one is given.
+
+    Args:
+        read: reads a config.
+        hybrid: its numbers, or what names its config, which has heads of its own.
+        mask: of the attention.
+        seq_len: tokens of a sequence.
+        world_size: ranks of the axis.
+        heads: of queries, and of keys.
+        head_dim: numbers of a head.
+    """
+    if hybrid is None:
+        return None
+    if isinstance(hybrid, str):
+        of_model = hybrid_of(ModelShape.of(read(hybrid)), BFLOAT16)
+    else:
+        of_model = hybrid._replace(heads=heads, head_dim=head_dim)
+    return compare_hybrid_layouts(of_model, mask, seq_len, world_size)
+
+
+# Bytes of a number between layers.
+BFLOAT16 = 2
+
+
+def _print(found: object, entries: Any, layouts: HybridComparison | None, as_json: bool) -> None:
+    """Print a table or its entries as JSON, with a comparison of layouts if there is one."""
     if not as_json:
         print(found, *([layouts] if layouts else []), sep="\n")
-        return 0
-    measures: dict[str, Any] = {"imbalance": found.imbalance, "makespan": found.makespan}
-    if layouts:
-        measures["layouts"] = [asdict(row) for row in layouts.rows]
-    print(json.dumps({"areas": found.areas, "received": found.received, **measures}))
-    return 0
+        return
+    if layouts is not None:
+        entries |= {"layouts": [asdict(row) for row in layouts.rows]}
+    print(json.dumps(entries))
 
 
 def _save(found: Schedule, html: Path | None, png: Path | None) -> None:
@@ -101,6 +142,7 @@ def _draw(found: Schedule, path: Path, suffix: str) -> None:
 
 
 def compare(
+    read: ReadConfig,
     seq_len: int,
     world_size: int,
     layout: str | None,
@@ -111,10 +153,12 @@ def compare(
     max_held: int | None,
     machine: Machine | None,
     chosen: tuple[int, ...] | str | None,
+    hybrid: Hybrid | str | None,
     as_json: bool,
 ) -> int:
     """Print what each strategy costs, see `compare_strategies`, and return the exit status."""
     try:
+        layouts = _layouts(read, hybrid, mask, seq_len, world_size, heads, head_dim)
         found = compare_strategies(
             mask,
             seq_len,
@@ -130,7 +174,8 @@ def compare(
     except (TypeError, ValueError) as error:
         print(error, file=sys.stderr)
         return 2
-    print(json.dumps([asdict(row) for row in found.rows]) if as_json else found)
+    rows = [asdict(row) for row in found.rows]
+    _print(found, rows if layouts is None else {"strategies": rows}, layouts, as_json)
     return 0
 
 
@@ -142,7 +187,7 @@ def main(
     Args:
         load: makes the models that `--model` names.
         arguments: arguments of the command line; `None` for those that Python was called with.
-        read: reads the configs that `--model` of `simulate` names.
+        read: reads the configs that `--model` of `simulate`, and `--hybrid`, name.
 
     Returns:
         The exit status: 0 if all is well, 1 if `doctor` finds something wrong, 2 if what was given
@@ -151,8 +196,8 @@ def main(
     options = parse(arguments)
     commands: dict[str, Callable[..., int]] = {
         "doctor": doctor,
-        "schedule": schedule,
-        "compare": compare,
+        "schedule": partial(schedule, read),
+        "compare": partial(compare, read),
         "estimate": partial(estimate_or_longest, load, read),
         "simulate": partial(simulate, read),
         "calibrate": calibrate,

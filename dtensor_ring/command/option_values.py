@@ -105,10 +105,10 @@ def numbers(text: str) -> list[int]:
         ) from None
 
 
-def hybrid_of(text: str) -> Hybrid:
+def hybrid_of(text: str) -> Hybrid | str:
     """Parse layers with a state and with attention, numbers of a token, and of a layer's map.
 
-    The last one may be left out. A map is in float32.
+    The last one may be left out. A map is in float32. What is no numbers is the path of a config.
 
     Raises:
         ArgumentTypeError: if these are not three or four numbers, each 0 or more.
@@ -116,6 +116,8 @@ def hybrid_of(text: str) -> Hybrid:
     >>> hybrid_of("36,12,2048").hidden_size, hybrid_of("36,12,2048,1000").maps
     (2048, (144000, 0))
     """
+    if not text.replace(",", "").replace("-", "").isdigit():
+        return text
     found = numbers(text)
     if len(found) in (3, 4) and min(found) >= 0:
         stateful, attention, hidden_size, *of_map = found
@@ -123,7 +125,7 @@ def hybrid_of(text: str) -> Hybrid:
         return Hybrid(stateful, attention, hidden_size, maps=maps)
     raise argparse.ArgumentTypeError(
         f"{text!r} are not layers with a state, layers with attention, numbers of a token, and of "
-        "a map of a layer: 36,12,2048,1048576"
+        "a map of a layer: 36,12,2048,1048576; or give a config.json"
     )
 
 

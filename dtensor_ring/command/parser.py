@@ -89,12 +89,7 @@ def _add_schedule(commands: argparse._SubParsersAction[Any]) -> None:
     _add_attention(command)
     _add_heads(command)
     _add_strategy(command)
-    command.add_argument(
-        "--hybrid",
-        type=hybrid_of,
-        help="also show what layouts cost a model with this many layers that carry a state, layers "
-        "with attention, numbers of a token, and of a map of a layer: 36,12,2048,1048576",
-    )
+    _add_hybrid(command)
     command.add_argument("--html", type=Path, help="write a page with pictures of it to this file")
     command.add_argument("--png", type=Path, help="write a picture of it to this file")
 
@@ -105,6 +100,7 @@ def _add_compare(commands: argparse._SubParsersAction[Any]) -> None:
     command.set_defaults(command="compare")
     _add_attention(command)
     _add_heads(command)
+    _add_hybrid(command)
     command.add_argument("--max-held", type=number, help="bytes that a rank may hold of others")
     command.add_argument(
         "--chosen",
@@ -114,6 +110,16 @@ def _add_compare(commands: argparse._SubParsersAction[Any]) -> None:
     )
     text = "also simulate seconds: the name of a data sheet, such as h100, or a file of calibrate"
     command.add_argument("--machine", type=machine_of, help=text)
+
+
+def _add_hybrid(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--hybrid",
+        type=hybrid_of,
+        help="also show what layouts cost a model with layers that carry a state: a config.json, "
+        "or the numbers of these layers, of layers with attention, of numbers of a token, and of a "
+        "map of a layer: 36,12,2048,1048576",
+    )
 
 
 def _add_heads(command: argparse.ArgumentParser) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -95,10 +94,11 @@ def _config(path: Path) -> Any:
     Raises:
         ValueError: if the file has none.
     """
-    from transformers import CONFIG_MAPPING
+    from transformers import CONFIG_MAPPING, PretrainedConfig
 
     try:
-        options = json.loads(path.read_text())
+        # Its own reader: some floats are not written as JSON has them.
+        options, _ = PretrainedConfig.get_config_dict(str(path), local_files_only=True)
         name = options.pop("model_type")
         return CONFIG_MAPPING[name].from_dict(options)
     except Exception as error:  # whatever its code meets: it trusts a config

@@ -15,7 +15,7 @@ import dtensor_ring
 from dtensor_ring import Mask, compare_strategies, describe_schedule
 from dtensor_ring.balanced.hybrid import Hybrid, compare_hybrid_layouts
 from dtensor_ring.command.main import main
-from parallel_plans.models import load
+from parallel_plans.models import load, read_config
 from tests.forced import machine_for
 from tests.lab.machines import round_machine
 from tests.scripts import run_launcher, run_script
@@ -80,15 +80,32 @@ def test_schedule_of_the_fastest_strategy(
         assert capsys.readouterr().out == f"{describe_schedule(*asked, expected)}\n"
 
 
-def test_schedule_of_a_hybrid(capsys: pytest.CaptureFixture[str]) -> None:
-    command = ["schedule", "--seq-len", "1024", "--world-size", "4", "--hybrid", "3,1,64,100"]
-    hybrid = Hybrid(3, 1, 64, maps=(3 * 100 * 4, 0))
-    expected = compare_hybrid_layouts(hybrid, Mask.causal(), 1024, 4)
-    assert main(load, command) == 0
+HYBRID = Hybrid(3, 1, 64, heads=(8, 2), head_dim=16, maps=(3 * 100 * 4, 0))
+
+
+@pytest.mark.parametrize("command", ["schedule", "compare"])
+def test_layouts_of_a_hybrid(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    how = f"{command} --seq-len 1024 --world-size 4 --heads 8,2 --head-dim 16".split()
+    expected = compare_hybrid_layouts(HYBRID, Mask.causal(), 1024, 4)
+    given = [*how, "--hybrid", "3,1,64,100"]
+    assert main(load, given) == 0
     assert capsys.readouterr().out.endswith(f"\n{expected}\n")
-    assert main(load, [*command, "--json"]) == 0
+    assert main(load, [*given, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["layouts"] == [asdict(row) for row in expected.rows]
+    assert main(load, [*how, "--json"]) == 0
+    assert "layouts" not in json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("command", ["schedule", "compare"])
+def test_layouts_of_a_config(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """As the plan compares them: the numbers of docs/huggingface.md, from 8,240 tokens on."""
+    for seq_len, is_exchanged in ((8232, True), (8240, False)):
+        how = f"{command} --seq-len {seq_len} --world-size 4 --hybrid qwen3_next --json"
+        assert main(load, how.split(), read=read_config) == 0
+        rows = json.loads(capsys.readouterr().out)["layouts"]
+        [zigzag] = [row for row in rows if row["layout"] == "zigzag"]
+        assert (zigzag["relayouts"] > 0) == is_exchanged
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -134,6 +151,8 @@ def test_compare_on_a_machine(capsys: pytest.CaptureFixture[str], tmp_path: Path
         ("schedule --seq-len 8", 2, "required: --world-size"),
         ("schedule --seq-len 8 --world-size 2 --hybrid 3,1", 2, "layers with a state, layers with"),
         ("schedule --seq-len 8 --world-size 0", 2, "'0' is not a positive number"),
+        ("compare --seq-len 8 --world-size 2 --hybrid 3,1", 2, "or give a config.json"),
+        ("compare --seq-len 8 --world-size 2 --hybrid no.json", 2, "cannot be read: No such file"),
         ("compare --seq-len 8 --world-size 2 --machine no.json", 2, "machine 'no.json' is neither"),
         ("schedule --seq-len 8 --world-size 2 --mask slid:4", 2, "sliding:<tokens before"),
         ("schedule --seq-len 8 --world-size 2 --cu-seqlens 0;8", 2, "numbers with commas"),

@@ -51,7 +51,9 @@ class ConfigFields:
     num_local_experts: _Count | None
     n_routed_experts: _Count | None
     num_experts: _Count | None
+    num_experts_per_token: _Count | None
     n_shared_experts: _Count | None
+    num_shared_experts: _Count | None
     first_k_dense_replace: _Count | None
     decoder_sparse_step: _Size | None
     mlp_only_layers: tuple[_Count, ...] | None
@@ -61,6 +63,29 @@ class ConfigFields:
     linear_num_key_heads: _Size | None
     linear_key_head_dim: _Size | None
     linear_value_head_dim: _Size | None
+    linear_conv_kernel_dim: _Size | None
+    linear_num_heads: _Size | None
+    linear_head_dim: _Size | None
+    mamba_d_conv: _Size | None
+    mamba_n_heads: _Size | None
+    mamba_num_heads: _Size | None
+    mamba_n_groups: _Size | None
+    mamba_d_state: _Size | None
+    mamba_head_dim: _Size | None
+    mamba_d_ssm: _Size | None
+    mamba_expand: _Size | None
+    mamba_chunk_size: _Size | None
+    ssm_state_size: _Size | None
+    conv_kernel: _Size | None
+    conv_L_cache: _Size | None
+    n_groups: _Size | None
+    chunk_size: _Size | None
+    shared_intermediate_size: _Size | None
+    moe_shared_expert_intermediate_size: _Size | None
+    attn_layer_indices: tuple[_Count, ...] | None
+    layers_block_type: tuple[str, ...] | None
+    mlp_layer_types: tuple[str, ...] | None
+    block_multiple_of: _Size | None
 
 
 def check_config(config: Mapping[str, Any]) -> None:

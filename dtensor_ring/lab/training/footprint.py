@@ -48,6 +48,8 @@ from dtensor_ring.selected.moved_keys import Moved, SelectedKeys
 from dtensor_ring.selected.op import positions_of_keys, select_op, selected_backward_op, selected_op
 from dtensor_ring.selected.plan import ALL, KeyPositions
 from dtensor_ring.selected.run import IndexQueries, KeyChoice, ring_select, rows_at_once
+from dtensor_ring.states.op import scan_op
+from dtensor_ring.states.run import Maps, scan
 from dtensor_ring.transport.transport import NullTransport
 
 
@@ -157,6 +159,8 @@ class Footprint(Storages):
             self._send(_all_to_all(*args))
         elif func is sum_ranks_op:
             self._send(_sum(*args))
+        elif func is scan_op:
+            self._send(_scan(*args))
         elif func is select_op:
             self._select(result, *args)
         elif func is selected_op:
@@ -273,6 +277,20 @@ def _sum(local: Tensor, group_name: str, *_: Any) -> Cost:
     """Run a sum over ranks, and return its messages."""
     group, transport = group_named(group_name), Recorder()
     parts_of_ranks(local, group.rank(), group.size(), transport)
+    return transport.cost
+
+
+def _scan(
+    state: Tensor,
+    decay: Tensor | None,
+    matrix: Tensor | None,
+    owners: Sequence[int],
+    is_back: bool,
+    group_name: str,
+) -> Cost:
+    """Run a scan over ranks, and return its messages."""
+    group, transport = group_named(group_name), Recorder()
+    scan(transport, group.rank(), owners, Maps(state, decay, matrix), is_back)
     return transport.cost
 
 

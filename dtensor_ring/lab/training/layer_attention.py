@@ -96,13 +96,17 @@ def model_attentions(asked: StepRequest) -> dict[AttentionKind, AttentionSeconds
     Raises:
         ValueError: if the strategy has too few heads, or the machine lacks a speed.
     """
-    # Equal ones once.
-    kinds = dict.fromkeys(map(AttentionKind.of, asked.model.layers))
     batches = dict.fromkeys(asked.batches)
     return {
         kind: max((_seconds(asked, kind, x) for x in batches), key=lambda found: found.total)
-        for kind in kinds
+        for kind in attention_kinds(asked)
     }
+
+
+def attention_kinds(asked: StepRequest) -> list[AttentionKind]:
+    """Return the kinds of attention of a model, each once."""
+    with_attention = (layer for layer in asked.model.layers if layer.heads[0])
+    return [*dict.fromkeys(map(AttentionKind.of, with_attention))]
 
 
 def _seconds(asked: StepRequest, kind: AttentionKind, documents: Any) -> AttentionSeconds:
@@ -147,11 +151,9 @@ def attention_rooms(asked: StepRequest) -> list[AttentionRoom]:
             attention_room(*_made_parallel(asked, kind, x), on_gpu=on_gpu)
             for x in dict.fromkeys(asked.batches)
         )
-        for kind in dict.fromkeys(
-            AttentionKind.of(layer) for layer in asked.model.layers if layer.state is None
-        )
+        for kind in attention_kinds(asked)
     }
-    # A layer with a state has no attention, and so no room of one.
+    # A layer without an attention has no room of one.
     return [kinds.get(AttentionKind.of(layer), AttentionRoom()) for layer in asked.model.layers]
 
 

@@ -7,6 +7,7 @@ from typing import NamedTuple
 from dtensor_ring.lab.machine import SAME_SPEED, Machine
 from dtensor_ring.lab.training.collectives import Kind, collective_seconds, rank_group
 from dtensor_ring.lab.training.model_shape import LayerShape, ModelShape, Product
+from dtensor_ring.lab.training.state_shape import StateShape
 
 # Bytes of a number, by the names of dtypes that training has.
 ITEMSIZES = (
@@ -62,6 +63,8 @@ class PartSeconds(NamedTuple):
         loss: the output projection and the cross-entropy.
         attention: kernels of the attention, and merges of their results.
         ring: what the attention waits for messages.
+        states: kernels of layers with a state.
+        scan: what these layers wait for messages, and the copies of tokens that they bring.
     """
 
     gemm: float = 0.0
@@ -70,6 +73,8 @@ class PartSeconds(NamedTuple):
     loss: float = 0.0
     attention: float = 0.0
     ring: float = 0.0
+    states: float = 0.0
+    scan: float = 0.0
 
     def __add__(self, other: object) -> PartSeconds:
         if not isinstance(other, PartSeconds):
@@ -90,12 +95,14 @@ class Shard(NamedTuple):
         tp: ranks of tensor parallelism.
         itemsize: bytes of a number between layers.
         gemm_dtype: dtype of the inputs of matrix products.
+        is_sharded: whether other ranks have other tokens of the sequence.
     """
 
     tokens: int
     tp: int
     itemsize: int
     gemm_dtype: str
+    is_sharded: bool = False
 
 
 class LayerClock(NamedTuple):
@@ -137,8 +144,17 @@ class LayerClock(NamedTuple):
         return PartSeconds(
             gemm=sum(map(self.product, layer.products)),
             others=self.memory(self._passes(layer) * self.shard.itemsize),
-            tp=2 * self.tp_collectives(),
+            tp=layer.num_blocks * self.tp_collectives(),
+            states=0.0 if layer.state is None else self._state(layer.state),
         )
+
+    def _state(self, state: StateShape) -> float:
+        """Return the seconds of a state's kernels, whose products are in 16 bits or wider."""
+        shard, dtype = self.shard, self.shard.gemm_dtype
+        dtype = dtype if itemsize(dtype) == shard.itemsize else "bfloat16"
+        flops, passes = (of(shard.is_sharded) for of in (state.flops, state.passes))
+        seconds = max(flops / gemm_rate(self.machine, dtype), self.memory(passes * shard.itemsize))
+        return seconds * shard.tokens / shard.tp
 
     def mlp(self, layer: LayerShape) -> PartSeconds:
         """Return the seconds of a forward of an MLP alone, which tiles compute again."""
@@ -151,7 +167,8 @@ class LayerClock(NamedTuple):
 
     def backward(self, forward: PartSeconds) -> PartSeconds:
         """Return the seconds of a backward; the collectives of a layer are its own reverse."""
-        return PartSeconds(2 * forward.gemm, 2 * forward.others, forward.tp)
+        twice = {name: 2 * getattr(forward, name) for name in ("gemm", "others", "states")}
+        return PartSeconds(**twice, tp=forward.tp)
 
     def tp_collectives(self) -> float:
         """Return the seconds of a gather before a part of a layer and a reduction after it.
@@ -173,8 +190,8 @@ class LayerClock(NamedTuple):
     def _passes(self, layer: LayerShape) -> float:
         """Return how many numbers the other kernels of a forward read and write."""
         rotary = 2 * sum(layer.heads) * layer.head_dim
-        # Two norms read and write a token, two sums with the residual read two and write one.
-        numbers = (4 + 6) * self.hidden + rotary + 3 * layer.activated
+        # A norm reads and writes a token, a sum with the residual reads two and writes one.
+        numbers = (2 + 3) * layer.num_blocks * self.hidden + rotary + 3 * layer.activated
         # Tokens are copied to their experts, and their results are summed.
         numbers += layer.routed * 4 * self.hidden
         return numbers * self.shard.tokens / self.shard.tp

@@ -69,8 +69,7 @@ class LongestRow(NamedTuple):
         seq_len: tokens of the longest sequence; 0 if not even the shortest one fits.
         memory: bytes of a rank at that length, or at the shortest one.
         seconds: of the step at that length, by the simulator, without transfers to the host and
-            what the host computes; `None` if it was not asked for, nothing fits, or
-            layers have a state.
+            what the host computes; `None` if it was not asked for, or nothing fits.
     """
 
     setting: MemorySetting
@@ -224,9 +223,7 @@ def longest_sequences(
     allowed = as_count("memory", allowed, 1)
     how: dict[str, Any] = {"strategy": strategy, "layout": layout, "batch": batch, "dtype": dtype}
     ranks = int(mesh.get("cp", 1)) if isinstance(mesh, Mapping) else 1
-    asked = step_request(config, UNIT * max(ranks, 1), mesh, device, **how, with_states=True)
-    # Seconds of layers with a state are not simulated.
-    is_timed = is_timed and not any(layer.state for layer in asked.model.layers)
+    asked = step_request(config, UNIT * max(ranks, 1), mesh, device, **how)
     if seq_len is not None:
         asked.mesh.check(asked.model, as_count("seq_len", seq_len, 1))
     tried = [_sent_as(setting, kv_dtype) for setting in settings]

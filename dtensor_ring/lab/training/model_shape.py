@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from dtensor_ring.lab.problem import text_entries
 from dtensor_ring.lab.training.config_fields import check_config
+from dtensor_ring.lab.training.state_shape import StateShape
 from dtensor_ring.planning.mask import Mask
 
 # Model types whose `sliding_window` is that of all layers, if no list says otherwise.
@@ -17,10 +18,16 @@ ALL_WINDOWED = ("mistral", "mixtral", "ministral", "phi3", "starcoder2")
 WITHOUT_GATE = ("gelu", "gelu_new", "gelu_fast", "relu", "relu2")
 
 # Beginnings of the names that configs of models with a state have.
-STATEFUL = ("mamba", "ssm_", "state_size", "linear_num_", "linear_key_")
+STATEFUL = ("mamba", "ssm_", "state_size", "linear_num_", "linear_key_", "linear_attn_")
+
+# What layers have in the place of an attention, by the names of configs.
+WITH_STATE = ("linear_attention", "mamba", "conv", "hybrid")
+
+# Layers that are an MLP alone, and models in which all layers have an MLP or something else.
+MLPS, APART = ("mlp", "moe"), ("nemotron_h",)
 
 # Beginnings of model types whose queries and keys go through a norm.
-QUERY_NORMS = ("qwen3", "gemma3", "olmo2", "olmo3", "exaone4", "apertus")
+QUERY_NORMS = ("qwen3", "gemma3", "olmo2", "olmo3", "olmo_h", "exaone4", "apertus", "lfm2")
 
 # Beginnings of model types whose attention multiplies its output by a gate of its input.
 GATED_ATTENTION = ("qwen3_next", "qwen3_5")
@@ -54,44 +61,22 @@ class Product(NamedTuple):
         return 2 * self.inputs * self.outputs * self.active
 
 
-class StateShape(NamedTuple):
-    """A gated delta rule in place of an attention (Yang et al., 2024, arXiv 2412.06464).
-
-    Attributes:
-        heads: number of heads of keys, which are as many as those of queries, and of values.
-        head_dims: numbers of a head of keys, and of values.
-    """
-
-    heads: tuple[int, int]
-    head_dims: tuple[int, int]
-
-    @property
-    def keys(self) -> int:
-        """Numbers of a token of all keys."""
-        return self.heads[0] * self.head_dims[0]
-
-    @property
-    def values(self) -> int:
-        """Numbers of a token of all values."""
-        return self.heads[1] * self.head_dims[1]
-
-
 @dataclass(frozen=True)
 class LayerShape:
-    """A layer: one attention and one MLP.
+    """A layer: an attention or a state or both, and an MLP; or one of them alone.
 
     Attributes:
         mask: which keys a query sees.
-        heads: number of query heads, and of key and value heads.
+        heads: number of query heads, and of key and value heads; 0 without an attention.
         head_dim: numbers of a head. Where those of keys and of values differ, their mean, which
             gives the same FLOPs and bytes.
-        attention: products around the attention.
+        attention: products around the attention and the state.
         mlp: products of the MLP; those of experts have `copies`.
         activated: numbers of a token that the activation function makes, over all active experts.
         routed: number of experts that a token is sent to; 0 without experts.
         has_query_norm: whether queries and keys go through a norm before the attention.
         has_gate: whether the output of the attention is multiplied by a gate.
-        state: what stands in place of the attention; `None` for an attention. Then heads are 0.
+        state: what stands in place of the attention, or beside it; `None` for an attention alone.
     """
 
     mask: Mask
@@ -109,6 +94,11 @@ class LayerShape:
     def products(self) -> tuple[Product, ...]:
         """All matrix products with weights."""
         return self.attention + self.mlp
+
+    @property
+    def num_blocks(self) -> int:
+        """How many times the layer adds to its input: a norm precedes each."""
+        return bool(self.attention) + bool(self.mlp)
 
     @property
     def weights(self) -> int:
@@ -138,11 +128,10 @@ class ModelShape:
     layers: tuple[LayerShape, ...]
 
     @classmethod
-    def of(cls, config: Any, *, with_states: bool = False) -> ModelShape:
+    def of(cls, config: Any) -> ModelShape:
         """Read a config of transformers.
 
         Args:
-            with_states: whether layers with a gated delta rule are read, too.
             config: a mapping with the names of `config.json`, the path of such a file or of its
                 folder, or an object with `to_dict`. What a file leaves out as it is the default
                 has to be given: a config of transformers has it all.
@@ -159,7 +148,7 @@ class ModelShape:
         """
         entries = text_entries(config)
         check_config(entries)
-        return _Reader(entries, with_states).model()
+        return _Reader(entries).model()
 
     @property
     def weights(self) -> int:
@@ -178,15 +167,16 @@ class ModelShape:
 
     @property
     def flops(self) -> int:
-        """FLOPs by token of all products with weights in a forward, without attention itself."""
-        return self.head.flops + sum(p.flops for x in self.layers for p in x.products)
+        """FLOPs by token of all products and states in a forward, without attention itself."""
+        states = sum(x.state.flops(is_sharded=False) for x in self.layers if x.state)
+        return self.head.flops + sum(p.flops for x in self.layers for p in x.products) + states
 
 
 class _Reader:
     """Reads the entries of a config, by the names that model types have for them."""
 
-    def __init__(self, config: Mapping[str, Any], with_states: bool) -> None:
-        self._config, self._with_states = config, with_states
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        self._config = config
         self.name = str(config.get("model_type") or "model")
         if not any(config.get(x) for x in ("num_attention_heads", "n_head")):
             raise ValueError(
@@ -194,20 +184,15 @@ class _Reader:
             )
         if "bert" in self.name:
             raise ValueError(f"{self.name} sees tokens ahead, and only next-token models are read")
-        is_known = with_states and config.get("linear_num_value_heads") is not None
-        if any(str(name).startswith(STATEFUL) for name in config) and not is_known:
-            read = ": only those with a gated delta rule are counted" if with_states else ""
-            raise ValueError(f"{self.name} has layers with a state, which are not simulated{read}")
 
     def model(self) -> ModelShape:
         self.hidden = self._size("hidden_size", "n_embd", "d_model")
-        number = self._size("num_hidden_layers", "n_layer", "num_layers")
         return ModelShape(
             name=self.name,
             hidden=self.hidden,
             vocabulary=self._size("vocab_size"),
             tied=bool(self._config.get("tie_word_embeddings")),
-            layers=tuple(self._layer(i, mask) for i, mask in enumerate(self._masks(number))),
+            layers=tuple(self._layer(i, kind) for i, kind in enumerate(self._kinds())),
         )
 
     def _size(self, *names: str, default: int | None = None) -> int:
@@ -223,32 +208,31 @@ class _Reader:
             raise ValueError(f"{names[0]} of {self.name} differs by layer, which is not simulated")
         return found
 
-    def _masks(self, number: int) -> Iterator[Mask | None]:
-        """Yield the mask of each layer; `None` for one with a state."""
-        for kind in self._kinds(number):
-            match kind:
-                case "full_attention":
-                    yield Mask.causal()
-                case "linear_attention" if self._with_states:
-                    yield None
-                case "sliding_attention":
-                    # The window of transformers counts the query itself.
-                    yield Mask.sliding(self._size("sliding_window") - 1)
-                case "chunked_attention":
-                    yield Mask.chunked(self._size("attention_chunk_size"))
-                case _:
-                    raise ValueError(
-                        f"{self.name} has layers of kind {kind!r}, which are not simulated: only "
-                        "full, sliding and chunked attention are"
-                    )
+    def _mask(self, kind: str) -> Mask:
+        """Return the mask of a layer of a kind."""
+        match kind:
+            case "sliding_attention":
+                # The window of transformers counts the query itself.
+                return Mask.sliding(self._size("sliding_window") - 1)
+            case "chunked_attention":
+                return Mask.chunked(self._size("attention_chunk_size"))
+        if kind in ("full_attention", "attention", *WITH_STATE, *MLPS):
+            return Mask.causal()
+        raise ValueError(
+            f"{self.name} has layers of kind {kind!r}, which are not simulated: only full, sliding "
+            "and chunked attention, and layers with a state, are"
+        )
 
-    def _kinds(self, number: int) -> list[str]:
+    def _kinds(self) -> list[str]:
         """Return the kind of each layer."""
-        kinds = self._config.get("layer_types")
+        kinds = self._config.get("layer_types") or self._config.get("layers_block_type")
+        number = self._size("num_hidden_layers", "n_layer", "num_layers", default=len(kinds or ()))
         if kinds is not None:
             if len(kinds) < number:
                 raise ValueError(f"{self.name} has {number} layers and {len(kinds)} layer_types")
             return list(kinds[:number])
+        if any(str(name).startswith(STATEFUL) for name in self._config):
+            return self._unlisted(number)
         if not self._config.get("sliding_window") or not self._config.get(
             "use_sliding_window", True
         ):
@@ -266,37 +250,99 @@ class _Reader:
             )
         return ["sliding_attention"] * number
 
-    def _layer(self, index: int, mask: Mask | None) -> LayerShape:
-        state = self._state() if mask is None else None
-        heads, head_dim, attention = self._mixing(state)
-        mlp, activated, routed = self._experts() if self._is_sparse(index) else self._dense()
+    def _unlisted(self, number: int) -> list[str]:
+        """Return the kind of each layer of a model with states that has no list of them."""
+        if self.name == "falcon_h1":
+            return ["hybrid"] * number
+        attention = self._config.get("attn_layer_indices")
+        if attention is None:
+            raise ValueError(self._why_no_state())
+        return ["full_attention" if i in attention else "mamba" for i in range(number)]
+
+    def _why_no_state(self) -> str:
+        return (
+            f"{self.name} has layers with a state, which are not simulated: only gated and Kimi "
+            "delta rules, Mamba 2 and convolutions are"
+        )
+
+    def _layer(self, index: int, kind: str) -> LayerShape:
+        mask, state, mixing = self._mask(kind), None, tuple[Product, ...]()
+        heads, head_dim = (0, 0), 0
+        mlp: tuple[tuple[Product, ...], int, int] = (), 0, 0
+        if kind in WITH_STATE:
+            state, mixing = self._state()
+        if kind not in (*WITH_STATE, *MLPS) or kind == "hybrid":
+            heads, head_dim, around = self._attention()
+            mixing = *mixing, *around
+        if kind in MLPS or self.name not in APART:
+            mlp = self._experts() if self._is_sparse(index, kind) else self._dense()
         return LayerShape(
-            Mask.causal() if mask is None else mask,
-            *(heads, head_dim, attention, mlp, activated, routed),
-            has_query_norm=state is None and self.name.startswith(QUERY_NORMS),
-            has_gate=state is None and self.name.startswith(GATED_ATTENTION),
+            *(mask, heads, head_dim, mixing, *mlp),
+            has_query_norm=heads[0] > 0 and self.name.startswith(QUERY_NORMS),
+            has_gate=heads[0] > 0 and self.name.startswith(GATED_ATTENTION),
             state=state,
         )
 
     def _dense(self) -> tuple[tuple[Product, ...], int, int]:
         """Return products, activated numbers and active experts of a layer without experts."""
-        names = "intermediate_size_mlp", "intermediate_size", "n_inner", "ffn_dim"
-        size = self._size(*names, default=4 * self.hidden)
+        names = "shared_intermediate_size", "intermediate_size_mlp", "intermediate_size", "n_inner"
+        size = self._size(*names, "ffn_dim", default=4 * self.hidden)
+        if self._config.get("block_auto_adjust_ff_dim"):
+            size = int((self._config.get("block_ffn_dim_multiplier") or 1) * (2 * size // 3))
+            multiple = self._size("block_multiple_of", default=1)
+            size = -(-size // multiple) * multiple
         return self._mlp(size), size, 0
 
-    def _state(self) -> StateShape:
-        """Return the gated delta rule of a layer."""
-        keys, values = (self._size(f"linear_num_{x}_heads") for x in ("key", "value"))
-        dims = self._size("linear_key_head_dim"), self._size("linear_value_head_dim")
-        return StateShape((keys, values), dims)
+    def _state(self) -> tuple[StateShape, tuple[Product, ...]]:
+        """Return the state of a layer, and the products around it."""
+        names = "linear_conv_kernel_dim", "mamba_d_conv", "conv_kernel", "conv_L_cache"
+        reach = self._size(*names, default=4) - 1
+        if self._config.get("linear_num_value_heads"):
+            return self._delta_rule(reach)
+        if self._config.get("linear_num_heads"):
+            return self._kimi_rule(reach)
+        if self._config.get("mamba_n_heads") or self._config.get("mamba_num_heads"):
+            return self._mamba2(reach)
+        if not self._config.get("conv_L_cache"):
+            raise ValueError(self._why_no_state())
+        state = StateShape(self.hidden, reach, 2 * self.hidden)
+        return state, (Product(self.hidden, 3 * self.hidden), Product(self.hidden, self.hidden))
 
-    def _mixing(self, state: StateShape | None) -> tuple[tuple[int, int], int, tuple[Product, ...]]:
-        """Return heads, their dim and the products around an attention, or around a state."""
-        if state is not None:
-            # Queries, keys, values and a gate of them; a rate and a decay of each value head.
-            size = 2 * state.keys + 2 * state.values + 2 * state.heads[1]
-            return (0, 0), 0, (Product(self.hidden, size), Product(state.values, self.hidden))
-        return self._attention()
+    def _delta_rule(self, reach: int) -> tuple[StateShape, tuple[Product, ...]]:
+        groups, heads = (self._size(f"linear_num_{x}_heads") for x in ("key", "value"))
+        dims = self._size("linear_key_head_dim"), self._size("linear_value_head_dim")
+        keys, values = groups * dims[0], heads * dims[1]
+        state = StateShape(2 * keys + values, reach, values, groups, heads, dims, True)
+        # Queries, keys, values and a gate of them; a rate and a decay of each value head.
+        into = Product(self.hidden, state.channels + values + 2 * heads)
+        return state, (into, Product(values, self.hidden))
+
+    def _kimi_rule(self, reach: int) -> tuple[StateShape, tuple[Product, ...]]:
+        heads, dim = self._size("linear_num_heads"), self._size("linear_head_dim")
+        values = heads * dim
+        state = StateShape(3 * values, reach, values, heads, heads, (dim, dim), True)
+        # Decays and gates are products of low rank.
+        low = Product(self.hidden, dim, divided=False), Product(dim, values)
+        into = Product(self.hidden, 3 * values + heads)
+        return state, (into, *low, *low, Product(values, self.hidden))
+
+    def _mamba2(self, reach: int) -> tuple[StateShape, tuple[Product, ...]]:
+        heads = self._size("mamba_n_heads", "mamba_num_heads")
+        groups = self._size("mamba_n_groups", "n_groups")
+        key = self._size("mamba_d_state", "ssm_state_size")
+        given = [self._config.get(x) for x in ("mamba_head_dim", "mamba_d_head")]
+        inner = self._size(
+            "mamba_d_ssm", default=self._size("mamba_expand", default=2) * self.hidden
+        )
+        # It may be "auto".
+        dim = next((x for x in given if isinstance(x, int)), inner // heads)
+        values, chunk = heads * dim, self._size("mamba_chunk_size", "chunk_size", default=256)
+        channels = values + 2 * groups * key
+        state = StateShape(channels, reach, values, groups, heads, (key, dim), False, chunk)
+        return state, (
+            Product(self.hidden, channels + values + heads),
+            Product(values, self.hidden),
+        )
 
     def _attention(self) -> tuple[tuple[int, int], int, tuple[Product, ...]]:
         """Return heads, their dim, and the products around an attention."""
@@ -340,16 +386,18 @@ class _Reader:
 
     def _mlp(self, size: int, copies: int = 1, active: int = 1) -> tuple[Product, ...]:
         """Return the products of MLPs with `size` numbers of a token inside."""
-        names = ("hidden_act", "hidden_activation", "activation_function")
+        names = ("mlp_hidden_act", "hidden_act", "hidden_activation", "activation_function")
         activation = next((x for x in map(self._config.get, names) if x), "silu")
         gated = activation not in WITHOUT_GATE and self.name != "starcoder2"
         into, out = (self.hidden, size), (size, self.hidden)
         return tuple(Product(*x, copies, active) for x in [into] * (1 + gated) + [out])
 
-    def _is_sparse(self, index: int) -> bool:
+    def _is_sparse(self, index: int, kind: str) -> bool:
         """Return whether a layer has experts."""
-        if not self._num_experts():
+        if not self._num_experts() or kind == "mlp":
             return False
+        if self._config.get("mlp_layer_types"):
+            return self._config["mlp_layer_types"][index] == "sparse"
         if "moe_layers" in self._config and self._config["moe_layers"] is not None:
             return index in self._config["moe_layers"]
         dense_first = self._config.get("first_k_dense_replace") or 0
@@ -364,9 +412,12 @@ class _Reader:
 
     def _experts(self) -> tuple[tuple[Product, ...], int, int]:
         """Return products, activated numbers and active experts of a layer with experts."""
-        count, active = self._num_experts(), self._size("num_experts_per_tok", default=1)
+        names = "num_experts_per_tok", "num_experts_per_token"
+        count, active = self._num_experts(), self._size(*names, default=1)
         if not 0 < active <= count:
             raise ValueError(f"{self.name} sends a token to {active} experts, and has {count}")
+        if self._config.get("moe_latent_size"):
+            raise ValueError(f"{self.name} has experts of latents, which are not simulated")
         size = self._size("moe_intermediate_size", "intermediate_size")
         shared = self._shared(size)
         router = Product(self.hidden, count, divided=False)
@@ -375,8 +426,10 @@ class _Reader:
 
     def _shared(self, size: int) -> int:
         """Return the inner size of the experts that all tokens go through."""
-        if self._config.get("shared_expert_intermediate_size"):
-            return self._size("shared_expert_intermediate_size")
+        names = "shared_expert", "shared", "moe_shared_expert"
+        found = [x for x in names if self._config.get(f"{x}_intermediate_size")]
+        if found:
+            return self._size(f"{found[0]}_intermediate_size")
         if self.name.startswith("llama4"):
             return size
-        return size * (self._config.get("n_shared_experts") or 0)
+        return size * self._size("n_shared_experts", "num_shared_experts", default=0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from itertools import cycle
 from math import prod
 from pathlib import Path
 from statistics import mean
@@ -15,7 +16,7 @@ from dtensor_ring.lab.problem import config_json
 from dtensor_ring.lab.report import refused, tracked
 from dtensor_ring.lab.simulated_attention import Timeline
 from dtensor_ring.lab.training.collectives import COLLECTIVE
-from dtensor_ring.lab.training.step import TITLES, SimulatedStep, simulate_step, step_trace
+from dtensor_ring.lab.training.step import SimulatedStep, simulate_step, step_trace
 from dtensor_ring.lab.training.step_sweep import (
     WinnerMap,
     parse_sweep,
@@ -201,7 +202,7 @@ def _parts_figure(step: SimulatedStep) -> dict[str, Any]:
             "marker": {"color": color},
             "hovertemplate": f"{title}: %{{x:,.1f}} ms<extra></extra>",
         }
-        for (name, title), color in zip(TITLES, COLORS, strict=True)
+        for (name, title), color in zip(step.titles, cycle(COLORS), strict=False)
     ]
     layout = {"barmode": "stack", "height": 220, "legend": {"traceorder": "normal"}}
     return {"data": bars, "layout": layout | {"xaxis": {"title": {"text": "milliseconds"}}}}

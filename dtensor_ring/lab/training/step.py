@@ -27,10 +27,13 @@ from dtensor_ring.lab.training.layer_attention import (
     model_attentions,
 )
 from dtensor_ring.lab.training.layer_seconds import LayerClock, PartSeconds, peak_flops
+from dtensor_ring.lab.training.layer_states import StateSeconds, model_states
 from dtensor_ring.lab.training.model_shape import LayerShape
+from dtensor_ring.lab.training.state_shape import StateShape
 from dtensor_ring.lab.training.step_memory import (
     KEPT_DTYPE,
     KEPT_ITEMSIZE,
+    AttentionRoom,
     StepMemory,
     layer_weights,
     step_memory,
@@ -55,11 +58,13 @@ class SimulatedStep:
         dtype: of matrix products.
         parts: seconds by part; they add up to `seconds`. "attention" and "gemm" are kernels,
             "others" all other kernels, "ring", "fsdp" and "tp" what a rank waits for messages of
-            context parallelism, of FSDP2 and of tensor parallelism, "loss" the output projection
-            and the cross-entropy, "optimizer" the update.
+            context parallelism, of FSDP2 and of tensor parallelism, "states" kernels of layers with
+            a state, "scan" what these wait for messages, "loss" the output projection and the
+            cross-entropy, "optimizer" the update.
         flops: FLOPs of the model on each rank: six for each weight and token in matrix products,
             embeddings not counted, and 12 for each visible pair of tokens, head and number of a
-            head. Nothing that is computed again is counted.
+            head; three times those of a forward of states. Nothing that is computed again is
+            counted.
         flops_of_all_pairs: the same with pairs of tokens that masks hide, as many projects count
             (Chowdhery et al., 2022, arXiv 2204.02311): about twice as many in long sequences.
         peak_flops: FLOPs per second of a device by its data sheet.
@@ -68,6 +73,7 @@ class SimulatedStep:
         capacity: bytes that a device has.
         spans: when the kernels and collectives of FSDP2 run, from the beginning of the step.
         attentions: the attention of each distinct mask.
+        states: what each kind of layer with a state sends and waits for.
     """
 
     model: str
@@ -85,6 +91,7 @@ class SimulatedStep:
     capacity: int
     spans: tuple[TaskSpan, ...] = field(repr=False, default=())
     attentions: Mapping[str, AttentionSeconds] = field(repr=False, default_factory=dict)
+    states: Mapping[str, StateSeconds] = field(repr=False, default_factory=dict)
 
     @property
     def seconds(self) -> float:
@@ -123,9 +130,15 @@ class SimulatedStep:
             "mfu_of_all_pairs": self.mfu * self.flops_of_all_pairs / self.flops,
             "tokens_per_second": self.tokens_per_second,
             "attentions": {mask: x.as_json() for mask, x in self.attentions.items()},
+            "states": {name: x.as_json() for name, x in self.states.items()},
             "memory": dict(self.memory),
             "why_not": self.why_not,
         }
+
+    @property
+    def titles(self) -> list[tuple[str, str]]:
+        """The parts that such a model has, and what tables call them."""
+        return [x for x in TITLES if self.states or x[0] not in OF_STATES]
 
     def rows(self) -> list[tuple[str, str]]:
         """Return the rows of a table: names and values."""
@@ -136,7 +149,8 @@ class SimulatedStep:
         if self.strategy == AUTO:
             chosen = ((f"strategy of {x}", y.strategy) for x, y in self.attentions.items())
             rows += chosen
-        for name, title in TITLES:
+        rows += [(f"layers with {name}", str(x)) for name, x in self.states.items()]
+        for name, title in self.titles:
             rows.append((title, f"{self.parts[name] * 1e3:,.1f} ms"))
         rows.append(("step", f"{self.seconds * 1e3:,.1f} ms"))
         counts = ("MFU", self.flops), ("MFU, hidden pairs counted", self.flops_of_all_pairs)
@@ -164,11 +178,16 @@ TITLES = (
     ("gemm", "matrix products"),
     ("others", "other kernels"),
     ("ring", "waits in attention"),
+    ("states", "kernels of states"),
+    ("scan", "waits for states"),
     ("fsdp", "waits for FSDP2"),
     ("tp", "tensor parallelism"),
     ("loss", "loss"),
     ("optimizer", "update by AdamW"),
 )
+
+# Those that only models with layers with a state have.
+OF_STATES = "states", "scan"
 
 
 def simulate_step(
@@ -258,9 +277,9 @@ def simulate_step(
 
 def simulated_step(asked: StepRequest) -> SimulatedStep:
     """Return what a step takes, see `simulate_step`."""
-    attentions = model_attentions(asked)
+    attentions, states = model_attentions(asked), model_states(asked)
     clock = LayerClock(asked.machine, asked.shard, asked.model.hidden)
-    layers = [_layer(asked, clock, x, attentions[AttentionKind.of(x)]) for x in asked.model.layers]
+    layers = [_layer(asked, clock, x, attentions, states) for x in asked.model.layers]
     loss = clock.head(asked.model)
     gather, embedding = clock.tp_gather(), clock.embedding()
     # The embedding ends with a reduction over tensor parallelism, the head begins with a gather.
@@ -296,6 +315,7 @@ def simulated_step(asked: StepRequest) -> SimulatedStep:
         capacity=asked.machine.memory,
         spans=tuple(spans),
         attentions={kind.name: x for kind, x in attentions.items()},
+        states={kind.name: x for kind, x in states.items()},
     )
 
 
@@ -308,19 +328,28 @@ class _Unit(NamedTuple):
 
 
 def _layer(
-    asked: StepRequest, clock: LayerClock, layer: LayerShape, attention: AttentionSeconds
+    asked: StepRequest,
+    clock: LayerClock,
+    layer: LayerShape,
+    attentions: Mapping[AttentionKind, AttentionSeconds],
+    states: Mapping[StateShape, StateSeconds],
 ) -> _Unit:
     """Return the seconds of a layer; its backward has what it computes again."""
-    forward, reverse = clock.layer(layer), attention.parts()
-    backward = clock.backward(forward) + reverse[1]
+    forward, attention = clock.layer(layer), (PartSeconds(), PartSeconds())
+    if layer.heads[0]:
+        attention = attentions[AttentionKind.of(layer)].parts()
+    backward = clock.backward(forward) + attention[1]
+    if layer.state is not None:
+        forward += PartSeconds(scan=states[layer.state].forward)
+        backward += PartSeconds(scan=states[layer.state].backward)
     if asked.setting.checkpoint != "none":
         backward += forward
     if asked.setting.checkpoint == "full":
-        backward += reverse[0]
+        backward += attention[0]
     if asked.setting.mlp_tile is not None:
         backward += clock.mlp(layer)
     copies = [PartSeconds(others=x) for x in _copies(asked, clock, layer)]
-    return _Unit("layer", forward + reverse[0] + copies[0], backward + copies[1])
+    return _Unit("layer", forward + attention[0] + copies[0], backward + copies[1])
 
 
 def _copies(asked: StepRequest, clock: LayerClock, layer: LayerShape) -> tuple[float, float]:
@@ -356,7 +385,8 @@ def _fsdp(asked: StepRequest, weights: int) -> tuple[float, float]:
 
 def _memory(asked: StepRequest, attentions: Mapping[AttentionKind, AttentionSeconds]) -> StepMemory:
     shards = asked.mesh.shards(asked.machine).ranks
-    rooms = [attentions[AttentionKind.of(x)].room for x in asked.model.layers]
+    kinds = (AttentionKind.of(x) if x.heads[0] else None for x in asked.model.layers)
+    rooms = [attentions[x].room if x else AttentionRoom() for x in kinds]
     return step_memory(asked.model, asked.shard, shards, asked.setting, rooms)
 
 

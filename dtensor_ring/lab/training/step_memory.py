@@ -21,7 +21,8 @@ from dtensor_ring.compute.accumulate import ON_GPUS
 from dtensor_ring.lab.problem import SimulatedProblem
 from dtensor_ring.lab.recorded import RankAttention
 from dtensor_ring.lab.training.layer_seconds import Shard
-from dtensor_ring.lab.training.model_shape import LayerShape, ModelShape, Product, StateShape
+from dtensor_ring.lab.training.model_shape import LayerShape, ModelShape, Product
+from dtensor_ring.lab.training.state_shape import StateShape
 from dtensor_ring.lab.training.step_request import MemorySetting
 from dtensor_ring.planning.plan import plan
 from dtensor_ring.planning.strategy import Strategy
@@ -102,9 +103,6 @@ def _num_parts(problem: SimulatedProblem, on_gpu: bool) -> int:
 # Parameters, gradients, states of AdamW, lse and norms are float32 or wider.
 KEPT_DTYPE, KEPT_ITEMSIZE = "float32", 4
 
-# Tokens of a chunk of a gated delta rule.
-CHUNK = 64
-
 
 class Piece(NamedTuple):
     """A part of a layer, in bytes of a rank.
@@ -145,7 +143,7 @@ def most_backward(pieces: Sequence[Piece]) -> int:
 def _layer_pieces(
     layer: LayerShape, hidden: int, shard: Shard, room: AttentionRoom, tile: int | None = None
 ) -> list[Piece]:
-    """Return the pieces of a layer: a norm, its attention or state, another norm, its MLP.
+    """Return the pieces of a layer: a norm, its state and attention, another norm, its MLP.
 
     Args:
         layer: the layer.
@@ -155,11 +153,11 @@ def _layer_pieces(
         tile: tokens that norms and MLPs run on at once; `None` for all.
     """
     norm = _norm_piece(hidden, shard, tile)
-    if layer.state is None:
-        mixing = [_projections(layer, hidden, shard), _attention(layer, hidden, shard, room)]
-    else:
-        mixing = [_state(layer.state, hidden, shard)]
-    return [norm, *mixing, norm, _mlp(layer, hidden, shard, tile)]
+    mixing = [] if layer.state is None else [_state(layer.state, hidden, shard)]
+    if layer.heads[0]:
+        mixing += [_projections(layer, hidden, shard), _attention(layer, hidden, shard, room)]
+    blocks = mixing, [_mlp(layer, hidden, shard, tile)] if layer.mlp else []
+    return [piece for block in blocks if block for piece in (norm, *block)]
 
 
 def _stream_bytes(hidden: int, shard: Shard) -> float:
@@ -229,17 +227,18 @@ def _attention(layer: LayerShape, hidden: int, shard: Shard, room: AttentionRoom
 
 
 def _state(state: StateShape, hidden: int, shard: Shard) -> Piece:
-    """Return a layer's gated delta rule, by kernels that have chunks of `CHUNK` tokens.
+    """Return a layer's convolution and recurrence, by kernels that have chunks of tokens.
 
     The count is that of flash-linear-attention's `chunk_gated_delta_rule`, which keeps its inputs
-    and a triangle of each chunk, and computes states of chunks again in backward.
+    and a triangle of each chunk, and computes states of chunks again in backward; without triangles
+    in other layers.
     """
     width, wide = shard.itemsize, max(KEPT_ITEMSIZE, shard.itemsize)
-    mixed = 2 * state.keys + state.values
-    # A convolution's input and output, the gate, triangles, and the result with its norm.
-    kept = 2 * mixed + state.values + state.heads[1] * CHUNK + 2 * state.values
+    mixed, triangles = state.channels, state.heads * state.chunk * state.has_matrix
+    # A convolution's input and output, the gates, and the result with its norm.
+    kept = 2 * mixed + state.gates + triangles + 2 * state.values
     kept_wide = 2 * state.values
-    states = state.heads[1] * state.head_dims[0] * state.head_dims[1] // CHUNK
+    states = state.heads * state.head_dims[0] * state.head_dims[1] // state.chunk
     # States of chunks, two tensors as large as values, and gradients of all inputs.
     backward = states + 2 * state.values + mixed + 2 * state.values
     by_token = kept * width + kept_wide * wide, states * width, backward * width

@@ -179,6 +179,9 @@ class StepMesh(NamedTuple):
         for layer in model.layers:
             for count, what in zip(layer.heads, ("heads", "key heads"), strict=True):
                 self._divide(f"{count} {what} of {model.name}", count, "tp")
+            if layer.state is not None:
+                for count in (layer.state.heads, layer.state.groups):
+                    self._divide(f"{count} heads of states of {model.name}", count, "tp")
             for product in layer.mlp:
                 if product.divided:
                     inner = min(product[:2], key=lambda size: size == model.hidden)
@@ -247,18 +250,15 @@ def step_request(
     kernel: str | None = None,
     batches: Sequence[Boundaries] | None = None,
     world_size: int | None = None,
-    with_states: bool = False,
 ) -> StepRequest:
     """Check the arguments of `simulate_step`, which has their meaning.
-
-    `with_states` lets layers with a state through, whose memory is counted, and not their seconds.
 
     Raises:
         TypeError: if an argument is of another type.
         ValueError: if a name is unknown, the config is not that of a model that is simulated, or a
             size is out of range or not divisible.
     """
-    model = ModelShape.of(config, with_states=with_states)
+    model = ModelShape.of(config)
     axes = StepMesh.of(mesh, world_size)
     tokens, rows = as_count("seq_len", seq_len, 1), as_count("batch", batch, 1, MAX_BATCH)
     if tokens**2 * rows > MAX_PAIRS:
@@ -289,7 +289,7 @@ def step_request(
         machine=found,
         strategy=strategy,
         layout=layout,
-        shard=Shard(tokens * rows // axes.cp, axes.tp, width, dtype),
+        shard=Shard(tokens * rows // axes.cp, axes.tp, width, dtype, axes.cp > 1),
         dtype=kept,
         setting=setting,
         kernel=kernel,

@@ -294,4 +294,5 @@ def _attention(asked: StepRequest, tokens: int) -> float:
         found = model_attentions(asked)
     except ValueError:
         return inf
-    return sum(found[AttentionKind.of(layer)].total for layer in asked.model.layers)
+    layers = (layer for layer in asked.model.layers if layer.heads[0])
+    return sum(found[AttentionKind.of(layer)].total for layer in layers)

@@ -187,10 +187,12 @@ def keywords(
 
     Note [A mask of ones]: without an attention mask, transformers takes jumps in positions for
     packed documents, but the positions of a shard jump anyway. We pass a mask of ones, and find the
-    documents in the whole batch. `mask`, `(B, L)`, replaces the ones.
+    documents in the whole batch. `mask`, `(B, L)`, replaces the ones. Models read whether all are
+    ones, so they have content where tokens have none.
     """
     if mask is None:
-        mask = batch.tokens.new_ones(batch.tokens.shape[:2], dtype=torch.bool)
+        device = "cpu" if batch.tokens.is_meta else batch.tokens.device
+        mask = torch.ones(batch.tokens.shape[:2], dtype=torch.bool, device=device)
     seen = batch.seen
     # Layers look up their mask in a dict by type; the model would take a single one for a tensor.
     return batch.others | {

@@ -7,8 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from transformers import DynamicCache
 
 from parallel_plans.huggingface import ContextParallelCache
+from parallel_plans.huggingface.core.versions import cache_name
 from tests.families import SELECTING, VOCABULARY
 from tests.huggingface.generation.generating import (
     CAUSAL,
@@ -119,16 +122,35 @@ FLOAT32 = {"Llama 4": 1e-6, "DeepSeek-V3": 1e-6, **dict.fromkeys(SELECTING, 1e-6
 """Errors of models that compute rotations or routers in float32 whatever their dtype."""
 
 
+def stock_turns(model: Any, batch: dict[str, Tensor], mask: Tensor | None) -> Tensor:
+    """Logits of a stock model, whose tokens come as many at a time as `TURNS` says."""
+    cache, end, parts = DynamicCache(config=model.config), 0, []
+    for num_tokens in TURNS:
+        new = {name: x[:, end : end + num_tokens] for name, x in batch.items()}
+        end += num_tokens
+        seen = {} if mask is None else {"attention_mask": mask[:, :end].long()}
+        parts.append(model(**new, **seen, **{cache_name(model): cache}, use_cache=True).logits)
+    return torch.cat(parts, 1)
+
+
 @torch.no_grad()
-def check_turns(family: str, layout: str, num_padding: int) -> None:
-    """Logits of one forward of the whole, however many tokens come at a time."""
+def check_turns(family: str, layout: str, num_padding: int, in_turns: bool = False) -> None:
+    """Logits of one forward of the whole, however many tokens come at a time.
+
+    Or those of the stock model in as many forwards.
+    """
     ours, theirs = sharded(family, layout), stock(family)
     ids = tokens(sum(TURNS))
     mask = torch.arange(len(ids[0])).expand(2, -1) >= torch.tensor([[num_padding], [0]])
     batch = {"input_ids": ids, "position_ids": (mask.long().cumsum(1) - 1).clamp(min=0)}
     with exact_softmax():
         whole = batch | {"attention_mask": mask.long(), "use_cache": False}
-        expected = of_first_rank(lambda: theirs(**whole).logits)
+        seen = mask if num_padding else None
+        makes = {
+            False: lambda: theirs(**whole).logits,
+            True: lambda: stock_turns(theirs, batch, seen),
+        }
+        expected = of_first_rank(makes[in_turns])
     cache, end, parts = ContextParallelCache(ours, decode_tokens=4, block=2), 0, []
     for num_tokens in TURNS:
         new = {name: x[:, end : end + num_tokens] for name, x in batch.items()}

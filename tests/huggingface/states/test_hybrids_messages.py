@@ -103,9 +103,12 @@ def test_other_layers_have_one_message_of_a_row_each_way(pool: Pool) -> None:
         assert pool.run(2, calls, "MiniMax-01", 8, rows) == ["mm"] * 2
 
 
-def sent(family: str, layout: str, seq_len: int) -> tuple[list[Counter[str]], HybridCost]:
-    """Bytes that this rank sends forward and backward, and what all shall send."""
-    model, world_size = planned(family, layout), dist.get_world_size()
+def messages(family: str, layout: str, seq_len: int) -> list[Counter[str]]:
+    """What this rank sends in a step, forward and backward, see `StateCalls`."""
+    return counted(planned(family, layout), seq_len)
+
+
+def counted(model: Any, seq_len: int) -> list[Counter[str]]:
     tokens = torch.randint(2, VOCABULARY, (1, seq_len))
     with StateCalls() as calls:
         start = calls.starting(ProcessGroupTransport.start)
@@ -113,10 +116,17 @@ def sent(family: str, layout: str, seq_len: int) -> tuple[list[Counter[str]], Hy
             loss = model(input_ids=tokens, labels=tokens).loss
             forward = calls.sent.copy()
             loss.backward()
-    hybrid = hybrid_of(model.model, specs_of(model.model))
+    return [forward, calls.sent - forward]
+
+
+def sent(family: str, layout: str, seq_len: int) -> tuple[list[Counter[str]], HybridCost]:
+    """What this rank sends, and what the comparison of layouts has for all ranks."""
+    model, world_size = planned(family, layout), dist.get_world_size()
+    found = counted(model, seq_len)
+    hybrid = hybrid_of(model.model, specs_of(model.model))  # makes its layers stock ones again
     costs = compare_hybrid_layouts(hybrid, Mask.causal(), seq_len, world_size).rows
     [cost] = [row for row in costs if row.layout == layout]
-    return [forward, calls.sent - forward], cost
+    return found, cost
 
 
 @pytest.mark.parametrize("world_size", [2, 4])

@@ -83,11 +83,10 @@ def test_memory_that_holds_no_sequence() -> None:
     assert "does not fit" in str(found)
 
 
-def test_layers_with_a_state_have_no_seconds() -> None:
-    found = longest_sequences(HYBRID, {"cp": 4})
-    assert all(row.seq_len and row.seconds is None for row in found.rows)
-    with pytest.raises(ValueError, match="layers with a state, which are not simulated"):
-        simulate_step(HYBRID, 4096, {"cp": 4})
+def test_layers_with_a_state_have_seconds() -> None:
+    setting = MemorySetting("full")
+    (row,) = longest_sequences(HYBRID, {"cp": 4}, settings=[setting]).rows
+    assert row.seconds == simulate_step(HYBRID, row.seq_len, {"cp": 4}, checkpoint="full").seconds
 
 
 def test_json_has_what_the_table_has() -> None:
@@ -112,7 +111,7 @@ def test_json_has_what_the_table_has() -> None:
         ({"kv_dtype": "int4"}, "int4"),
         ({"strategy": "rings"}, "unknown strategy 'rings'"),
         ({"machine": "h1000"}, "machine 'h1000' is neither a file"),
-        ({"config": {"num_attention_heads": 2, "mamba_d_state": 2}}, "only those with a gated"),
+        ({"config": LLAMA | {"mamba_d_state": 2}}, "only gated and Kimi delta rules"),
     ],
 )
 def test_what_is_no_question(options: dict[str, Any], message: str) -> None:

@@ -14,7 +14,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from dtensor_ring import Mask
 from dtensor_ring.lab.training.model_shape import ModelShape, Product
 from parallel_plans.huggingface.core.patterns import LayerMask, read_patterns
-from tests.families import FAMILIES, SMALL, VOCABULARY
+from tests.families import FAMILIES, SMALL, VOCABULARY, small_model
+from tests.lab.training.test_layer_states import READ
 
 TOKENS = 16
 LLAMA = SMALL | {"model_type": "llama", "intermediate_size": 24}
@@ -54,6 +55,14 @@ def test_flops_and_weights_are_those_of_the_model(family: str) -> None:
     assert counted.get_total_flops() == shape.flops * TOKENS + pairs
     matrices = sum(x.numel() for x in model.parameters() if x.dim() > 1)
     assert shape.weights == matrices
+
+
+@pytest.mark.parametrize("family", [*READ, "Granite 4, attention only"])
+def test_weights_of_layers_with_a_state(family: str) -> None:
+    """But convolutions, and the gate of shared experts, which has one row."""
+    model = small_model(family)
+    matrices = [x for x in model.parameters() if x.dim() > 1 and 1 not in x.shape]
+    assert ModelShape.of(model.config).weights == sum(x.numel() for x in matrices)
 
 
 @pytest.mark.parametrize(
@@ -121,7 +130,9 @@ def test_which_layers_have_experts() -> None:
         ({"vocab_size": None}, "vocab_size of llama must be a whole number"),
         ({"num_key_value_heads": 3}, "4 heads of queries of llama are no multiple of its 3"),
         ({"layer_types": ["full_attention"]}, "2 layers and 1 layer_types"),
-        ({"layer_types": ["conv", "conv"]}, "kind 'conv', which are not simulated"),
+        ({"layer_types": ["conv", "conv"]}, "only gated and Kimi delta rules, Mamba 2 and conv"),
+        ({"layer_types": ["recurrent"] * 2}, "kind 'recurrent', which are not simulated"),
+        ({"num_experts": 2, "moe_latent_size": 8}, "experts of latents"),
         ({"sliding_window": 8}, "which say which layers have it"),
         ({"mamba_d_state": 8}, "layers with a state, which are not simulated"),
         ({"model_type": "modernbert"}, "sees tokens ahead"),

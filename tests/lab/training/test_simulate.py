@@ -156,7 +156,7 @@ def test_many_ranks_are_not_drawn() -> None:
         ("--checkpoint some", "invalid choice: 'some'"),
         ("--model nobodys", "nobodys is neither a file or folder, nor a model type"),
         ("--model mamba", "config of mamba has no attention, so there is nothing to make parallel"),
-        ("--model qwen3_next", "qwen3_next has layers with a state, which are not simulated"),
+        ("--model jamba", "jamba has layers with a state, which are not simulated: only gated"),
         ("--model bert", "bert sees tokens ahead"),
         ("--model {folder}/huge.json", "hidden_size of llama must be a whole number from 1"),
         ("--model {folder}/text.json", "is not a config.json"),

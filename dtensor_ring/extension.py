@@ -19,6 +19,8 @@ Names of layers, which identify calls in errors and between ranks:
     `name_layer`, `number_layer`, `within_layer`.
 Messages between the ranks of an axis:
     `attached`, `gathered`, `gather_rows`, `receive_state`, `send_state`.
+Dropout by counters, the same however tokens are sharded:
+    `draw_seed`, `dropout_factors`, `numbered`, `Dropout`.
 Losses, and ops that a plan defines:
     `IGNORE_INDEX`, `autocast_dtype`, `register_gradient`.
 Caches, and attention of a few tokens to a cache:
@@ -44,7 +46,9 @@ from dtensor_ring.balanced.hybrid import (
     stays_from,
 )
 from dtensor_ring.balanced.work import visible_pairs
+from dtensor_ring.compute.dropout import Dropout, draw_seed, dropout_factors, numbered
 from dtensor_ring.compute.kernels import Kernel, Launch, Problem, Saved, Scores, check_kernel
+from dtensor_ring.compute.memory import positions_of
 from dtensor_ring.decode.cache import CacheUsage
 from dtensor_ring.decode.op import MAX_QUERIES
 from dtensor_ring.decode.plan import append_runs
@@ -57,7 +61,6 @@ from dtensor_ring.dtensor.gather import gather_rows, gathered, receive_state, se
 from dtensor_ring.dtensor.laboratory import AnyMachine
 from dtensor_ring.dtensor.meta_model import MetaModel, ModelRequest
 from dtensor_ring.dtensor.sequence import IGNORE_INDEX
-from dtensor_ring.dtensor.sequence_order import positions_of
 from dtensor_ring.dtensor.sequence_tensor import from_local_tokens
 from dtensor_ring.dtensor.style import number_layer
 from dtensor_ring.ops.axis_ops import attached
@@ -77,6 +80,7 @@ __all__ = [
     "AnyMachine",
     "BlockCopy",
     "CacheUsage",
+    "Dropout",
     "Hybrid",
     "HybridComparison",
     "KeptTokens",
@@ -107,6 +111,8 @@ __all__ = [
     "check_strided",
     "checked_barrier",
     "compare_hybrid_layouts",
+    "draw_seed",
+    "dropout_factors",
     "format_named",
     "from_local_tokens",
     "gather_rows",
@@ -116,6 +122,7 @@ __all__ = [
     "name_layer",
     "no_tokens",
     "number_layer",
+    "numbered",
     "output_mesh",
     "positions_of",
     "receive_state",

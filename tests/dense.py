@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -85,10 +86,12 @@ def dense_attention(
     scale: float | None = None,
     softcap: float = 0.0,
     seen: Tensor | None = None,
+    factors: Tensor | None = None,
 ) -> Result:
     """Softmax attention of `(B, N, S, H)` in float64; a row that sees nothing is (0, -inf).
 
-    `seen` `(B, S, T)` says who sees what in place of mask and documents.
+    `seen` `(B, S, T)` says who sees what in place of mask and documents. `factors` `(B, N, S, T)`
+    are those of the weights under dropout.
     """
     inputs = [x.detach().double().requires_grad_() for x in (query, key, value)]
     if sinks is not None:
@@ -108,4 +111,18 @@ def dense_attention(
         scores = torch.cat([scores, column], -1)
     lse = scores.logsumexp(-1)
     weights = (scores - lse.masked_fill(lse == -torch.inf, 0).unsqueeze(-1)).exp()
-    return Result(weights[..., : k.shape[2]] @ v, lse, inputs)
+    weights = weights[..., : k.shape[2]]
+    return Result((weights if factors is None else weights * factors) @ v, lse, inputs)
+
+
+def dropout_factors(rate: float, seed: int, shape: tuple[int, ...]) -> Tensor:
+    """Factors of the weights `(B, N, S, T)`: SplitMix64 of each index, one dim after another."""
+    step, state = np.uint64(0x9E3779B97F4A7C15), np.array(seed, dtype=np.uint64)
+    with np.errstate(over="ignore"):
+        for size in shape:
+            state = state[..., None] + step * np.arange(size, dtype=np.uint64)
+            state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+            state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+            state ^= state >> np.uint64(31)
+    kept = state.view(np.int64) >= int(rate * 2**64) - 2**63
+    return torch.from_numpy(kept).double() / (1 - rate)

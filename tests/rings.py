@@ -33,7 +33,7 @@ from dtensor_ring.quantised.block_scales import (
 from dtensor_ring.transport import quantised_rotation
 from dtensor_ring.transport.quantised_rotation import BY_DTYPE
 from dtensor_ring.transport.transport import DEFAULT_POLICY, QUANTISED, TransferPolicy
-from tests.dense import Result, dense_attention, visible
+from tests.dense import Result, dense_attention, dropout_factors, visible
 from tests.slices import shown
 
 Rows = tuple[tuple[int, ...], ...]
@@ -142,6 +142,8 @@ class Case:
     scale: float = 0.3
     grad_lse: bool = False
     policy: TransferPolicy = DEFAULT_POLICY
+    dropout_p: float = 0.0
+    seed: int = 11
 
     @property
     def trades(self) -> bool:
@@ -205,7 +207,7 @@ class Case:
                 *(ring.cu_seqlens(), ring.cu_seqlens(of_keys=True), runs_of(ring.layout)),
                 *(ring.slice_table(), runs_of(ring.key_layout)),
             ),
-            Scores(ring.mask, self.scale, self.softcap, sinks, self.kernel),
+            self.scores(sinks),
             Place(
                 ring.layout.spec,
                 ring.strategy,
@@ -214,6 +216,13 @@ class Case:
                 self.policy,
             ),
         )
+
+    def scores(self, sinks: Tensor | None = None) -> Scores:
+        """How a query scores a key, and what is dropped."""
+        scores = Scores(self.ring.mask, self.scale, self.softcap, sinks, self.kernel)
+        if not self.dropout_p:
+            return scores
+        return scores._replace(dropout_p=self.dropout_p, dropout_seed=torch.tensor(self.seed))
 
     def expected(self) -> tuple[Tensor, ...]:
         """Out, lse and the gradient of each input, whole and in float64, from dense attention."""
@@ -235,7 +244,15 @@ class Case:
             scale=self.scale,
             softcap=self.softcap,
             seen=self._seen(),
+            factors=self._factors(),
         )
+
+    def _factors(self) -> Tensor | None:
+        """Of the weights, under dropout."""
+        if not self.dropout_p:
+            return None
+        shape = self.batch, self.heads[0], *self.ring.seq_lens
+        return dropout_factors(self.dropout_p, self.seed, shape)
 
     def _dequantised(self, whole: Tensor, quantise: Callable[..., Quantised]) -> Tensor:
         """Keys or values as all ranks see them: each shard rounded by its owner."""

@@ -13,6 +13,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FunctionType, SimpleNamespace
@@ -29,6 +30,8 @@ from examples.torchtitan_cpu import sum_over_gloo, use_cpu
 
 RING = "parallel_plans.torchtitan"
 NUM_LAYERS = 2
+NUM_HEADS = 3
+"""Of multi-token prediction: some documents are shorter."""
 WINDOW = 8
 LENGTHS = (1, 2, 5, 11, 23, 47, 150)
 
@@ -126,6 +129,8 @@ def _shrink(model: Any) -> None:
     from torchtitan.models.common.moe import GroupedExperts
 
     del model.layers[NUM_LAYERS:]
+    if getattr(model, "mtp_layers", None):
+        model.mtp_layers = [deepcopy(model.mtp_layers[0]) for _ in range(NUM_HEADS)]
     for _, experts, _, _ in model.traverse(GroupedExperts.Config):
         experts.hidden_dim = min(64, experts.hidden_dim)
     for _, attention, _, _ in model.traverse(BaseAttention.Config):

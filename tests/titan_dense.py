@@ -10,6 +10,7 @@ from torch import Tensor
 from torchtitan.components.validate import Validator
 from torchtitan.config.override import derive
 from torchtitan.models.common.attention import BaseAttention
+from torchtitan.models.deepseek_v3.mtp import MTPLoss
 from torchtitan.protocols.module import Module
 from torchtitan.trainer import Trainer
 
@@ -99,6 +100,8 @@ class ForgetfulTrainer(RingTrainer):
 def use_dense(config: Trainer.Config) -> Trainer.Config:
     for _, attention, _, _ in config.model_spec.model.traverse(BaseAttention.Config):
         attention.inner_attention = derive(attention.inner_attention, DenseAttention.Config)
+    if isinstance(config.loss, MTPLoss.Config):
+        config.loss = derive(config.loss, MTPLoss.Config)
     return derive(
         config,
         DenseTrainer.Config,

@@ -152,6 +152,10 @@ class HeadExchange:
             rounded: keys and values in eight bits, if they travel on between groups.
         """
         sinks, place = call.scores.sinks, call.place
+        if call.scores.dropout_p:
+            row, head = call.scores.first
+            first = row, head + self._span.start
+            call = call._replace(scores=call.scores._replace(first=first))
         if rounded is not None:
             call = call._replace(rounded=rounded)
         elif self._kv_dtype is not None:  # nothing is rounded twice, see Note [Rounded once]

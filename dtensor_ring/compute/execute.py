@@ -17,6 +17,7 @@ from weakref import WeakKeyDictionary
 from torch import Tensor
 
 from dtensor_ring.compute.accumulate import RunningOutput
+from dtensor_ring.compute.dropout import Dropout
 from dtensor_ring.compute.kernels.kernel import (
     Gradients,
     Kernel,
@@ -335,6 +336,7 @@ def forward_step(
     label: Label,
     with_segments: bool = True,
     in_flight: bool = False,
+    dropout: Dropout | None = None,
 ) -> None:
     """Add the attention over the keys and values of a step to `running`.
 
@@ -348,13 +350,14 @@ def forward_step(
         label: names this step in a profile.
         with_segments: whether tiles may be joined to segments; this may copy keys.
         in_flight: whether messages are in flight during the step.
+        dropout: the weights that are dropped, of all queries and all resident keys.
     """
     has_segments = with_segments and kernel.has_segments
     for launch in _launches(step, query, kv[0], has_segments, in_flight):
         with label("merge"):
             running.make_room()
         with label("tile"):
-            out, lse = _forward(launch, query, kv, kernel, scores)
+            out, lse = _forward(_dropping(launch, dropout), query, kv, kernel, scores)
         running.add(launch.rows, out, lse)
 
 
@@ -368,6 +371,7 @@ def backward_step(
     kernel: Kernel,
     scores: Scores,
     label: Label,
+    dropout: Dropout | None = None,
 ) -> None:
     """Add the gradients of a step to those of the queries and of the resident keys and values.
 
@@ -381,6 +385,7 @@ def backward_step(
         kernel: the block kernel.
         scores: how a query scored a key.
         label: names this step in a profile.
+        dropout: the weights that were dropped, of all queries and all resident keys.
     """
     for launch in _launches(step, query, kv[0], kernel.has_segments):
         sums = grad_query, *grad_kv
@@ -388,7 +393,7 @@ def backward_step(
             for one in sums:
                 one.make_room()
         with label("tile"):
-            grads = _backward(launch, saved, query, kv, kernel, scores)
+            grads = _backward(_dropping(launch, dropout), saved, query, kv, kernel, scores)
         for one, region, grad in zip(
             sums, (launch.rows, launch.cols, launch.cols), grads, strict=True
         ):
@@ -402,6 +407,14 @@ def _launches(
     if not batch_size:
         return ()  # some kernels refuse an empty batch, others return nothing for it
     return launches(step, (batch_size, num_rows, key.shape[2]), has_segments, in_flight)
+
+
+def _dropping(launch: Launch, dropout: Dropout | None) -> Launch:
+    """Return the launch with what it drops; launches are kept, and seeds differ by call."""
+    if dropout is None:
+        return launch
+    part = dropout.of_regions(launch.rows, launch.cols)
+    return replace(launch, dropout=part if launch.segments is None else part.flat())
 
 
 def _forward(launch: Launch, query: Tensor, kv: Pair, kernel: Kernel, scores: Scores) -> Result:

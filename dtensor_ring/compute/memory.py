@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from dtensor_ring.planning.demand import Cols
+from dtensor_ring.planning.layout import Run
 from dtensor_ring.planning.ranges import Span
 from dtensor_ring.planning.tile import Tile
 
@@ -111,6 +112,19 @@ def region(batch: int | None, tokens: Span) -> Region:
     # A slice instead of a number keeps the batch dimension.
     rows = slice(None) if batch is None else slice(batch, batch + 1)
     return rows, slice(None), slice(*tokens)
+
+
+def positions_of(runs: Sequence[Run], device: torch.device | None = None) -> Tensor:
+    """Return the positions of runs, see `Layout.runs`, int64, `(L,)`.
+
+    Example:
+        >>> positions_of(Striped().runs(rank=1, world_size=2, seq_len=6)).tolist()
+        [1, 3, 5]
+    """
+    parts = [
+        torch.arange(x.start, x.start + x.length * x.stride, x.stride, device=device) for x in runs
+    ]
+    return torch.cat(parts) if parts else torch.arange(0, device=device)
 
 
 class Numbers:

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from dtensor_ring.compute.memory import positions_of
 from dtensor_ring.decode.plan import CacheTable
 from dtensor_ring.dtensor.annotation import axis_group
 from dtensor_ring.dtensor.call_check import check_agreement
 from dtensor_ring.dtensor.gather import gather_rows
-from dtensor_ring.dtensor.sequence import positions_of
 from dtensor_ring.planning.layout import Layout
 
 SEQUENCE = 2  # the dim of the tokens

@@ -45,6 +45,8 @@ def ring_attention(
     slices: Slices | Tensor | None = ...,
     key_runs: Tensor | None = ...,
     strategy: str | None = ...,
+    dropout_p: float = ...,
+    dropout_seed: Tensor | None = ...,
     validate: bool = ...,
 ) -> Tensor: ...
 @overload
@@ -66,6 +68,8 @@ def ring_attention(
     slices: Slices | Tensor | None = ...,
     key_runs: Tensor | None = ...,
     strategy: str | None = ...,
+    dropout_p: float = ...,
+    dropout_seed: Tensor | None = ...,
     validate: bool = ...,
 ) -> tuple[Tensor, Tensor]: ...
 def ring_attention(
@@ -86,6 +90,8 @@ def ring_attention(
     slices: Slices | Tensor | None = None,
     key_runs: Tensor | None = None,
     strategy: str | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: Tensor | None = None,
     validate: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention over a sequence that is sharded over the ranks of a mesh axis.
@@ -137,6 +143,14 @@ def ring_attention(
             none. Mask, boundaries and slices are in positions of the sequence.
         strategy: how this attention is made parallel, see `SequenceAxis`; by default the axis's.
             So layers with windows may use a different one.
+        dropout_p: the probability that a weight is dropped after the softmax; others are divided by
+            `1 - dropout_p`. The mask is a function of the seed and of the positions of query and
+            key in the whole batch: the same in any layout, on any number of ranks, forward and
+            backward. By the kernel `reference`, as others cannot. Local shards count their heads
+            and batch rows from 0.
+        dropout_seed: int64, shape `()`, the same on all ranks; by default one from the random state
+            of the query's device, which ranks seed alike. A call that is repeated with the seed
+            drops the same weights.
         validate: first compare this call with those of the other ranks, and raise on every rank
             if they differ; a ring could hang or be wrong. Costs a few small messages; for eager
             calls. A call that is not a ring (no sharded sequence, a mesh of several axes) raises on
@@ -161,7 +175,8 @@ def ring_attention(
         validate = call_check.as_flag("validate", validate)
     mask = call_check.mask_of(mask, slices)
     batch = call_check.batch_of(cu_seqlens, key_cu_seqlens, runs, slices, key_runs)
-    score = partial(call_check.scores_of, query, mask, scale, softcap, sinks)
+    how = {"dropout_p": dropout_p, "dropout_seed": dropout_seed}
+    score = partial(call_check.scores_of, query, mask, scale, softcap, sinks, **how)
     build = partial(_call_of, query, key, value, mesh, batch, strategy, kernel, score)
     call = call_check.validated(build, query, key, value, mesh) if validate else build()
     out, lse = attend(query, key, value, call, return_lse)

@@ -180,6 +180,8 @@ class SequenceAxis:
         seq_len: int | None = None,
         key_runs: Tensor | None = None,
         strategy: str | None = None,
+        dropout_p: float = 0.0,
+        dropout_seed: Tensor | None = None,
     ) -> Tensor:
         """Run `ring_attention` over this axis; see there for arguments and errors.
 
@@ -199,6 +201,8 @@ class SequenceAxis:
             seq_len: S of local shards, if ranks hold different numbers of tokens.
             key_runs: the positions of each rank's keys; then `runs` are those of the queries.
             strategy: how this attention is made parallel; by default the axis's.
+            dropout_p: the probability that a weight is dropped.
+            dropout_seed: which are dropped, int64, `()`.
 
         Returns:
             `(B, N, S, Hv)`, or `(B, N, L, Hv)`, in the form of the query.
@@ -214,11 +218,13 @@ class SequenceAxis:
                 f"seq_len is for local shards of a whole sequence, and {has_own}, which say it; "
                 "leave it out"
             )
+        how = mask, scale, softcap, sinks
+        drop = {"dropout_p": dropout_p, "dropout_seed": dropout_seed}
         if dtensor_of(query) is not None:
             # No kernel here: the op takes that of the axis that the DTensors are sharded over.
-            scores = call_check.scores_of(query, mask, scale, softcap, sinks, None)
+            scores = call_check.scores_of(query, *how, None, **drop)
             return attend(query, key, value, Call(batch, scores, on_dtensors(strategy)))[0]
-        scores = call_check.scores_of(query, mask, scale, softcap, sinks, self.kernel)
+        scores = call_check.scores_of(query, *how, self.kernel, **drop)
         lengths: tuple[int | None, int | None] = (None, None)
         if key_runs is None:  # with `key_runs`, the layout is not used
             self._config.check_runs(runs is not None)

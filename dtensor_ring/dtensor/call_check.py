@@ -17,6 +17,7 @@ from dtensor_ring.agreement.call_record import CallRecord
 from dtensor_ring.agreement.checked_transport import checked_transport
 from dtensor_ring.agreement.group_state import group_state_of
 from dtensor_ring.all_to_all.ulysses import as_autocast
+from dtensor_ring.compute.dropout import draw_seed
 from dtensor_ring.compute.kernels import Scores, available_kernels, check_kernel
 from dtensor_ring.decode.op import DecodeCall
 from dtensor_ring.dtensor.annotation import axis_group, group_of
@@ -258,8 +259,10 @@ def scores_of(
     softcap: float,
     sinks: Tensor | None,
     kernel: str | None,
+    dropout_p: float = 0.0,
+    dropout_seed: Tensor | None = None,
 ) -> Scores:
-    """Check the options of the scores and collect them.
+    """Check the options of the scores and collect them; draw a seed if dropout has none.
 
     Raises:
         TypeError: if one has a wrong type.
@@ -283,7 +286,28 @@ def scores_of(
         )
     if kernel is not None and type(kernel) is not str:
         check_kernel(kernel)  # the op would accept bytes as a name
-    return Scores(mask, scale, softcap, sinks, kernel)
+    if not dropout_p:
+        return Scores(mask, scale, softcap, sinks, kernel)
+    dropout_p = _number("dropout_p", dropout_p, query.dtype)
+    if not 0 <= dropout_p < 1:
+        raise ValueError(f"dropout_p must be at least 0 and less than 1, got {dropout_p}")
+    seed = draw_seed(query.device) if dropout_seed is None else _seed(dropout_seed, query.device)
+    return Scores(mask, scale, softcap, sinks, kernel, dropout_p, seed)
+
+
+def _seed(given: Any, device: torch.device) -> Tensor:
+    """Refuse a seed that is no plain int64 number on the device of the query, or on the CPU."""
+    if not isinstance(given, Tensor) or isinstance(given, DTensor):
+        raise TypeError(
+            "dropout_seed must be a plain tensor, as torch.randint(2**62, (), device=device), got "
+            f"{type(given).__name__}"
+        )
+    if given.ndim or given.dtype != torch.int64 or given.device.type not in ("cpu", device.type):
+        raise ValueError(
+            f"dropout_seed must be one int64 number, shape (), on {device}, got "
+            f"{tuple(given.shape)} {given.dtype} on {given.device}"
+        )
+    return given
 
 
 def check_options(query: Tensor, call: Call | DecodeCall) -> None:

@@ -151,7 +151,7 @@ def decode_dtensor(
             slices=_local_rows("slices", batch.slices, query, ring, 3),
             query_starts=starts,
         ),
-        _local_scores(call.scores, ring),
+        _local_scores(call.scores, query, ring),
         DecodePlace(ring.config.spec, key.shape[SEQUENCE], ring.group.group_name, call.place.merge),
     )
     # The query is not sharded over the axis: its local tensor has all query tokens.
@@ -184,7 +184,7 @@ def local_call(call: Call, query: DTensor, key: DTensor, value: DTensor, ring: R
     place = config.place(ring.group.group_name, *lengths, call.place.strategy)
     local = Call(
         batch._replace(cu_seqlens=bounds, key_cu_seqlens=key_bounds, slices=slices),
-        _local_scores(call.scores, ring),
+        _local_scores(call.scores, query, ring),
         place if call.place.machine is None else place._replace(machine=call.place.machine),
     )
     return chosen(local, query._local_tensor, value._local_tensor)
@@ -197,9 +197,12 @@ def chosen_on_dtensors(query: DTensor, key: DTensor, value: DTensor, call: Call)
     return Call(call.batch, call.scores, of_call)
 
 
-def _local_scores(scores: Scores, ring: Ring) -> Scores:
+def _local_scores(scores: Scores, query: DTensor, ring: Ring) -> Scores:
     """Return the scores with the sinks of this rank's heads and the axis's kernel."""
     of_axis = ring.config.kernel
+    if scores.dropout_p:
+        first = tuple(_own_span(query, ring, dim)[0] for dim in (BATCH, HEADS))
+        scores = scores._replace(first=first)
     if scores.sinks is None and (scores.kernel is not None or of_axis is None):
         return scores
     return scores._replace(sinks=_local_sinks(scores.sinks, ring), kernel=scores.kernel or of_axis)
@@ -215,7 +218,7 @@ def _local_rows(name: str, given: Any, query: DTensor, ring: Ring, ndim: int = 2
             f"{name} must be that of the whole batch, shape {one} or "
             f"({query.shape[BATCH]},{rows}), got {tuple(given.shape)}"
         )
-    start, length = _batch_rows(query, ring)
+    start, length = _own_span(query, ring, BATCH)
     # Return the same object if possible: the cache of converted tensors looks it up by address.
     if (start, length) == (0, len(given)):
         return given
@@ -237,16 +240,16 @@ def _local_sinks(sinks: Any, ring: Ring) -> Any:
     return sinks
 
 
-def _batch_rows(query: DTensor, ring: Ring) -> tuple[int, int]:
-    """Return the first batch row and the number of batch rows that this rank holds."""
+def _own_span(query: DTensor, ring: Ring, dim: int) -> tuple[int, int]:
+    """Return the first batch row or head that this rank holds, and their number."""
     # Several axes may shard the batch, each the shard of the axis before it.
-    start, length = 0, query.shape[BATCH]
+    start, length = 0, query.shape[dim]
     if ring.mesh.ndim == 1:  # the axis of the sequence
         return start, length
     coordinate = ring.mesh.get_coordinate()
     assert coordinate is not None, "this rank has a ring in the mesh"
     for axis, where in enumerate(ring.placements):
-        if where == Shard(BATCH):
+        if where == Shard(dim):
             rank, size = coordinate[axis], ring.mesh.size(axis)
             start += sum(shard_length(other, size, length) for other in range(rank))
             length = shard_length(rank, size, length)

@@ -14,10 +14,12 @@ from torch.distributed.tensor import DTensor, Shard
 from dtensor_ring.compute.kernels import Scores
 from dtensor_ring.decode.op import MAX_QUERIES, NO_GRADIENT, DecodeBatch, DecodeCall, DecodePlace
 from dtensor_ring.dtensor import dispatch
+from dtensor_ring.dtensor.call_check import scores_of
 from dtensor_ring.dtensor.placement import SEQUENCE, on_annotated_axis, without
 from dtensor_ring.ops.checks import called_from
 from dtensor_ring.ops.nodes import ONCE, is_traced
-from dtensor_ring.ops.options import ON_DTENSORS, Batch, Call, default_scale
+from dtensor_ring.ops.options import ON_DTENSORS, Batch, Call, default_scale, flatten
+from dtensor_ring.ops.ring_op import ring_op
 from dtensor_ring.planning.tile import CAUSAL, FULL
 
 aten = torch.ops.aten
@@ -37,6 +39,10 @@ BACKWARD_OPS = (
 )
 FUSED_OP = aten._scaled_dot_product_flash_attention_for_cpu.default  # any would do
 UNFUSED_OP = aten._scaled_dot_product_attention_math.default
+FUSED_DROPOUT = (
+    "dropout_p over a sharded sequence drops weights by their positions in it, which {op} cannot; "
+    "call it under torch.nn.attention.sdpa_kernel(SDPBackend.MATH), or call ring_attention"
+)
 OTHER_DIM = (
     "attention is not run as a ring here, and DTensor has no rule for it: a ring needs query, key "
     "and value (..., heads, sequence, head dim) whose sequence is sharded over an axis that has a "
@@ -77,6 +83,8 @@ def _forward_handler(previous: Handler | None) -> Handler:
         if not _is_sharded(inputs):
             return as_before(previous, op, args, kwargs)
         _refuse(bound)
+        if bound["dropout_p"] and _rest_of_returns(op) is not None:
+            raise ValueError(FUSED_DROPOUT.format(op=op.overloadpacket.__name__))
         if query.ndim != 4:  # only the composite op takes these
             return _fused(bound)
         attend, call = (
@@ -150,7 +158,10 @@ def _fused(bound: dict[str, Any]) -> Any:
     inputs, shape = [bound[name] for name in INPUTS], bound["query"].shape
     if len(shape) != 4:
         inputs = [x.reshape(-1, *(1, *x.shape)[-3:]) for x in inputs]
-    out, *_ = FUSED_OP(*inputs, 0.0, bound["is_causal"], scale=bound["scale"])
+    if bound["dropout_p"]:  # which our own op alone can serve
+        out, *_ = ring_op(*inputs, *flatten(_call(bound)))
+    else:
+        out, *_ = FUSED_OP(*inputs, 0.0, bound["is_causal"], scale=bound["scale"])
     return out if len(shape) == 4 else out.reshape(*shape[:-1], out.shape[-1])
 
 
@@ -206,11 +217,6 @@ def _refuse(bound: dict[str, Any]) -> None:
                 f"{tuple(bound[name].shape)}; use is_causal, or dtensor_ring.ring_attention with "
                 "a mask (causal, sliding, local) and cu_seqlens"
             )
-    if bound["dropout_p"]:
-        raise ValueError(
-            f"dropout cannot be served over a sharded sequence, got dropout_p="
-            f"{bound['dropout_p']}; set it to 0"
-        )
     if bound.get("enable_gqa") is not False:  # only the composite op has this argument
         return
     if bound["query"].shape[-3:-2] != bound["key"].shape[-3:-2]:
@@ -230,6 +236,10 @@ def _decode_call(bound: dict[str, Any]) -> DecodeCall:
     tensors = bound["query"], bound["key"], bound["value"]
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
         raise NotImplementedError(NO_GRADIENT)
+    if bound["dropout_p"]:
+        raise ValueError(
+            f"a few queries on all ranks drop nothing, got dropout_p={bound['dropout_p']}"
+        )
     # PyTorch aligns a causal mask at the first query and the first key.
     starts = torch.zeros(1, dtype=torch.int32)
     return DecodeCall(DecodeBatch(query_starts=starts), _scores(bound), DecodePlace())
@@ -239,8 +249,8 @@ def _scores(bound: dict[str, Any]) -> Scores:
     mask = CAUSAL if bound["is_causal"] else FULL
     scale = bound["scale"]
     if scale is None:
-        scale = default_scale(bound["query"].shape[3])
-    return Scores(mask, scale)
+        scale = default_scale(bound["query"].shape[-1])
+    return scores_of(bound["query"], mask, scale, 0.0, None, None, bound["dropout_p"])
 
 
 def _like_returns(op: OpOverload, out: DTensor, lse: DTensor) -> Any:

@@ -11,13 +11,14 @@ from torch.distributed import DeviceMesh, ProcessGroup
 from torch.distributed.tensor import DTensor, Shard
 
 from dtensor_ring.balanced.balanced import Balanced
+from dtensor_ring.compute.memory import positions_of
 from dtensor_ring.dtensor import varlen_attention as _varlen  # noqa: F401 - registers its rules
 from dtensor_ring.dtensor.annotation import annotate, annotation_of, axis_group, group_of, tokens_of
 from dtensor_ring.dtensor.axis_config import UNANNOTATED, AxisConfig
 from dtensor_ring.dtensor.flex.flex_attention import install_flex
 from dtensor_ring.dtensor.gather import check_balanced, whole_of, whole_sequence
 from dtensor_ring.dtensor.sdpa import Handler, add_handlers, as_before, install_sdpa
-from dtensor_ring.dtensor.sequence_order import local_tokens, positions_of, refusal
+from dtensor_ring.dtensor.sequence_order import local_tokens, refusal
 from dtensor_ring.dtensor.sequence_tensor import from_local_tokens
 from dtensor_ring.dtensor.token_mesh import token_mesh
 from dtensor_ring.ops.checks import check_strided

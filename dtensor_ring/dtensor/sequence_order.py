@@ -5,7 +5,6 @@ Results as a whole are plain tensors, the same on every rank, see Note [Right or
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from dtensor_ring.compute.memory import strides
 from dtensor_ring.dtensor.annotation import group_of, tokens_of
 from dtensor_ring.dtensor.axis_config import Tokens
 from dtensor_ring.dtensor.gather import sum_over_sequence, whole_sequence
-from dtensor_ring.planning.layout import Layout, Run
+from dtensor_ring.planning.layout import Layout
 
 
 def refusal(x: Any, what: str) -> ValueError:
@@ -116,19 +115,6 @@ def local_tokens(tensor: Tensor, mesh: DeviceMesh, dim: int, layout: Layout) -> 
         for run in runs
     ]
     return torch.cat(parts or [tensor.narrow(dim, 0, 0)], dim)
-
-
-def positions_of(runs: Sequence[Run], device: torch.device | None = None) -> Tensor:
-    """Return the positions of runs, see `Layout.runs`, int64, `(L,)`.
-
-    Example:
-        >>> positions_of(Striped().runs(rank=1, world_size=2, seq_len=6)).tolist()
-        [1, 3, 5]
-    """
-    parts = [
-        torch.arange(x.start, x.start + x.length * x.stride, x.stride, device=device) for x in runs
-    ]
-    return torch.cat(parts) if parts else torch.arange(0, device=device)
 
 
 def same_order(x: DTensor, y: DTensor) -> bool:

@@ -318,7 +318,9 @@ class ShardedMultiheadAttention(nn.MultiheadAttention):
             on = self.axis.token_mesh
             heads = (from_local_tokens(x, on, SEQUENCE, self.seq_len) for x in heads)
         with within_layer(self):
-            out = self.axis.attention(*heads, mask=Mask.causal() if is_causal else Mask.full())
+            mask = Mask.causal() if is_causal else Mask.full()
+            dropout_p = self.dropout if self.training else 0.0
+            out = self.axis.attention(*heads, mask=mask, dropout_p=dropout_p)
         out = out.to_local() if isinstance(out, DTensor) else out
         out = self.out_proj(out.transpose(1, 2).flatten(2))
         return out if self.batch_first else out.transpose(0, 1), None
@@ -336,11 +338,6 @@ class ShardedMultiheadAttention(nn.MultiheadAttention):
             (need_weights, "need_weights=True", "call it with need_weights=False"),
             (is_padded, "key_padding_mask", NO_PADDING),
             (is_masked, "attn_mask without is_causal", NO_MASK),
-            (
-                self.training and self.dropout > 0,
-                f"dropout={self.dropout}",
-                "set its dropout = 0",
-            ),
         ):
             if is_asked:
                 raise ValueError(

@@ -34,6 +34,7 @@ class AttentionFacts(NamedTuple):
     scale: float
     softcap: float
     kernel: str | None
+    dropout_p: float
 
 
 def attention_facts(
@@ -41,7 +42,7 @@ def attention_facts(
 ) -> AttentionFacts:
     """Return what a record says of an attention of `heads` heads of queries and of keys."""
     # The planner knows the mask. The shape of sinks follows from the query's heads.
-    _, scale, softcap, sinks, kernel = scores
+    _, scale, softcap, sinks, kernel, dropout_p, *_ = scores
     return AttentionFacts(
         direction=direction,
         dtype=query.dtype,
@@ -55,6 +56,7 @@ def attention_facts(
         scale=scale,
         softcap=softcap,
         kernel=kernel,
+        dropout_p=dropout_p,
     )
 
 
@@ -92,6 +94,7 @@ def record_of(
         "softcap": attention.softcap,
         "sinks": attention.sinks,
         "kernel": attention.kernel,
+        "dropout_p": attention.dropout_p,
         "layout": layout_text(request.layout),
         "cu_seqlens": boundaries_text(request.documents),
         "slices": slices_text(request.slices),

@@ -351,7 +351,7 @@ def kernel_of(
         slices: what queries see, if the call has slices.
         differentiable_lse: whether backward gets a gradient of lse.
     """
-    mask, scale, softcap, _, kernel = scores
+    mask, scale, softcap, _, kernel, *_ = scores
     _, num_heads, _, head_dim = query.shape
     _, num_key_heads, _, value_head_dim = value.shape
     # The planner cuts other bands into squares, so only these need a kernel with windows.
@@ -368,6 +368,7 @@ def kernel_of(
         is_windowed,
         num_heads != num_key_heads,
         is_packed,
+        scores.dropout_p > 0,
     )
 
 

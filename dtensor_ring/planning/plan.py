@@ -39,12 +39,14 @@ class Step:
 
     The columns of the tiles index into `cols`, packed side by side. In the first step `cols` are
     all columns of this rank's shard; in later steps they are the columns of the source's packet.
+    `runs` are those of the source's shard, see `Layout.runs`.
     """
 
     number: int
     source: int
     cols: Cols
     tiles: tuple[Tile, ...]
+    runs: tuple[Run, ...] = ()
 
 
 class KeyOwners(NamedTuple):
@@ -131,6 +133,7 @@ class Plan:
     Attributes:
         num_local: numbers of query and of key tokens on this rank.
         owners: whose keys an all-to-all brought; `None` without one.
+        runs: the runs of this rank's queries, see `Layout.runs`.
     """
 
     rank: int
@@ -139,6 +142,7 @@ class Plan:
     sums: tuple[Hop, ...]
     num_local: tuple[int, int]
     owners: KeyOwners | None = None
+    runs: tuple[Run, ...] = ()
 
     @property
     def num_steps(self) -> int:
@@ -292,7 +296,7 @@ def _among(planned: Plan, member: int, owners: KeyOwners) -> Plan:
         for hops in (planned.shards, planned.sums)
     )
     steps = tuple(replace(step, source=on_axis(step.source)) for step in planned.steps)
-    return Plan(on_axis(planned.rank), steps, shards, sums, planned.num_local, owners)
+    return Plan(on_axis(planned.rank), steps, shards, sums, planned.num_local, owners, planned.runs)
 
 
 def checked_slices(
@@ -350,10 +354,11 @@ def _planned(route: Route, inputs: PlanInputs) -> Plan:
         resident, tiles = cols.get(source, Cols()), ()
         if source in seen:
             tiles = resident_tiles(own, keys.shards[source], resident)
-        steps.append(Step(number, source, resident, tiles))
+        steps.append(Step(number, source, resident, tiles, keys.shards[source]))
     sums = tuple(route.sums(number) for number in range(len(sources)))
     num_local = queries.num_local(rank), keys.num_local(rank)
-    return Plan(rank, tuple(steps), _released(rank, steps, shards), sums, num_local)
+    own_runs, released = queries.shards[rank], _released(rank, steps, shards)
+    return Plan(rank, tuple(steps), released, sums, num_local, runs=own_runs)
 
 
 OwnSlices = list[tuple[int | None, list[QuerySlice]]]

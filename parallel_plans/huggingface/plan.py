@@ -24,7 +24,8 @@ from parallel_plans.huggingface.activations.token_tiles import check_tile
 from parallel_plans.huggingface.core.attention_function import (
     IMPLEMENTATION,
     attention,
-    check_dropout,
+    attention_dropout,
+    number_attention,
 )
 from parallel_plans.huggingface.core.model_masks import mask_of
 from parallel_plans.huggingface.core.modules import (
@@ -41,6 +42,7 @@ from parallel_plans.huggingface.core.patterns import (
     read_patterns,
     with_strategies,
 )
+from parallel_plans.huggingface.core.random_state import random_of_rank
 from parallel_plans.huggingface.generation.generate import (
     forward_with_cache,
     install_generate,
@@ -240,7 +242,7 @@ class ShardedModel(ParallelStyle):
         # A model without weights cannot run tokens, so a small proxy is examined instead.
         is_meta = any(x.is_meta for x in backbone.parameters())
         examined = small_proxy(backbone) if is_meta else backbone
-        layer_masks, states, why_not, transform = _examine(examined)
+        layer_masks, states, why_not, transform, drops = _examine(examined)
         if is_meta and states:
             states = state_passing.specs_of(decoder)  # states of the proxy are smaller
         if is_meta and by_layer(layer_masks):  # the proxy lacks most layers
@@ -272,7 +274,7 @@ class ShardedModel(ParallelStyle):
         if states:
             passing = state_passing.AxisStatePassing(axis, states, hybrid_of(decoder, states))
         how = unshards, passing, self.cache_dtype, self.local_batch, why_whole(model)
-        sharding = Sharding(decoder, axis, layer_masks, loss, *how)
+        sharding = Sharding(decoder, axis, layer_masks, loss, *how, drops=drops)
         if passing is not None:
             stateful.pass_states(stateful.stateful_layers(decoder), passing)
         select_keys_of(decoder)
@@ -295,27 +297,33 @@ class ShardedModel(ParallelStyle):
 def _examine(
     model: Any,
 ) -> tuple[
-    LayerMasks, state_passing.StateSpecs, tuple[str | None, str | None], LogitsTransform | None
+    LayerMasks,
+    state_passing.StateSpecs,
+    tuple[str | None, str | None],
+    LogitsTransform | None,
+    bool,
 ]:
     """Return layer masks and states, why shards cannot compute losses, and the logits transform.
 
-    The losses are the label loss and the load-balancing loss. The model is left unchanged.
+    The losses are the label loss and the load-balancing loss. The last result is whether attention
+    drops weights in training. The model is left unchanged.
     """
     decoder = language_model_of(model)
     before = decoder.config._attn_implementation
     try:
         with describing_scores(decoder):
             layer_masks: LayerMasks = {}
+            drops = False
             if stateful.attention_layers(decoder) or not stateful.stateful_layers(decoder):
                 layer_masks = read_patterns(decoder)
                 check_attention(decoder)
-                check_dropout(decoder)
+                drops = attention_dropout(decoder) > 0
             states = check_token_mixing(decoder)
             if decoder is not model:
                 check_head(model)
             reasons = other_loss(model), other_balance(model)
             transform = None if reasons[0] else find_logits_transform(model)
-        return layer_masks, states, reasons, transform
+        return layer_masks, states, reasons, transform, drops
     finally:
         decoder.set_attn_implementation(before)
 
@@ -323,9 +331,10 @@ def _examine(
 def _name_layers(model: Any) -> None:
     """Give the layers that send messages their names, which ranks compare."""
     layers = {*stateful.attention_layers(model), *stateful.stateful_layers(model)}
-    for name, module in model.named_modules():
-        if module in layers:
-            name_layer(module, name)
+    found = [(name, module) for name, module in model.named_modules() if module in layers]
+    for number, (name, module) in enumerate(found):
+        name_layer(module, name)
+        number_attention(module, number)
 
 
 def _own_config(model: nn.Module, shared: Any) -> None:
@@ -350,7 +359,8 @@ def _sharded_forward(model: nn.Module, sharding: Sharding) -> MethodType:
         batch, spec = sharding.inputs(self, arguments)
         give_labels(self, spec.head_labels)
         try:
-            output = plain(self, **batch)
+            with random_of_rank(self, sharding.rank, spec.plan.indices.device):
+                output = plain(self, **batch)
         finally:
             losses = take_losses(self)
         return sharding.joined(output, spec, losses)

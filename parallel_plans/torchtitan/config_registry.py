@@ -14,6 +14,7 @@ from torchtitan.distributed.activation_checkpoint import SelectiveAC
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.common.rope import RoPE
 from torchtitan.models.deepseek_v3 import config_registry as deepseek_v3
+from torchtitan.models.deepseek_v3.mtp import MTPLoss
 from torchtitan.models.gpt_oss import config_registry as gpt_oss
 from torchtitan.models.llama3 import config_registry as llama3
 from torchtitan.models.qwen3 import config_registry as qwen3
@@ -21,6 +22,7 @@ from torchtitan.trainer import Trainer
 
 from parallel_plans.torchtitan.decoder import use_ring
 from parallel_plans.torchtitan.inner_attention import RingSelectiveAC
+from parallel_plans.torchtitan.multi_token import RingMTPLoss
 from parallel_plans.torchtitan.training import RingTrainer, RingValidator
 
 
@@ -67,6 +69,8 @@ def with_ring(
     checkpointing = config.activation_checkpoint
     if type(checkpointing) is SelectiveAC.Config:
         checkpointing = derive(checkpointing, RingSelectiveAC.Config)
+    if type(config.loss) is MTPLoss.Config:
+        config.loss = derive(config.loss, RingMTPLoss.Config)
     config.training.disable_cuda_graphs = True  # the host plans each batch's documents
     return derive(
         config,
@@ -94,6 +98,11 @@ def gpt_oss_debugmodel_ring() -> RingTrainer.Config:
 def deepseek_v3_debugmodel_ring() -> RingTrainer.Config:
     """Return a config with latent attention, whose values have another head dim, and experts."""
     return _debug(deepseek_v3.deepseek_v3_debugmodel())
+
+
+def deepseek_v3_mtp_debugmodel_ring() -> RingTrainer.Config:
+    """Return a config with a head of multi-token prediction beside the main one."""
+    return _debug(deepseek_v3.deepseek_v3_debugmodel_mtp())
 
 
 def llama3_8b_ring_128k() -> RingTrainer.Config:

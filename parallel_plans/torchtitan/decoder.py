@@ -29,6 +29,11 @@ from parallel_plans.torchtitan.inner_attention import (
     gather_documents,
     mask_of,
 )
+from parallel_plans.torchtitan.multi_token import (
+    PredictsAhead,
+    is_several_headed,
+    updated_alone,
+)
 
 REPLACED = (FlexAttention.Config, VarlenAttention.Config, RingAttention.Config)
 
@@ -166,11 +171,14 @@ def _with_documents(config_type: type[Decoder.Config]) -> type[Decoder.Config]:
     owner = _owner(config_type)
     if issubclass(owner, FindsDocuments):
         return config_type
-    new = dataclass(kw_only=True, slots=True)(
-        type("Config", (config_type,), {"__qualname__": config_type.__qualname__})
-    )
+    body: dict[str, Any] = {"__qualname__": config_type.__qualname__}
+    bases: tuple[type, ...] = (FindsDocuments, owner)
+    if is_several_headed(owner):
+        body["update_from_config"] = updated_alone(config_type.update_from_config)
+        bases = FindsDocuments, PredictsAhead, owner
+    new = dataclass(kw_only=True, slots=True)(type("Config", (config_type,), body))
     # The config builds this class, which finds the documents before its forward.
-    new._owner = type(owner.__name__, (FindsDocuments, owner), {"Config": new})
+    new._owner = type(owner.__name__, bases, {"Config": new})
     return new
 
 

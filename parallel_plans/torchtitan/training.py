@@ -30,8 +30,9 @@ from parallel_plans.torchtitan.inner_attention import (
     RingSelectiveAC,
     own_tokens,
 )
+from parallel_plans.torchtitan.multi_token import Ahead, give_ahead, num_heads_of
 
-OWN_TOKENS = "own_tokens"
+OWN_TOKENS, AHEAD = "own_tokens", "ahead"
 PARTIAL = "partial_dtensor"
 
 
@@ -62,11 +63,13 @@ class RingValidator(Validator):
     ) -> tuple[Tensor, Tensor, dict[str, Any]]:
         layout = ring_layout(model_parts[0].config)
         own = own_tokens(input_dict, layout, *_place(self.parallel_dims))
+        ahead = Ahead.of(input_dict, labels, own, num_heads_of(model_parts[0].config))
         batch = {name: own.of(x) for name, x in input_dict.items()}
         with _sharded_already(self):
             found = super().post_dataloading_process(batch, own.of(labels), model_parts)
         inputs, labels, extra = found
-        return inputs, labels, extra | {"attention_masks": own.documents}
+        documents = give_ahead(own.documents, ahead, labels, self.loss_fn)
+        return inputs, labels, extra | {"attention_masks": documents}
 
 
 class RingTrainer(Trainer):
@@ -110,16 +113,20 @@ class RingTrainer(Trainer):
         """
         for batch, labels in super().batch_generator(data_iterable):
             own = own_tokens(batch, self.layout, *_place(self.parallel_dims))
-            yield {name: own.of(x) for name, x in batch.items()} | {OWN_TOKENS: own}, labels
+            ahead = Ahead.of(batch, labels, own, num_heads_of(self.model_config))
+            beside = {OWN_TOKENS: own, AHEAD: ahead}
+            yield {name: own.of(x) for name, x in batch.items()} | beside, labels
 
     def post_dataloading_process(
         self, input_dict: dict[str, Any], labels: Tensor
     ) -> tuple[Tensor, Tensor, dict[str, Any]]:
         own: OwnTokens = input_dict.pop(OWN_TOKENS)
+        ahead: Ahead | None = input_dict.pop(AHEAD)
         with _sharded_already(self):
             found = super().post_dataloading_process(input_dict, own.of(labels))
         inputs, labels, extra = found
-        return inputs, labels, extra | {"attention_masks": own.documents}
+        documents = give_ahead(own.documents, ahead, labels, self.loss_fn)
+        return inputs, labels, extra | {"attention_masks": documents}
 
 
 def _place(dims: ParallelDims) -> tuple[int, int]:

@@ -14,9 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 
-from dtensor_ring import ContextParallel, sequence_layout
+from dtensor_ring import ContextParallel, sequence_layout, shard_sequence, unshard_sequence
 from dtensor_ring.planning.run_table import as_layout
 from tests.pool import Pool
 
@@ -117,12 +118,33 @@ def _check_uneven() -> None:
     torch.testing.assert_close(call(sharded, whole[:, mine], None), expected[:, mine])
 
 
+def test_dropout_is_the_same_on_any_number_of_ranks(pool: Pool) -> None:
+    one, two = (pool.run(size, _dropped)[0] for size in (1, 2))
+    torch.testing.assert_close(one, two, atol=1e-12, rtol=1e-10)
+    assert not torch.equal(one[0], one[1])
+    torch.testing.assert_close(one[2], one[3], atol=0, rtol=0)
+
+
+def _dropped() -> Tensor:
+    """Two outputs in training, and two in evaluation."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    torch.manual_seed(0)
+    module = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True, **(HOW | {"dropout": 0.3}))
+    sharded = parallelize_module(module, mesh, ContextParallel("zigzag"))
+    x = shard_sequence(torch.randn(2, LENGTH, WIDTH, dtype=torch.float64), mesh, 1)
+    outputs = []
+    for is_training in (True, True, False, False):
+        local = x.to_local()
+        out, _ = sharded.train(is_training)(local, local, local, need_weights=False)
+        outputs.append(unshard_sequence(DTensor.from_local(out, x.device_mesh, [Shard(1)]), 1))
+    return torch.stack(outputs).detach()
+
+
 # How the module is made and called, and the words of the error.
 REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({}, {"need_weights": True}, "need_weights=True over a sharded sequence: call it with need_"),
     ({}, {"key_padding_mask": torch.zeros(2, 6, dtype=torch.bool)}, "key_padding_mask .*cu_seqlen"),
     ({}, {"attn_mask": CAUSAL}, "attn_mask without is_causal .*: pass is_causal=True if"),
-    ({"dropout": 0.1}, {}, r"dropout=0\.1 .*: set its dropout = 0"),
 ]
 
 

@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dtensor_ring import Mask, shard_sequence, unshard_sequence
-from tests.dense import dense_attention
+from dtensor_ring.compute.dropout import draw_seed
+from tests.dense import dense_attention, dropout_factors
 from tests.meshes import (
     BATCH,
     HEADS,
@@ -100,8 +102,19 @@ def _check_dims(shape: tuple[int, ...]) -> None:
             torch.testing.assert_close(unshard_sequence(out, dim), expected, atol=1e-5, rtol=1e-5)
         with mode(), pytest.raises(ValueError, match="attn_mask cannot be served"):
             F.scaled_dot_product_attention(sharded, sharded, sharded, x.new_zeros(8, 8))
-        with mode(), pytest.raises(ValueError, match="dropout cannot be served"):
-            F.scaled_dot_product_attention(sharded, sharded, sharded, dropout_p=0.5)
+        torch.manual_seed(3)
+        factors = dropout_factors(0.5, int(draw_seed(x.device)), (*_four(x).shape[:3], 8))
+        dense = dense_attention(*[_four(x)] * 3, Mask.full(), factors=factors)
+        torch.manual_seed(3)
+        with mode():
+            out = F.scaled_dot_product_attention(sharded, sharded, sharded, dropout_p=0.5)
+        expected_out = dense.out.view(shape).detach().float()
+        torch.testing.assert_close(unshard_sequence(out, dim), expected_out, atol=1e-5, rtol=1e-5)
+
+
+def _four(x: Tensor) -> Tensor:
+    """With as many dims as an attention has."""
+    return x.reshape(-1, *(1, *x.shape)[-3:])
 
 
 @pytest.mark.parametrize("shape", [(0, 3, 8, 4), (2, 0, 8, 4), (2, 3, 0, 4), (0, 8, 4)])
@@ -154,19 +167,14 @@ def _check_gpu_op(name: str) -> None:
     )
     for actual, expected in results:
         assert_same(actual, expected.detach(), (SEQUENCE,))
-    with pytest.raises(ValueError, match=r"dropout cannot be served .* got dropout_p=0\.5"):
+    with pytest.raises(ValueError, match=r"_attention cannot; call it under .*MATH"):
         GPU_OPS[name](*inputs, dropout_p=0.5)
 
 
 # Placements of query, key and value over (annotated, not annotated), options, and the error.
 REFUSALS: dict[str, tuple[list[tuple[Placement, ...]], dict[str, Any], str]] = {
     "attn_mask": ([(SEQUENCE, REPLICATE)] * 3, {"attn_mask": True}, r"attn_mask .*\(16, 16\)"),
-    "dropout": ([(SEQUENCE, HEADS)] * 3, {"dropout_p": 0.5}, "dropout"),
-    "dropout, causal": (
-        [(SEQUENCE, REPLICATE)] * 3,
-        {"dropout_p": 0.5, "is_causal": True},
-        "dropout cannot be served",
-    ),
+    "dropout of all": ([(SEQUENCE, HEADS)] * 3, {"dropout_p": 1.0}, "less than 1, got 1.0"),
     "two axes": ([(SEQUENCE, SEQUENCE)] * 3, {}, "exactly one mesh axis, it is on 2 axes"),
     "query on one axis, key on the other": (
         [(SEQUENCE, REPLICATE), (REPLICATE, SEQUENCE), (REPLICATE, SEQUENCE)],
@@ -266,12 +274,10 @@ def _check_unfused_refusals() -> None:
     for context in (nullcontext, torch.inference_mode, lambda: sdpa_kernel(SDPBackend.MATH)):
         with context(), pytest.raises(ValueError, match="heads without enable_gqa=True"):
             F.scaled_dot_product_attention(query, *fewer)
-        with context(), pytest.raises(ValueError, match="dropout cannot be served"):
-            F.scaled_dot_product_attention(query, key, value, dropout_p=0.5, is_causal=True)
     integers = (x.to_local().int() for x in (query, key, value))
     integers = (DTensor.from_local(x, mesh, [SEQUENCE]) for x in integers)
     with pytest.raises(ValueError, match="float"):
         F.scaled_dot_product_attention(*integers)
     compiled = torch.compile(F.scaled_dot_product_attention, fullgraph=True, backend="eager")
-    with pytest.raises(RuntimeError, match="dropout cannot be served"):
-        compiled(query, key, value, dropout_p=0.5, is_causal=True)
+    with pytest.raises(RuntimeError, match="attn_mask cannot be served"):
+        compiled(query, key, value, key.new_zeros(16, 16))

@@ -45,6 +45,7 @@ def _degrees(**degrees: int) -> tuple[str, ...]:
 
 
 CP = _degrees(cp=2)
+MTP = "deepseek_v3_mtp"
 UNBALANCED = ("--parallelism.context_parallel_load_balancer=None",)
 
 
@@ -135,6 +136,15 @@ CASES: dict[str, tuple[Run, dict[str, int]]] = {
     "gpt_oss, heads": (Run("gpt_oss", 4, _degrees(tp=2)), {"tp": 2}),
     "gpt_oss, strategies": (Run("gpt_oss", 2, _layout(strategy=BY_KIND)), {}),
     "deepseek_v3": (Run("deepseek_v3", 2), {}),
+    "several heads": (Run(MTP, 2), {}),
+    "several heads, striped": (Run(MTP, 4, (*_layout("striped"), *_degrees(cp=4))), {}),
+    "several heads, balanced": (Run(MTP, 2, (*_layout("balanced"), *ACCUMULATE)), {}),
+    "several heads, batches and heads": (Run(MTP, 4, (*_degrees(tp=2), TYPECHECK)), {}),
+    "several heads, full dtensor": (Run(MTP, 2, _backend("full_dtensor")), {}),
+    "several heads, partial dtensor": (
+        Run(MTP, 4, (*_degrees(replicas=2), *_backend("partial_dtensor"))),
+        {"dp": 2},
+    ),
     "override": (Run("llama3", 2, (*CP, *_layout(), *VALIDATE), stock=True), {}),
     "override, contiguous": (
         Run("llama3", 2, (*CP, *_layout("contiguous"), *UNBALANCED, FULL), stock=True),

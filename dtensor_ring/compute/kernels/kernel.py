@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dtensor_ring.compute.dropout import Dropout
 from dtensor_ring.compute.memory import Numbers, Region, part_of
 from dtensor_ring.planning.mask import Mask
 from dtensor_ring.planning.ranges import length
@@ -79,6 +80,7 @@ class Launch:
         mask: the band, in indices of the tile or of each segment.
         segments: boundaries of the tiles; `None` for a single tile.
         in_flight: whether messages are in flight during the launch and need multiprocessors.
+        dropout: the weights that are dropped, `None` for none.
     """
 
     rows: Region
@@ -86,13 +88,14 @@ class Launch:
     mask: Mask
     segments: Segments | None = None
     in_flight: bool = False
+    dropout: Dropout | None = None
 
 
 class Scores(NamedTuple):
     """The score of a query and a key: `softcap * tanh(scale * q.k / softcap)`, or `scale * q.k`.
 
-    A kernel reads `scale` and `softcap` only. The mask of a launch is in its `Launch`, and sinks
-    are added after the last merge.
+    A kernel reads `scale` and `softcap` only. The mask and the dropout of a launch are in its
+    `Launch`, and sinks are added after the last merge.
 
     Attributes:
         mask: the keys that a query sees, in global positions.
@@ -100,6 +103,10 @@ class Scores(NamedTuple):
         softcap: bound of the scores (Gemma 2, 2024, arXiv 2408.00118); 0.0 means none.
         sinks: one learned logit for each query head `(N,)`.
         kernel: name of the block kernel; `None` takes the first that serves the problem.
+        dropout_p: the probability that a weight is dropped after the softmax.
+        dropout_seed: int64, `()`, with `dropout_p`, see Note [Counters].
+        first: numbers of the first batch row and head of the tensors in the whole batch, which
+            dropout counts.
     """
 
     mask: Mask
@@ -107,6 +114,9 @@ class Scores(NamedTuple):
     softcap: float = 0.0
     sinks: Tensor | None = None
     kernel: str | None = None
+    dropout_p: float = 0.0
+    dropout_seed: Tensor | None = None
+    first: tuple[int, ...] = (0, 0)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -163,6 +173,7 @@ class Problem:
         windowed: whether tiles may have bands other than full and causal.
         grouped: whether there are fewer key heads than query heads.
         packed: whether the sequence has documents; then a step may have any number of tiles.
+        dropout: whether weights are dropped.
         determinism: PyTorch's setting, by default the current one.
         capability: compute capability of the current GPU, `None` for tensors on a CPU.
     """
@@ -177,6 +188,7 @@ class Problem:
     windowed: bool = False
     grouped: bool = False
     packed: bool = False
+    dropout: bool = False
     determinism: Determinism = field(default_factory=determinism)
     capability: tuple[int, int] | None = field(init=False, default=None)
 
@@ -241,13 +253,19 @@ class Kernel(ABC):
     columns of `out` and `grad_out` encode it, see Note [Gradient of lse in columns] of
     `WidenedKernel`. `saved.lse` may be a view of any strides; it is -inf only in rows without keys.
 
+    **Dropout** is `launch.dropout`. Only a kernel that sets `has_dropout` gets it. It multiplies
+    the weights of values by `launch.dropout.factors`, after lse, which it leaves as it is. In the
+    formula above `grad_out.v` gets this factor, and so do the weights in the gradient of v.
+
     Attributes:
         name: the name in the `kernel` argument and in `available_kernels`.
         has_segments: whether the kernel takes launches with segments.
+        has_dropout: whether the kernel drops weights by the positions of the whole sequence.
     """
 
     name: ClassVar[str]
     has_segments: ClassVar[bool] = False
+    has_dropout: ClassVar[bool] = False
 
     @abstractmethod
     def missing(self) -> str | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from dtensor_ring.compute.dropout import Dropout
 from dtensor_ring.compute.kernels.emulated import hidden, row_blocks
 from dtensor_ring.compute.kernels.kernel import (
     Gradients,
@@ -27,6 +28,7 @@ class Reference(Kernel):
 
     name = "reference"
     has_segments = True
+    has_dropout = True
 
     def missing(self) -> str | None:
         return None
@@ -38,7 +40,7 @@ class Reference(Kernel):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, launch: Launch, scores: Scores) -> Result:
         if launch.segments is None:
-            return _forward(q, k, v, launch.mask, scores)
+            return _forward(q, k, v, launch.mask, scores, launch.dropout)
         num_rows, heads = q.shape[:2]
         wide = torch.promote_types(q.dtype, torch.float32)
         # Rows without keys keep (0, -inf).
@@ -46,7 +48,8 @@ class Reference(Kernel):
         out = q.new_zeros(num_rows, heads, v.shape[2])
         for rows, cols in launch.segments.tiles():
             tile = _by_head(q[rows]), _by_head(k[cols]), _by_head(v[cols])
-            tile_out, tile_lse = _forward(*tile, launch.mask, scores)
+            dropout = _dropout_of(launch, rows, cols)
+            tile_out, tile_lse = _forward(*tile, launch.mask, scores, dropout)
             out[rows], lse[:, rows] = tile_out[0].transpose(0, 1), tile_lse[0]
         return out, lse
 
@@ -54,17 +57,33 @@ class Reference(Kernel):
         self, saved: Saved, q: Tensor, k: Tensor, v: Tensor, launch: Launch, scores: Scores
     ) -> Gradients:
         if launch.segments is None:
-            return _backward(saved, q, k, v, launch.mask, scores)
+            return _backward(saved, q, k, v, launch.mask, scores, launch.dropout)
         grads = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
         for rows, cols in launch.segments.tiles():
             tile = _by_head(q[rows]), _by_head(k[cols]), _by_head(v[cols])
-            parts = _backward(_of_tile(saved, rows), *tile, launch.mask, scores)
+            dropout = _dropout_of(launch, rows, cols)
+            parts = _backward(_of_tile(saved, rows), *tile, launch.mask, scores, dropout)
             for grad, part, region in zip(grads, parts, (rows, cols, cols), strict=True):
                 grad[region] = part[0].transpose(0, 1)
         return grads
 
 
-def _forward(query: Tensor, key: Tensor, value: Tensor, mask: Mask, scores: Scores) -> Result:
+def _dropout_of(launch: Launch, rows: slice, cols: slice) -> Dropout | None:
+    """Return what a segment drops, in the shapes of a tile."""
+    if launch.dropout is None:
+        return None
+    part = launch.dropout.part(rows, cols)
+    return Dropout(part.rate, part.rows.unsqueeze(0), part.cols)
+
+
+def _forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Mask,
+    scores: Scores,
+    dropout: Dropout | None = None,
+) -> Result:
     """Return `(out, lse)` of a tile."""
     batch, heads, rows, _ = query.shape
     wide = torch.promote_types(query.dtype, torch.float32)
@@ -74,16 +93,26 @@ def _forward(query: Tensor, key: Tensor, value: Tensor, mask: Mask, scores: Scor
         keys, values = (x[:, :, seen].to(wide) for x in (key, value))
         scored, _ = _scored(_grouped(query[:, :, block], keys), keys, scores)
         scored = _hide(scored, block, seen, mask)
-        out[:, :, block], lse[:, :, block] = _weighted(scored, values, heads)
+        factors = _factors(dropout, block, seen, scored)
+        out[:, :, block], lse[:, :, block] = _weighted(scored, values, heads, factors)
     return out, lse
 
 
-def _weighted(scored: Tensor, values: Tensor, heads: int) -> Result:
+def _factors(dropout: Dropout | None, block: slice, seen: slice, scored: Tensor) -> Tensor | None:
+    """Return the factors of the weights of some queries and keys, in the shape of their scores."""
+    if dropout is None:
+        return None
+    return dropout.part(block, seen).factors(scored.dtype).view_as(scored)
+
+
+def _weighted(scored: Tensor, values: Tensor, heads: int, factors: Tensor | None = None) -> Result:
     """Return `(out, lse)` of scores `(B, Nkv, N / Nkv, R, C)`, -inf where a key is hidden."""
     lse = scored.logsumexp(-1)
     # A row with only scores of -inf gets weights of 0; -inf - -inf would be nan.
     base = lse.masked_fill(lse == -torch.inf, 0.0)
     weights = (scored - base.unsqueeze(-1)).exp_()
+    if factors is not None:
+        weights *= factors
     # The heads of a group share keys: with their rows joined, one product serves all.
     return unfold_heads(weights.flatten(2, 3) @ values, heads), lse.flatten(1, 2)
 
@@ -111,7 +140,13 @@ def attend_visible(
 
 
 def _backward(
-    saved: Saved, query: Tensor, key: Tensor, value: Tensor, mask: Mask, scores: Scores
+    saved: Saved,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Mask,
+    scores: Scores,
+    dropout: Dropout | None = None,
 ) -> Gradients:
     """Return the gradients of query, key and value of a tile, by the formula of `Kernel`."""
     heads, rows = query.shape[1:3]
@@ -131,9 +166,14 @@ def _backward(
         # lse is over the whole row, so these are the weights among all keys of the ring.
         weights = (scored - saved.lse[:, :, block].reshape(per_row)).exp_()
         grad_weights = (grads.flatten(2, 3) @ values.mT).view_as(scored)
+        factors = _factors(dropout, block, seen, scored)
+        if factors is not None:
+            grad_weights *= factors
         grad_scored = weights * (grad_weights - delta[:, :, block].reshape(per_row)) * slope
         # Products over the joined rows of a group sum the gradients of shared keys.
         flat_weights, flat_scored = weights.flatten(2, 3), grad_scored.flatten(2, 3)
+        if factors is not None:
+            flat_weights *= factors.flatten(2, 3)
         grad_value[:, :, seen] += flat_weights.mT @ grads.flatten(2, 3)
         grad_key[:, :, seen] += flat_scored.mT @ queries.flatten(2, 3)
         grad_query[:, :, block] = unfold_heads(flat_scored @ keys, heads)

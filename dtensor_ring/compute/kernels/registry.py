@@ -76,6 +76,7 @@ class CheckedKernel(Kernel):
     def __init__(self, kernel: Kernel) -> None:
         self.wrapped = kernel
         self.name, self.has_segments = kernel.name, kernel.has_segments  # type: ignore[misc]
+        self.has_dropout = kernel.has_dropout  # type: ignore[misc]
         self._seen: set[tuple[str, bool, torch.dtype]] = set()
 
     def missing(self) -> str | None:
@@ -334,8 +335,13 @@ def first_able(
     raise ValueError(f"{what} {act} ({'; '.join(reasons)}){hint}")
 
 
+NO_DROPOUT = "it cannot drop weights by the positions of the whole sequence"
+
+
 def able_kernel(kernel: Kernel, problem: Problem) -> tuple[Kernel, str | None]:
     """Return the kernel, widened if the gradient of lse needs it, and why it cannot serve."""
+    if problem.dropout and not kernel.has_dropout:
+        return kernel, NO_DROPOUT
     reason = kernel.supports(problem)
     if reason is None or not problem.differentiable_lse:
         return kernel, reason

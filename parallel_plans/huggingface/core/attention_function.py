@@ -1,4 +1,4 @@
-"""The attention implementation named `ring`, which has no dropout."""
+"""The attention implementation named `ring`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from dtensor_ring.extension import within_layer
+from dtensor_ring.extension import numbered, within_layer
 from parallel_plans.huggingface.core import patterns
 from parallel_plans.huggingface.core.layer_inputs import LayerInputs, ScanChunks
 from parallel_plans.huggingface.core.model_masks import ModelMask, PrecomputedMask
@@ -40,6 +40,7 @@ class RingInputs(NamedTuple):
         precomputed: what all layers see, if an outer model made their mask.
         past: number of tokens cached before this batch.
         scan_chunks: chunks of the sequence, for layers with a state.
+        seed: the seed of attention dropout in this forward, int64, `()`; `None` without.
     """
 
     layers: tuple[LayerInputs, ...]
@@ -48,6 +49,7 @@ class RingInputs(NamedTuple):
     precomputed: PrecomputedMask | None = None
     past: int = 0
     scan_chunks: ScanChunks | None = None
+    seed: Tensor | None = None
 
     def of_layer(self, module: Any) -> LayerInputs:
         """Return the inputs of a layer's attention."""
@@ -93,15 +95,16 @@ def attention(
             "context_parallel_plan on the module that you call"
         )
     inputs = ring.of_layer(module)
-    _refuse(module, query, key, dropout, others, inputs)
+    _refuse(module, query, key, others, inputs)
     query = at_positions(module, query, ring.indices, ring.past)
     scores: dict[str, Any] = {"sinks": s_aux, "scale": scaling}
     seen = _seen(module, attention_mask, ring, inputs)
     with within_layer(module):
         if indices is None:
+            scores |= _dropout_of(module, dropout, ring)
             out = inputs.attend(query, key, value, softcap=softcap or 0.0, **scores, **seen)
         else:
-            _refuse_indices(module, indices, softcap)
+            _refuse_indices(module, indices, softcap, dropout)
             out = indices.attend(module, (query, key, value), inputs, seen, scores)
     return out.transpose(1, 2), None
 
@@ -154,12 +157,9 @@ def _refuse(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
-    dropout: float,
     others: dict[str, Any],
     inputs: LayerInputs,
 ) -> None:
-    if dropout:
-        raise ValueError(f"{type(module).__name__}: {no_dropout(module, dropout)}")
     if query.shape[2] != key.shape[2] and inputs.key_runs is None:
         raise ValueError(
             f"{type(module).__name__} attends from {query.shape[2]} to {key.shape[2]} tokens: "
@@ -170,7 +170,7 @@ def _refuse(
             raise ValueError(f"{type(module).__name__} gives {name}, which a ring does not take")
 
 
-def _refuse_indices(module: nn.Module, indices: Any, softcap: float | None) -> None:
+def _refuse_indices(module: nn.Module, indices: Any, softcap: float | None, dropout: float) -> None:
     name = type(module).__name__
     if not hasattr(indices, "attend"):
         raise ValueError(
@@ -179,6 +179,34 @@ def _refuse_indices(module: nn.Module, indices: Any, softcap: float | None) -> N
         )
     if softcap:
         raise ValueError(f"{name} gives a softcap of {softcap} for keys that an index chooses")
+    if dropout:
+        raise ValueError(
+            f"{name} drops weights of keys that an index chooses: {set_to_zero(module, dropout)}"
+        )
+
+
+# The attribute that numbers the attentions of a model. A tensor: a compiler compiles layers, which
+# differ in nothing else, once.
+NUMBER = "context_parallel_number"
+
+
+def number_attention(module: nn.Module, number: int) -> None:
+    """Number an attention of a model, whose dropout is then its own."""
+    setattr(module, NUMBER, torch.tensor(number, device="cpu"))
+
+
+def _dropout_of(module: nn.Module, dropout: float, ring: RingInputs) -> dict[str, Any]:
+    """Return the dropout of a layer, as arguments of attention; empty without."""
+    if not dropout:
+        return {}
+    if ring.seed is None:
+        raise ValueError(
+            f"{type(module).__name__} drops attention weights, {dropout}, in a forward with a "
+            "cache, or since the plan was applied to a model without dropout: "
+            f"{set_to_zero(module, dropout)}, or set it before the plan and use no cache"
+        )
+    # One seed for each layer: a layer computed again, by checkpointing, gets the same.
+    return {"dropout_p": dropout, "dropout_seed": numbered(ring.seed, getattr(module, NUMBER))}
 
 
 def at_positions(module: Any, query: Tensor, indices: Tensor, past: int = 0) -> Tensor:
@@ -199,34 +227,23 @@ def at_positions(module: Any, query: Tensor, indices: Tensor, past: int = 0) -> 
     return (query * (wanted / applied).view(1, 1, -1, 1)).to(query.dtype)
 
 
-def check_dropout(model: Any) -> None:
-    """Refuse a model that drops attention weights in training, in whatever mode it is now.
-
-    Raises:
-        ValueError: naming the option of its config.
-    """
+def attention_dropout(model: Any) -> float:
+    """Return which share of attention weights a model drops in training, in its mode or not."""
     tokens = patterns.two_tokens(model)
     module = patterns.first_attention(model, patterns.pattern_of, input_ids=tokens).module
     # Set this module only: in training, other modules may skip layers at random.
     was, module.training = module.training, True
     try:
-        dropout = patterns.first_attention(model, patterns.pattern_of, input_ids=tokens).dropout
+        return patterns.first_attention(model, patterns.pattern_of, input_ids=tokens).dropout
     finally:
         module.training = was
-    if dropout:
-        raise ValueError(
-            f"no context-parallel plan for {type(model).__name__}: {no_dropout(model, dropout)}"
-        )
 
 
-def no_dropout(module: Any, dropout: float) -> str:
-    """Return why this dropout is refused, and how to turn it off by its name in the config."""
+def set_to_zero(module: Any, dropout: float) -> str:
+    """Say how to turn a dropout off, by its name in the config."""
     config = getattr(module, "config", None)
     options = config.to_dict() if config is not None else {}
     names = [name for name, x in options.items() if "drop" in name and x == dropout]
     of_attention = [name for name in names if "att" in name]
     name = (of_attention or names or ["attention_dropout"])[0]
-    return (
-        f"a ring has no attention dropout, and {name} is {dropout}; make the model with {name}=0, "
-        f"as by from_pretrained(..., {name}=0)"
-    )
+    return f"make the model with {name}=0, as by from_pretrained(..., {name}=0)"

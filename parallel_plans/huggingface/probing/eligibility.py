@@ -55,6 +55,10 @@ def without_adapters(model: Any) -> Any:
     return model if base_of is None else base_of()
 
 
+# The class of transformers for heads of multi-token prediction.
+DRAFTS = "MtpModel"
+
+
 def check_model(model: Any) -> None:
     """Refuse a model whose result would depend on how its sequence is sharded.
 
@@ -84,6 +88,13 @@ def _reasons(model: Any, config: Any) -> Iterator[str]:
         yield (
             "its decoder attends to what an encoder makes of another sequence, and cross attention "
             "of Hugging Face models is not supported over a sharded sequence"
+        )
+        return
+    if type(model).__name__ == DRAFTS:
+        yield (
+            "its heads draft tokens from the hidden states of another model, and transformers does "
+            "not train them: its loss of several heads raises; torchtitan trains such heads, see "
+            "docs/torchtitan.md"
         )
         return
     if language_model_of(model) is not model:

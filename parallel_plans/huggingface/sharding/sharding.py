@@ -20,6 +20,7 @@ from dtensor_ring.extension import (
     NotPickled,
     axis_group,
     checked_barrier,
+    draw_seed,
     positions_of,
 )
 from parallel_plans.huggingface.core.attention_function import RingInputs, check_implementation
@@ -83,9 +84,10 @@ class Sharding:
         cache_dtype: str | None = None,
         local_batch: bool = False,
         why_whole: str | None = None,
+        drops: bool = False,
     ) -> None:
         self._not_pickled = NotPickled(NO_PICKLE)  # first: pickle reads attributes in order
-        self.cache_dtype, self.local_batch = cache_dtype, local_batch
+        self.cache_dtype, self.local_batch, self.drops = cache_dtype, local_batch, drops
         self.axis, self.layer_masks, self.loss, self.passing = axis, layer_masks, loss, passing
         self.outputs = Outputs(axis, unshard_outputs, is_even=passing is not None)
         self.agreement = Agreement(axis, model)
@@ -100,6 +102,11 @@ class Sharding:
         self._local_batches = LocalBatches(axis, self.agreement, loss, why_whole, *is_plain)
         self._names = list(signature(model.forward).parameters)
         self._spec: OutputSpec | None = None
+
+    @property
+    def rank(self) -> int:
+        """This rank on the axis."""
+        return self.axis.mesh.get_local_rank()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Sharding:
         """Return itself: copies of a model share the forward that calls it."""
@@ -253,7 +260,10 @@ class Sharding:
         The model does not get the labels: the plan takes the loss, or a head that has them.
         """
         inputs = ShardedInputs(self.axis, plan.sharded_length, plan.documents, plan.documents.runs)
-        ring = RingInputs((inputs,), plan.indices, self.layer_masks, scan_chunks=plan.scan_chunks)
+        seed = draw_seed(plan.indices.device) if self.drops and model.training else None
+        ring = RingInputs(
+            (inputs,), plan.indices, self.layer_masks, scan_chunks=plan.scan_chunks, seed=seed
+        )
         # Layers with a state mask their own padding.
         how = keywords(batch, ring, None if self.passing is None else batch.mask)
         router = None

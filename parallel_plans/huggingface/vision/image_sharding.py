@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from dtensor_ring import SequenceAxis
 from dtensor_ring.extension import gather_rows
 from parallel_plans.huggingface.core.patterns import frozen
+from parallel_plans.huggingface.core.random_state import random_of_rank
 from parallel_plans.huggingface.vision.replicas import told_by_replicas
 
 # Flops that a device computes while it sends a byte: 400 TFLOP/s, and 50 GB/s to its peers.
@@ -132,7 +133,8 @@ class ImageSharding:
         if not self._pays(images, share):
             return plain(model, **arguments)
         self.num_run = share.end - share.begin if share.totals[rank] else 0
-        output = plain(model, **images.part(share.begin, share.end))
+        with random_of_rank(model, rank, images.arguments["pixel_values"].device):
+            output = plain(model, **images.part(share.begin, share.end))
         # Other outputs of the encoder cover only this rank's images, so they are dropped.
         return type(output)(**self._joined(_merged(output), share))
 

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from parallel_plans.huggingface.core.documents import DocumentBounds, check_ones_and_zeros
+from parallel_plans.huggingface.core.random_state import random_of_rank
 from parallel_plans.huggingface.core.versions import NAMES_OF_CACHE, cache_name
 from parallel_plans.huggingface.generation.generate import (
     GROWS,
@@ -208,7 +209,8 @@ def _inner_forward(plain: Any, sharding: Sharding, outer: OuterModel) -> Any:
         if call.is_image is not None and not torch.compiler.is_compiling():
             check_cuts(call.is_image, spec.plan.documents)
         give_labels(call.model, spec.head_labels)
-        output = kept(self, **batch)
+        with random_of_rank(self, sharding.rank, spec.plan.indices.device):
+            output = kept(self, **batch)
         call.spec = spec._replace(of_tokens=frozenset({*output.keys(), "logits"}))
         return output
 

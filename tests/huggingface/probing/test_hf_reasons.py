@@ -9,7 +9,7 @@ import torch
 import transformers
 from torch import nn
 
-from parallel_plans.huggingface.core.attention_function import check_dropout, no_dropout
+from parallel_plans.huggingface.core.attention_function import attention_dropout, set_to_zero
 from parallel_plans.huggingface.probing.eligibility import check_model
 from tests.families import SMALL
 
@@ -120,12 +120,15 @@ def test_attention_dropout_has_the_name_of_the_config(case: str) -> None:
     config = getattr(transformers, f"{name}Config")
     head = "ForMaskedLM" if name == "Bert" else "LMHeadModel" if name == "GPT2" else "ForCausalLM"
     model = getattr(transformers, name + head)
-    refused = model(config(**options)).eval()
-    with pytest.raises(ValueError, match=rf"{option} is 0\.3; make the model with {option}=0,"):
-        check_dropout(refused)
-    assert not any(module.training for module in refused.modules())
-    check_dropout(model(config(**options | {option: 0.0})).train())
+    dropping = model(config(**options)).eval()
+    assert attention_dropout(dropping) == 0.3
+    assert not any(module.training for module in dropping.modules())
+    attending = next(
+        x for x in dropping.modules() if hasattr(x, "config") and "Att" in str(type(x))
+    )
+    assert f"make the model with {option}=0," in set_to_zero(attending, 0.3)
+    assert attention_dropout(model(config(**options | {option: 0.0})).train()) == 0
 
 
 def test_attention_dropout_that_no_config_names() -> None:
-    assert "attention_dropout is 0.2" in no_dropout(nn.Linear(1, 1), 0.2)
+    assert "with attention_dropout=0" in set_to_zero(nn.Linear(1, 1), 0.2)

@@ -1,0 +1,251 @@
+"""Dropout of attention: the weights that it drops depend on positions in the whole batch alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
+
+from dtensor_ring import Balanced, Contiguous, Mask, SequenceAxis, Slices, ring_attention
+from dtensor_ring import shard_sequence as shard
+from dtensor_ring import unshard_sequence as unshard
+from dtensor_ring.planning.layout import BlockCyclic, Striped, ZigZag
+from tests.dense import dense_attention, dropout_factors
+from tests.ops.test_op import errors_of
+from tests.pool import Pool
+from tests.rings import Case, Ring
+
+CAUSAL, FULL = Mask.causal(), Mask.full()
+DOCUMENTS = ((0, 3, 4, 4, 11, 24), (0, 9, 11, 24, 24, 24))
+LAYOUTS = Contiguous(), Striped(), ZigZag(), BlockCyclic(2)
+RATE = 0.3
+
+
+def cases(world_size: int) -> list[Case]:
+    """Layouts, strategies and options of an attention that drops weights."""
+
+    def case(ring: Ring, **options: Any) -> Case:
+        return Case(ring, dropout_p=RATE, **options)
+
+    rings = [Ring(layout, world_size, 24, CAUSAL) for layout in LAYOUTS]
+    rings += [Ring(layout, world_size, 24, CAUSAL, DOCUMENTS) for layout in LAYOUTS]
+    rings += [Ring(ZigZag(), world_size, 21, Mask.sliding(5), strategy="all_gather")]
+    rings += [Ring(Balanced(CAUSAL, 24, world_size, DOCUMENTS, block=2), world_size, 24, CAUSAL)]
+    rings += [Ring(Contiguous(), world_size, 12, FULL, key_seq_len=20)]
+    slices = Slices.documents(torch.tensor(DOCUMENTS[0]), Mask.sliding(4))
+    rings += [Ring(Striped(), world_size, 24, FULL, slices=slices)]
+    ring = Ring(ZigZag(), world_size, 24, CAUSAL)
+    options: list[dict[str, Any]] = [
+        {"sinks": (0.5, -1.0, 2.0, 0.0), "grad_lse": True},
+        {"softcap": 2.0, "heads": (2, 2), "batch": 3},
+        {"seed": 2**61 + 5, "heads": (3, 1)},
+    ]
+    return [*map(case, rings), *(case(ring, **x) for x in options)]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_equals_dense_attention_with_the_same_mask(pool: Pool, world_size: int) -> None:
+    given = cases(world_size)
+    for rank, by_case in enumerate(pool.run(world_size, errors_of, given)):
+        for case, found in zip(given, by_case, strict=True):
+            assert max(found.values()) < 1e-12, f"rank {rank}: {case} {found}"
+
+
+# Of DTensors on a mesh of more axes: batch rows and heads are counted in the whole batch.
+@pytest.mark.parametrize("strategy", ["ring", "ulysses"])
+@pytest.mark.parametrize("other", [Shard(0), Shard(1)], ids=["batch", "heads"])
+def test_counts_in_the_whole_batch(pool: Pool, strategy: str, other: Shard) -> None:
+    pool.run(4, _check_whole_batch, strategy, other)
+
+
+def _check_whole_batch(strategy: str, other: Shard) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("other", "cp"))
+    SequenceAxis(mesh["cp"], "contiguous", strategy=strategy)
+    whole = _inputs()
+    seed, placements = torch.tensor(5), [other, Shard(2)]
+    factors = dropout_factors(RATE, 5, (2, 4, 16, 16))
+    dense = dense_attention(*whole, CAUSAL, factors=factors)
+    inputs = [distribute_tensor(x, mesh, placements).requires_grad_() for x in whole]
+    out = ring_attention(*inputs, dropout_p=RATE, dropout_seed=seed)
+    grads = torch.autograd.grad(out, inputs, distribute_tensor(whole[0], mesh, placements))
+    for found, expected in zip((out, *grads), (dense.out, *dense.backward(whole[0])), strict=True):
+        torch.testing.assert_close(found.full_tensor(), expected, atol=1e-12, rtol=1e-12)
+
+
+def _inputs(seq_len: int = 16) -> list[Tensor]:
+    """Query, key and value, float64, the same on each rank."""
+    generator = torch.Generator().manual_seed(3)
+    shape = 2, 4, seq_len, 8
+    return [torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(3)]
+
+
+@pytest.mark.parametrize("strategy", ["ring", "ulysses"])
+def test_scaled_dot_product_attention_drops_by_the_random_state(pool: Pool, strategy: str) -> None:
+    one, two, four = (pool.run(size, _attended, strategy) for size in (1, 2, 4))
+    for found in (*one, *two, *four):
+        for x, y in zip(found, one[0], strict=True):
+            torch.testing.assert_close(x, y, atol=1e-13, rtol=1e-13)
+
+
+def _attended(strategy: str) -> list[Tensor]:
+    """Outputs and gradients of calls that share nothing but the seed of the process."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    SequenceAxis(mesh, "zigzag", strategy=strategy)
+    whole = [x.requires_grad_() for x in _inputs()]
+    torch.manual_seed(7)
+    results = []
+
+    def attend(*inputs: Tensor) -> Tensor:
+        sharded = (shard(x, mesh, 2) for x in inputs)
+        return unshard(F.scaled_dot_product_attention(*sharded, dropout_p=RATE, is_causal=True), 2)
+
+    for run in (attend, lambda *x: checkpoint(attend, *x, use_reentrant=False)):
+        out = run(*whole)
+        grads = torch.autograd.grad(out.square().sum(), whole)
+        for grad in grads:
+            dist.all_reduce(grad.div_(mesh.size()))  # each rank has that of its own tokens
+        results += [out.detach(), *grads]
+    first, again = results[0], results[4]
+    assert not torch.equal(first, again), "each call draws a seed of its own"
+    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
+        results += [attend(*whole)]
+    return results
+
+
+def test_recomputation_drops_the_same_weights(pool: Pool) -> None:
+    pool.run(2, _check_recomputation)
+
+
+def _check_recomputation() -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    axis = SequenceAxis(mesh, "striped")
+    seen: list[Tensor] = []
+
+    def attend(*inputs: Tensor) -> Tensor:
+        out = axis.attention(*inputs, dropout_p=RATE)
+        seen.append(out.detach())
+        return out.square()
+
+    for is_reentrant in (False, True):
+        torch.manual_seed(1)
+        whole = [x[:, :, dist.get_rank() :: 2].clone().requires_grad_() for x in _inputs()]
+        checkpoint(attend, *whole, use_reentrant=is_reentrant).sum().backward()
+        forward, again = seen
+        assert torch.equal(forward, again)
+        seen.clear()
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiled(pool: Pool, backend: str) -> None:
+    pool.run(2, _check_compiled, backend)
+
+
+def _check_compiled(backend: str) -> None:
+    """One graph, whose seeds come from the random state, alike on all ranks, anew in each call."""
+    mesh = init_device_mesh("cpu", (2,))
+    axis = SequenceAxis(mesh, "zigzag")
+    whole = _inputs()
+    inputs = [axis.shard(x, 2).to_local().requires_grad_() for x in whole]
+
+    def attend(*inputs: Tensor) -> Tensor:
+        return axis.attention(*inputs, dropout_p=RATE)
+
+    compiled = torch.compile(attend, fullgraph=True, backend=backend)
+    torch.manual_seed(2)
+    # A seed that is given says what is dropped in graphs, too.
+    given = torch.compile(
+        lambda *x: axis.attention(*x[:3], dropout_p=RATE, dropout_seed=x[3]),
+        fullgraph=True,
+        backend=backend,
+    )
+    out = given(*inputs, torch.tensor(5))
+    dense = dense_attention(*whole, CAUSAL, factors=dropout_factors(RATE, 5, (2, 4, 16, 16)))
+    ours = [axis.shard(x, 2).to_local() for x in (dense.out, *dense.backward(whole[0]))]
+    grads = torch.autograd.grad(out, inputs, axis.shard(whole[0], 2).to_local())
+    for found, expected in zip((out, *grads), ours, strict=True):
+        torch.testing.assert_close(found, expected, atol=1e-12, rtol=1e-12)
+    one, two = compiled(*inputs), compiled(*inputs)
+    assert not torch.equal(one, two)
+    # Values of one: each output is the sum of its row's weights, whose mean is one.
+    ones = [inputs[0], inputs[1], torch.ones_like(inputs[2]).requires_grad_()]
+    sums = compiled(*ones)
+    (grad,) = torch.autograd.grad(sums, ones[2:], sums.detach())
+    # With the same weights w in backward: sum(grad) = sum(w * sums) = sum(sums ** 2).
+    total = torch.stack([grad.sum(), sums.square().sum()]).detach()
+    dist.all_reduce(total)
+    torch.testing.assert_close(total[0], total[1])
+
+
+def test_masks_are_independent() -> None:
+    """Chi-square over pairs of weights that differ in one number, or in their seed."""
+    size, seed = 100, 3
+    shape = (2, 2, 512, 512)
+    kept = dropout_factors(RATE, seed, shape) > 0
+    pairs = {
+        "rows": kept[0].eq(kept[1]),
+        "heads": kept[:, 0].eq(kept[:, 1]),
+        "queries": kept[:, :, 1:].eq(kept[:, :, :-1]),
+        "keys": kept[..., 1:].eq(kept[..., :-1]),
+        "diagonals": kept[..., 1:, 1:].eq(kept[..., :-1, :-1]),
+        "seeds": kept.eq(dropout_factors(RATE, seed + 1, shape) > 0),
+        "transposed": kept.eq(kept.mT)[..., *torch.triu_indices(512, 512, 1)],
+    }
+    assert abs(kept.double().mean().item() - (1 - RATE)) < 5 * (0.21 / kept.numel()) ** 0.5
+    chance = RATE**2 + (1 - RATE) ** 2
+    for name, equal in pairs.items():
+        count = equal.numel()
+        excess = equal.sum().item() - count * chance
+        chi_square = excess**2 / (count * chance * (1 - chance))
+        assert chi_square < 20, f"{name}: {chi_square} over {count:,} pairs, size {size}"
+
+
+REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "rate": ({"dropout_p": 1.0}, ValueError, "at least 0 and less than 1, got 1.0"),
+    "negative": ({"dropout_p": -0.1}, ValueError, "at least 0 and less than 1, got -0.1"),
+    "text": ({"dropout_p": "0.1"}, TypeError, "dropout_p must be a number"),
+    "number": ({"dropout_p": 0.1, "dropout_seed": 5}, TypeError, "must be a plain tensor"),
+    "float seed": (
+        {"dropout_p": 0.1, "dropout_seed": torch.tensor(1.0)},
+        ValueError,
+        r"one int64 number, shape \(\), on cpu, got \(\) torch.float32",
+    ),
+    "kernel": (
+        {"dropout_p": 0.1, "kernel": "cpu_flash"},
+        ValueError,
+        "'cpu_flash' cannot serve this attention .*cannot drop weights by the positions",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(pool: Pool, name: str) -> None:
+    pool.run(2, _check_refused, name)
+
+
+def _check_refused(name: str) -> None:
+    options, error, message = REFUSED[name]
+    mesh = init_device_mesh("cpu", (2,))
+    SequenceAxis(mesh, "zigzag")
+    x = torch.randn(1, 2, 8, 8)
+    with pytest.raises(error, match=message):
+        ring_attention(x, x, x, mesh=mesh, **options)
+
+
+def test_ranks_with_other_rates_are_refused(pool: Pool) -> None:
+    pool.run(2, _check_rates_differ)
+
+
+def _check_rates_differ() -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    SequenceAxis(mesh, "zigzag")
+    x = torch.randn(1, 2, 8, 8)
+    with pytest.raises(ValueError, match="dropout_p"):
+        ring_attention(x, x, x, mesh=mesh, dropout_p=0.1 * (1 + dist.get_rank()), validate=True)

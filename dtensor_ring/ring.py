@@ -8,14 +8,12 @@ from dtensor_ring.compute.accumulate import GradientShare, GradientSum, RunningO
 from dtensor_ring.compute.execute import Pair, backward_step, forward_step
 from dtensor_ring.compute.kernels import Kernel, Saved, Scores
 from dtensor_ring.compute.merge import accumulate_sums
+from dtensor_ring.compute.ordered import OrderedGradients, OrderedOutput
 from dtensor_ring.compute.trace import Label
 from dtensor_ring.planning.plan import Plan, Step
 from dtensor_ring.transport.quantised_rotation import shard_rotation
-from dtensor_ring.transport.rotation import SumRotation
+from dtensor_ring.transport.rotation import Packet, SumRotation
 from dtensor_ring.transport.transport import DEFAULT_POLICY, TransferPolicy, Transport
-
-Sums = tuple[GradientSum, GradientSum]
-Shares = tuple[GradientShare, GradientShare]
 
 
 def ring_forward(
@@ -29,13 +27,23 @@ def ring_forward(
     rounded: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return `(out, lse)` of the local queries over all keys and values of the ring."""
-    running = RunningOutput(query, shard[1].shape[3], scores.sinks, room=policy.num_parts)
+    head_dim, sinks = shard[1].shape[3], scores.sinks
+    running: RunningOutput | OrderedOutput
+    if plan.order is None:
+        running = RunningOutput(query, head_dim, sinks, room=policy.num_parts)
+    else:
+        running = OrderedOutput(query, head_dim, sinks, plan.order)
     with shard_rotation(transport, plan, shard, policy.kv_dtype, rounded) as shards:
         for step in plan.steps:
             label = Label("forward", step.number, step.source)
             in_flight = plan.shards[step.number].moves
             with shards.moving(step, label) as kv:
-                forward_step(step, query, kv, running, kernel, scores, label, in_flight=in_flight)
+                if isinstance(running, OrderedOutput):
+                    running.step(step, kv, kernel, scores, label, in_flight)
+                else:
+                    forward_step(
+                        step, query, kv, running, kernel, scores, label, in_flight=in_flight
+                    )
     with label("merge"):
         return running.result()
 
@@ -52,9 +60,8 @@ def ring_backward(
     rounded: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of the local query, key and value."""
-    grad_query = GradientSum(query, policy.num_parts)
-    grad_shard = GradientSum(shard[0]), GradientSum(shard[1])
     sum_dtype = policy.sum_dtype(shard[0].dtype)
+    grads = (_Arriving if plan.order is None else _Ordered)(query, shard, plan, policy)
     with (
         shard_rotation(transport, plan, shard, policy.kv_dtype, rounded) as shards,
         SumRotation(transport, plan, shard, sum_dtype) as sums,
@@ -62,34 +69,94 @@ def ring_backward(
         for step in plan.steps:
             label = Label("backward", step.number, step.source)
             with shards.moving(step, label) as kv:
-                shares = GradientShare(kv[0]), GradientShare(kv[1])
-                # Step 0 is this rank's own shard, whose gradients need not travel.
-                grad_kv = shares if step.number else grad_shard
-                backward_step(step, saved, query, kv, grad_query, grad_kv, kernel, scores, label)
+                grads.compute(step, saved, kv, kernel, scores, label)
                 if step.number:
-                    _collect(sums, grad_shard, label)
-                    _contribute(sums, step, shares, label)
+                    _collect(sums, grads, step.number - 1, label)
+                    grads.contribute(sums, step, label)
                     # After the kernels: on the ring, a sum travels one hop after its shard.
                     sums.post(step, label)
-        _collect(sums, grad_shard, Label("backward", len(plan.steps) - 1, plan.rank))
-    return grad_query.result(), grad_shard[0].result(), grad_shard[1].result()
+        last = len(plan.steps) - 1
+        _collect(sums, grads, last, Label("backward", last, plan.rank))
+    return grads.result()
 
 
-def _collect(sums: SumRotation, grad_shard: Sums, label: Label) -> None:
-    """Add the gradients that other ranks summed for this rank's own keys and values."""
+class _Arriving:
+    """Gradients that are summed as launches return them and as sums arrive."""
+
+    def __init__(self, query: Tensor, shard: Pair, plan: Plan, policy: TransferPolicy) -> None:
+        self._query = query
+        self._grad_query = GradientSum(query, policy.num_parts)
+        self._grad_shard = GradientSum(shard[0]), GradientSum(shard[1])
+
+    def compute(
+        self, step: Step, saved: Saved, kv: Pair, kernel: Kernel, scores: Scores, label: Label
+    ) -> None:
+        """Add the gradients of a step."""
+        self._shares = GradientShare(kv[0]), GradientShare(kv[1])
+        # Step 0 is this rank's own shard, whose gradients need not travel.
+        grad_kv = self._shares if step.number else self._grad_shard
+        backward_step(
+            step, saved, self._query, kv, self._grad_query, grad_kv, kernel, scores, label
+        )
+
+    def arrive(self, packet: Packet, number: int, is_last: bool) -> None:
+        """Add the gradients that other ranks summed for this rank's own keys and values."""
+        for grad, total in zip(self._grad_shard, packet.pair, strict=True):
+            grad.add_arrived(total, packet.cols, is_last)
+
+    def contribute(self, sums: SumRotation, step: Step, label: Label) -> None:
+        """Add this rank's gradients of a source's keys and values to the sum that travels."""
+        if not step.cols:
+            return
+        with label("merge"):
+            packet, is_new = sums.sum_of(step.source, step.cols)
+            # One launch adds both, on devices that have a kernel for it.
+            accumulate_sums(
+                *(
+                    x.to_add(total, is_new)
+                    for total, x in zip(packet.pair, self._shares, strict=True)
+                )
+            )
+
+    def result(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the gradients of query, key and value."""
+        return self._grad_query.result(), self._grad_shard[0].result(), self._grad_shard[1].result()
+
+
+class _Ordered:
+    """Gradients that are summed in a fixed order, see Note [Fixed order]."""
+
+    def __init__(self, query: Tensor, shard: Pair, plan: Plan, policy: TransferPolicy) -> None:
+        assert plan.order is not None, "the caller has asked"
+        self._order = plan.order
+        self._grads = OrderedGradients(query, shard, plan.order)
+
+    def compute(
+        self, step: Step, saved: Saved, kv: Pair, kernel: Kernel, scores: Scores, label: Label
+    ) -> None:
+        """Add the gradients of a step."""
+        self._grads.step(step, saved, kv, kernel, scores, label)
+
+    def arrive(self, packet: Packet, number: int, is_last: bool) -> None:
+        """Add the gradients that another rank computed for this rank's own keys and values."""
+        self._grads.arrive(number, packet.pair)
+
+    def contribute(self, sums: SumRotation, step: Step, label: Label) -> None:
+        """Write the gradients of a source's keys and values into the message to it."""
+        cols = self._order.departing[step.number].cols
+        if not cols:
+            return
+        with label("merge"):
+            packet, _ = sums.sum_of(step.source, cols)
+            self._grads.depart(step, packet.pair)
+
+    def result(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the gradients of query, key and value."""
+        return self._grads.result()
+
+
+def _collect(sums: SumRotation, grads: _Arriving | _Ordered, number: int, label: Label) -> None:
+    """Add the gradients of this rank's own keys and values that came after a step."""
     for packet, is_last in sums.wait(label):
         with label("merge"):
-            for grad, total in zip(grad_shard, packet.pair, strict=True):
-                grad.add_arrived(total, packet.cols, is_last)
-
-
-def _contribute(sums: SumRotation, step: Step, shares: Shares, label: Label) -> None:
-    """Add this rank's gradients of a source's keys and values to the sum that travels."""
-    if not step.cols:
-        return
-    with label("merge"):
-        packet, is_new = sums.sum_of(step)
-        # One launch adds both, on devices that have a kernel for it.
-        accumulate_sums(
-            *(x.to_add(total, is_new) for total, x in zip(packet.pair, shares, strict=True))
-        )
+            grads.arrive(packet, number, is_last)

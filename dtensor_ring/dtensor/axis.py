@@ -280,7 +280,7 @@ class SequenceAxis:
         self._config.check_runs(runs is not None)
         by_row = ((batch.cu_seqlens, 2), (batch.slices, 3))
         num_rows = next((len(x) for x, ndim in by_row if x is not None and x.ndim == ndim), 1)
-        plan(*call.request(num_rows))
+        plan(*call.in_whole_blocks().request(num_rows))
 
     def shard(self, tensor: Tensor, dim: int, layout: Balanced | None = None) -> DTensor:
         """Shard a tensor that every rank holds whole, see `shard_sequence`.

@@ -79,6 +79,8 @@ class Launch:
         mask: the band, in indices of the tile or of each segment.
         segments: boundaries of the tiles; `None` for a single tile.
         in_flight: whether messages are in flight during the launch and need multiprocessors.
+        by_block: whether the bits of a batch row and head must not depend on other ones, on
+            strides, or on where the tensors are in memory, see `Kernel.bitwise_by_block`.
     """
 
     rows: Region
@@ -86,6 +88,7 @@ class Launch:
     mask: Mask
     segments: Segments | None = None
     in_flight: bool = False
+    by_block: bool = False
 
 
 class Scores(NamedTuple):
@@ -163,6 +166,7 @@ class Problem:
         windowed: whether tiles may have bands other than full and causal.
         grouped: whether there are fewer key heads than query heads.
         packed: whether the sequence has documents; then a step may have any number of tiles.
+        by_block: whether launches are `by_block`.
         determinism: PyTorch's setting, by default the current one.
         capability: compute capability of the current GPU, `None` for tensors on a CPU.
     """
@@ -177,6 +181,7 @@ class Problem:
     windowed: bool = False
     grouped: bool = False
     packed: bool = False
+    by_block: bool = False
     determinism: Determinism = field(default_factory=determinism)
     capability: tuple[int, int] | None = field(init=False, default=None)
 
@@ -244,10 +249,14 @@ class Kernel(ABC):
     Attributes:
         name: the name in the `kernel` argument and in `available_kernels`.
         has_segments: whether the kernel takes launches with segments.
+        bitwise_by_block: whether launches `by_block` are served: for tiles of the same shape, mask
+            and content, a batch row and a key head with its queries get the same bits, whatever
+            else is in the launch, and wherever the tensors are. Sums in a fixed order need it.
     """
 
     name: ClassVar[str]
     has_segments: ClassVar[bool] = False
+    bitwise_by_block: ClassVar[bool] = False
 
     @abstractmethod
     def missing(self) -> str | None:

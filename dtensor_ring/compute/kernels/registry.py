@@ -76,6 +76,7 @@ class CheckedKernel(Kernel):
     def __init__(self, kernel: Kernel) -> None:
         self.wrapped = kernel
         self.name, self.has_segments = kernel.name, kernel.has_segments  # type: ignore[misc]
+        self.bitwise_by_block = kernel.bitwise_by_block  # type: ignore[misc]
         self._seen: set[tuple[str, bool, torch.dtype]] = set()
 
     def missing(self) -> str | None:
@@ -337,6 +338,8 @@ def first_able(
 def able_kernel(kernel: Kernel, problem: Problem) -> tuple[Kernel, str | None]:
     """Return the kernel, widened if the gradient of lse needs it, and why it cannot serve."""
     reason = kernel.supports(problem)
+    if reason is None and problem.by_block and not kernel.bitwise_by_block:
+        reason = 'its bits depend on what else is in a launch, and order="fixed" needs others'
     if reason is None or not problem.differentiable_lse:
         return kernel, reason
     widened = WidenedKernel(kernel)

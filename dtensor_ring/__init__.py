@@ -18,6 +18,7 @@ from dtensor_ring.dtensor.attention import ring_attention
 from dtensor_ring.dtensor.axis import SequenceAxis
 from dtensor_ring.dtensor.flex.block_mask import slices_of_block_mask
 from dtensor_ring.dtensor.gather import sequence_runs, sum_over_sequence
+from dtensor_ring.dtensor.in_blocks import InBlocks
 from dtensor_ring.dtensor.merge_attention import merge_attention
 from dtensor_ring.dtensor.sequence import (
     next_token_labels,
@@ -54,6 +55,7 @@ __all__ = [
     "BlockPool",
     "ContextParallel",
     "Contiguous",
+    "InBlocks",
     "Machine",
     "Mask",
     "OutOfBlocks",

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-from dtensor_ring.compute.accumulate import GradientShare, GradientSum, RunningOutput
+from dtensor_ring.compute.accumulate import (
+    GradientShare,
+    GradientSum,
+    RunningOutput,
+    sinks_gradient,
+)
+from dtensor_ring.compute.exact import tree_sum
 from dtensor_ring.compute.execute import Pair, backward_step, forward_step
 from dtensor_ring.compute.kernels import Kernel, Saved, Scores
 from dtensor_ring.compute.merge import accumulate_sums
-from dtensor_ring.compute.ordered import OrderedGradients, OrderedOutput
+from dtensor_ring.compute.ordered import OrderedGradients, OrderedOutput, sinks_by_block
 from dtensor_ring.compute.trace import Label
 from dtensor_ring.planning.plan import Plan, Step
 from dtensor_ring.transport.quantised_rotation import shard_rotation
 from dtensor_ring.transport.rotation import Packet, SumRotation
-from dtensor_ring.transport.transport import DEFAULT_POLICY, TransferPolicy, Transport
+from dtensor_ring.transport.transport import DEFAULT_POLICY, P2P, TransferPolicy, Transport
 
 
 def ring_forward(
@@ -78,6 +85,37 @@ def ring_backward(
         last = len(plan.steps) - 1
         _collect(sums, grads, last, Label("backward", last, plan.rank))
     return grads.result()
+
+
+def ring_sinks(saved: Saved, sinks: Tensor | None, plan: Plan, transport: Transport) -> Tensor:
+    """Return the gradient of the sinks `(N,)` from the local rows; empty without sinks.
+
+    In a fixed order, the first rank of the ring returns that of all rows, and the others zeros.
+
+    Args:
+        saved: outputs of the local rows; `out` and `lse` include the sinks.
+        sinks: the logits `(N,)`.
+        plan: the plan of this rank.
+        transport: moves the messages.
+    """
+    if sinks is None or plan.order is None:
+        return sinks_gradient(saved, sinks)
+    own, owners = sinks_by_block(saved, sinks, plan.order), plan.order.owners
+    first, found = min(owners), {plan.rank: own}
+    receives, sends = [], []
+    if plan.rank == first:
+        found |= {x: own.new_empty(len(owners[x]), len(sinks)) for x in owners if x != first}
+        receives = [P2P(found[x].view(-1), x) for x in found if x != first and owners[x]]
+    elif len(own):
+        sends = [P2P(own.view(-1), first)]
+    for work in transport.start(receives, sends):
+        work.wait()
+    if plan.rank != first:
+        return torch.zeros_like(sinks)
+    by_block = {
+        n: row for x, blocks in owners.items() for n, row in zip(blocks, found[x], strict=True)
+    }
+    return tree_sum(torch.stack([by_block[n] for n in sorted(by_block)]), 0).to(sinks.dtype)
 
 
 class _Arriving:

@@ -24,7 +24,7 @@ from tests.rings import Case, Ring, local
 WORLDS = 1, 2, 3, 4, 8
 LAYOUTS = "contiguous", "zigzag", "striped", Balanced.name
 MASKS = {"causal": Mask.causal(), "window": Mask.sliding(9), "full": Mask.full()}
-NAMES = "out", "lse", "dq", "dk", "dv"
+NAMES = "out", "lse", "dq", "dk", "dv", "dsinks"
 
 
 @pytest.fixture(autouse=True)
@@ -118,12 +118,15 @@ def results_of(case: Case) -> list[Tensor]:
         else:
             outputs = ring_op(*shards[:3], *flatten(call))
         used = outputs if case.grad_lse else outputs[:1]
-        found = torch.autograd.grad(used, shards[:3], [local(x, own) for x in grads])
+        found = torch.autograd.grad(used, shards, [local(x, own) for x in grads])
         return [x.detach() for x in (*outputs, *found)]
 
     by_rank = play_group(ring.world_size, run)
     results = []
     for parts in zip(*by_rank, strict=True):
+        if parts[0].ndim == 1:  # of sinks, which a user sums over the ranks
+            results.append(torch.stack(parts).sum(0))
+            continue
         whole = parts[0].new_empty(*parts[0].shape[:2], ring.seq_len, *parts[0].shape[3:])
         for rank, part in enumerate(parts):
             whole[:, :, ring.positions(rank)] = part

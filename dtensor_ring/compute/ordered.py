@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dtensor_ring.compute.exact_exp import exact_exp, exact_log
+from dtensor_ring.compute.exact import exact_exp, exact_log, tree_sum
 from dtensor_ring.compute.execute import Pair
 from dtensor_ring.compute.kernels.kernel import Kernel, Launch, Saved, Scores
 from dtensor_ring.compute.memory import (
@@ -28,7 +28,7 @@ from dtensor_ring.compute.memory import (
     unpack,
 )
 from dtensor_ring.compute.trace import Label
-from dtensor_ring.planning.block_order import BlockOrder, Piece, Tree
+from dtensor_ring.planning.block_order import BlockOrder, BlockPair, Tree
 from dtensor_ring.planning.demand import Cols
 from dtensor_ring.planning.plan import Step
 from dtensor_ring.planning.ranges import Span, length, moved
@@ -136,7 +136,7 @@ class OrderedOutput:
             columns(lse, span).copy_(exact_log(mean.total).add_(mean.top))
         return out, lse
 
-    def _leaf(self, piece: Piece, results: list[tuple[Tensor, Tensor]]) -> Mean:
+    def _leaf(self, piece: BlockPair, results: list[tuple[Tensor, Tensor]]) -> Mean:
         """Return the merged results of the tiles of a piece, for all rows of its block."""
         if piece.is_whole[0]:
             return Mean.of(*results[0])
@@ -243,7 +243,7 @@ class OrderedGradients:
         return {x: Tree(queries, _pair_sum) for x, queries in leaves if queries}
 
     def _leaves(
-        self, step: Step, piece: Piece, results: list[tuple[Tensor, Tensor, Tensor]]
+        self, step: Step, piece: BlockPair, results: list[tuple[Tensor, Tensor, Tensor]]
     ) -> tuple[Tensor, Pair]:
         """Return the summed gradients of a piece, for its block of queries and of keys."""
         rows = self._order.rows[piece.blocks[0]]
@@ -263,7 +263,26 @@ class OrderedGradients:
         return of_keys[0], (of_keys[1], of_keys[2])
 
 
-def _launches(piece: Piece, in_flight: bool = False) -> Iterator[tuple[Tile, Launch]]:
+def sinks_by_block(saved: Saved, sinks: Tensor, order: BlockOrder) -> Tensor:
+    """Return the gradient of sinks from each local block of queries, `(blocks, N)`, wide.
+
+    The formula is that of `sinks_gradient`.
+
+    Args:
+        saved: outputs of the local rows; `out` and `lse` include the sinks.
+        sinks: the logits `(N,)`.
+        order: the order of the plan.
+    """
+    slope = -tree_sum(saved.grad_out.to(saved.lse.dtype) * saved.out, dim=3)
+    if saved.grad_lse is not None:
+        slope += saved.grad_lse
+    weight = exact_exp(sinks.to(slope.dtype).view(1, -1, 1) - saved.lse)
+    of_rows = weight.masked_fill_(saved.lse == -torch.inf, 0.0).mul_(slope)
+    sums = [tree_sum(tree_sum(columns(of_rows, x), 2), 0) for x in order.rows.values()]
+    return torch.stack(sums) if sums else of_rows.new_empty(0, len(sinks))
+
+
+def _launches(piece: BlockPair, in_flight: bool = False) -> Iterator[tuple[Tile, Launch]]:
     for tile in piece.tiles:
         yield (
             tile,

@@ -297,9 +297,9 @@ class SequenceAxis:
         """Gather a DTensor whole, in the original order, see `unshard_sequence`."""
         return sequence.unshard_sequence(dtensor, dim, layout)
 
-    def sum(self, local: Tensor) -> Tensor:
+    def sum(self, local: Tensor, dim: int | None = None, seq_len: int | None = None) -> Tensor:
         """Sum a tensor over the ranks, such as the loss of each rank, see `sum_over_sequence`."""
-        return sum_over_sequence(local, self.mesh)
+        return sum_over_sequence(local, self.mesh, dim, seq_len)
 
     def positions(self, seq_len: int) -> Tensor:
         """Return the positions of this rank's tokens in a sequence of `seq_len`, int64, `(L,)`.

@@ -137,6 +137,7 @@ def decode_dtensor(
     """Run the decode op on DTensors, whose placements and axis give the call's place."""
     batch = call.batch
     ring = ring_of_keys(query, key, value, batch.key_runs is not None)
+    ring.config.policy.refuse_order("decode_attention")
     starts = batch.query_starts
     if starts is not None and len(starts) != 1:
         starts = _local_rows("query_starts", starts, query, ring, 1)

@@ -99,7 +99,7 @@ class Tree(Generic[T]):
         return first < len(self._leaves) and self._leaves[first] < (number + 1) << level
 
 
-class Piece(NamedTuple):
+class BlockPair(NamedTuple):
     """What one block of queries sees of one block of keys.
 
     Attributes:
@@ -151,16 +151,46 @@ class BlockOrder:
         sizes: for each step, the columns of each block of keys that this rank sees.
         departing: the nodes that it sends after each step.
         arriving: the nodes that it gets after each step, for its own keys.
+        owners: the blocks of queries of each rank of the ring, by rank.
     """
 
     rows: dict[int, Span]
     cols: dict[int, Span]
     keys_of: dict[int, tuple[int, ...]]
     queries_of: dict[int, tuple[int, ...]]
-    pieces: tuple[tuple[Piece, ...], ...]
+    pieces: tuple[tuple[BlockPair, ...], ...]
     sizes: tuple[dict[int, int], ...]
     departing: tuple[Sent, ...]
     arriving: tuple[Sent, ...]
+    owners: dict[int, tuple[int, ...]]
+
+
+def blocks_of(
+    layout: Layout, rank: int, world_size: int, seq_len: int, block: int
+) -> dict[int, Span]:
+    """Return the local tokens of each block of a rank, by the number of the block.
+
+    Raises:
+        ValueError: if the layout cannot shard the length, or cuts a block.
+
+    >>> from dtensor_ring import ZigZag
+    >>> blocks_of(ZigZag(), 0, 2, 16, 2)
+    {0: (0, 2), 1: (2, 4), 6: (4, 6), 7: (6, 8)}
+    """
+    runs = _cut(shard_table(layout, world_size, seq_len).shards[rank], block, seq_len)
+    return _spans(runs, block)
+
+
+def nodes_of(own: Iterable[int], leaves: Sequence[int]) -> list[Node]:
+    """Return the nodes that a rank can add up from its own leaves of all, ascending.
+
+    >>> nodes_of([0, 1, 2], [0, 1, 2, 3])
+    [(0, 2), (1, 0)]
+    """
+    tree = Tree(leaves, lambda first, second: None)
+    for leaf in own:
+        tree.add((0, leaf), None)
+    return sorted(tree.kept)
 
 
 class Grid:
@@ -186,11 +216,11 @@ class Grid:
 
     def rows(self, rank: int) -> dict[int, Span]:
         """Return the local queries of each block of a rank."""
-        return self._spans(self.query_runs[rank])
+        return _spans(self.query_runs[rank], self.block)
 
     def cols(self, rank: int) -> dict[int, Span]:
         """Return the local keys of each block of a rank."""
-        return self._spans(self.key_runs[rank])
+        return _spans(self.key_runs[rank], self.block)
 
     def keys_of(self, query_block: int) -> tuple[int, ...]:
         """Return the blocks of keys that a block of queries sees."""
@@ -206,7 +236,7 @@ class Grid:
         source: int,
         resident: Cols,
         seen: Cols,
-    ) -> tuple[Piece, ...]:
+    ) -> tuple[BlockPair, ...]:
         """Return the pieces of a step, in the order of blocks.
 
         Args:
@@ -233,13 +263,13 @@ class Grid:
             covered = length(tiles[0].rows), length(tiles[0].cols)
             is_whole = is_one and covered[0] == whole[0], is_one and covered[1] == whole[1]
             packed = tuple(tile.on_cols(resident.packed(tile.cols)) for tile in tiles)
-            pieces.append(Piece(blocks, packed, places, is_whole))
+            pieces.append(BlockPair(blocks, packed, places, is_whole))
         return tuple(pieces)
 
     def order(
         self,
         rank: int,
-        pieces: Sequence[tuple[Piece, ...]],
+        pieces: Sequence[tuple[BlockPair, ...]],
         sizes: Sequence[dict[int, int]],
         departing: Sequence[Sent],
         arriving: Sequence[Sent],
@@ -256,6 +286,7 @@ class Grid:
             sizes=tuple(sizes),
             departing=tuple(departing),
             arriving=tuple(arriving),
+            owners={x: tuple(self.rows(x)) for x in range(len(self.query_runs))},
         )
 
     def sizes(self, source: int, seen: Cols) -> dict[int, int]:
@@ -272,10 +303,8 @@ class Grid:
             own = [x for x in leaves if x in of_sender]
             if not cols or not own:
                 continue
-            tree = Tree(leaves, lambda first, second: None)
-            for leaf in own:
-                tree.add((0, leaf), None)
-            entries += [(n, number, node, cols) for n, node in enumerate(sorted(tree.kept))]
+            nodes = enumerate(nodes_of(own, leaves))
+            entries += [(n, number, node, cols) for n, node in nodes]
         # The n-th nodes of all blocks are like one more shard of keys, so that any message fits.
         entries.sort(key=lambda entry: (entry[0], entry[3].spans[0][0]))
         parts, columns, end, num_keys = [], [], 0, sum(map(length, self.cols(owner).values()))
@@ -285,12 +314,13 @@ class Grid:
             columns += [moved(span, n * num_keys) for span in cols.spans]
         return Sent(tuple(parts), Cols.union(columns))
 
-    def _spans(self, runs: Sequence[Run]) -> dict[int, Span]:
-        spans, end = {}, 0
-        for run in runs:
-            spans[run.start // self.block] = end, end + run.length
-            end += run.length
-        return spans
+
+def _spans(runs: Sequence[Run], block: int) -> dict[int, Span]:
+    spans, end = {}, 0
+    for run in runs:
+        spans[run.start // block] = end, end + run.length
+        end += run.length
+    return spans
 
 
 def _clipped(cols: Cols, span: Span) -> Cols:

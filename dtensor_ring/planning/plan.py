@@ -286,6 +286,9 @@ def _among(planned: Plan, member: int, owners: KeyOwners) -> Plan:
         for hops in (planned.shards, planned.sums)
     )
     steps = tuple(replace(step, source=on_axis(step.source)) for step in planned.steps)
+    order = planned.order
+    if order is not None:
+        order = replace(order, owners={on_axis(x): own for x, own in order.owners.items()})
     return replace(
         planned,
         rank=on_axis(planned.rank),
@@ -293,6 +296,7 @@ def _among(planned: Plan, member: int, owners: KeyOwners) -> Plan:
         shards=shards,
         sums=sums,
         owners=owners,
+        order=order,
     )
 
 

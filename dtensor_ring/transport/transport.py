@@ -383,6 +383,18 @@ class TransferPolicy:
                 "its way depends on the number of ranks; leave them out"
             )
 
+    def refuse_order(self, what: str) -> None:
+        """Refuse a fixed order, for what sums in an order of its own.
+
+        Raises:
+            ValueError: names `what`.
+        """
+        if self.order is not None:
+            raise ValueError(
+                f'{what} has no sums in a fixed order, and the policy has order="{self.order}"; '
+                "use ring_attention or SequenceAxis.attention, or a policy without it"
+            )
+
     def dtype_of_keys(self, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype in which keys and values of `dtype` are sent."""
         return dtype if self.kv_dtype is None else cast(torch.dtype, self.kv_dtype)

@@ -1,8 +1,9 @@
-"""Exponential and logarithm whose bits depend on their argument alone.
+"""Exponential, logarithm and sum whose bits depend on their arguments alone.
 
-`torch.exp` rounds differently in the vectors of a loop and in its last few numbers, so its bits
-depend on the shape of the tensor and on the number of threads. Sums, products and quotients of
-IEEE 754 do not: these two functions consist of them, in float64.
+`torch.exp` rounds differently in the vectors of a loop and in its last few numbers, and `torch.sum`
+adds in an order that fits the shape, so their bits depend on what else is in a tensor and on the
+number of threads. Single sums, products and quotients of IEEE 754 do not: these functions consist
+of them.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ _LN2 = float.fromhex("0x1.62e42fee00000p-1"), float.fromhex("0x1.a39ef35793c76p-
 
 # Coefficients of exp(r), for |r| up to ln(2) / 2, and of 2 atanh(t) / t in t * t, for |t| up to
 # 0.172: the next terms are below the last bit of a float64.
-_EXP = [1.0 / factorial(n) for n in range(13, -1, -1)]
-_LOG = [2.0 / n for n in range(23, 0, -2)]
+_EXP_TERMS = [1.0 / factorial(n) for n in range(13, -1, -1)]
+_LOG_TERMS = [2.0 / n for n in range(23, 0, -2)]
 
 # The smallest argument that is computed: smaller ones give 0.
 _LEAST = -700.0
@@ -36,7 +37,7 @@ def exact_exp(x: Tensor) -> Tensor:
     power = (wide.clamp(min=_LEAST) * (1 / (_LN2[0] + _LN2[1]))).round_()
     rest = wide.clamp(min=_LEAST).sub_(power * _LN2[0]).sub_(power * _LN2[1])
     scale = power.to(torch.int64).add_(_BIAS).bitwise_left_shift_(_SHIFT).view(torch.float64)
-    return _polynomial(rest, _EXP).mul_(scale).masked_fill_(wide < _LEAST, 0.0).to(x.dtype)
+    return _polynomial(rest, _EXP_TERMS).mul_(scale).masked_fill_(wide < _LEAST, 0.0).to(x.dtype)
 
 
 def exact_log(x: Tensor) -> Tensor:
@@ -52,8 +53,24 @@ def exact_log(x: Tensor) -> Tensor:
     is_large = mantissa > 2**0.5
     mantissa, power = torch.where(is_large, mantissa * 0.5, mantissa), power + is_large
     ratio = (mantissa - 1.0).div_(mantissa + 1.0)
-    series = _polynomial(ratio * ratio, _LOG).mul_(ratio)
+    series = _polynomial(ratio * ratio, _LOG_TERMS).mul_(ratio)
     return (power * _LN2[0]).add_(series.add_(power * _LN2[1])).to(x.dtype)
+
+
+def tree_sum(x: Tensor, dim: int) -> Tensor:
+    """Return the sum over a dimension, whose bits depend on nothing but the numbers that it adds.
+
+    >>> tree_sum(torch.tensor([[1.0, 2.0, 4.0]]), dim=1)
+    tensor([7.])
+    """
+    if not x.shape[dim]:
+        return x.sum(dim)
+    while (num := x.shape[dim]) > 1:
+        half = num - num // 2
+        first, second = x.narrow(dim, 0, num // 2), x.narrow(dim, half, num // 2)
+        alone = [x.narrow(dim, num // 2, 1)] if num % 2 else []
+        x = torch.cat([first + second, *alone], dim) if alone else first + second
+    return x.squeeze(dim)
 
 
 def _polynomial(x: Tensor, coefficients: list[float]) -> Tensor:

@@ -30,7 +30,7 @@ from dtensor_ring.dtensor.style import ContextParallel
 from dtensor_ring.paged.api import PagedBatch, PagedCache
 from dtensor_ring.paged.block_pool import BlockPool
 from dtensor_ring.paged.blocks import OutOfBlocks
-from dtensor_ring.planning.layout import BlockCyclic, Contiguous, Striped, ZigZag
+from dtensor_ring.planning.layout import BlockCyclic, Contiguous, Striped, WholeBlocks, ZigZag
 from dtensor_ring.planning.mask import Mask
 from dtensor_ring.planning.slices import Slices
 from dtensor_ring.selected.api import select_keys, selected_attention
@@ -69,6 +69,7 @@ __all__ = [
     "Striped",
     "TransferPolicy",
     "Transport",
+    "WholeBlocks",
     "ZigZag",
     "available_kernels",
     "choose_layout",

@@ -38,6 +38,8 @@ class Reference(Kernel):
     def supports(self, problem: Problem) -> str | None:
         if not problem.dtype.is_floating_point or problem.dtype.itemsize < 2:
             return f"it needs a floating dtype of 16 bits or more, got {problem.dtype}"
+        if problem.by_block and problem.device_type != "cpu":
+            return f"its bits are known on a CPU only, the tensors are on {problem.device_type}"
         return None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, launch: Launch, scores: Scores) -> Result:

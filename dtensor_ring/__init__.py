@@ -18,6 +18,7 @@ from dtensor_ring.dtensor.attention import ring_attention
 from dtensor_ring.dtensor.axis import SequenceAxis
 from dtensor_ring.dtensor.flex.block_mask import slices_of_block_mask
 from dtensor_ring.dtensor.gather import sequence_runs, sum_over_sequence
+from dtensor_ring.dtensor.in_blocks import InBlocks
 from dtensor_ring.dtensor.merge_attention import merge_attention
 from dtensor_ring.dtensor.sequence import (
     next_token_labels,
@@ -29,7 +30,7 @@ from dtensor_ring.dtensor.style import ContextParallel
 from dtensor_ring.paged.api import PagedBatch, PagedCache
 from dtensor_ring.paged.block_pool import BlockPool
 from dtensor_ring.paged.blocks import OutOfBlocks
-from dtensor_ring.planning.layout import BlockCyclic, Contiguous, Striped, ZigZag
+from dtensor_ring.planning.layout import BlockCyclic, Contiguous, Striped, WholeBlocks, ZigZag
 from dtensor_ring.planning.mask import Mask
 from dtensor_ring.planning.slices import Slices
 from dtensor_ring.selected.api import select_keys, selected_attention
@@ -54,6 +55,7 @@ __all__ = [
     "BlockPool",
     "ContextParallel",
     "Contiguous",
+    "InBlocks",
     "Machine",
     "Mask",
     "OutOfBlocks",
@@ -67,6 +69,7 @@ __all__ = [
     "Striped",
     "TransferPolicy",
     "Transport",
+    "WholeBlocks",
     "ZigZag",
     "available_kernels",
     "choose_layout",

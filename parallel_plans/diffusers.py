@@ -48,6 +48,8 @@ def use_ring_attention(
     warn_untested("diffusers")
     if strategy is not None:
         check_strategy(strategy)
+    if policy is not None:
+        policy.refuse_order("the attention of diffusers")
     registry, native = _registry()
     stock = _stock(registry._backends[native])
     _register(RingBackend(stock, kernel, policy, strategy, machine))

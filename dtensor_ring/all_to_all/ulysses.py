@@ -1,5 +1,7 @@
 """Runs attention with an all-to-all: an exchange to heads, the ring op, and an exchange back.
 
+For sums in a fixed order, the exchange also brings whole blocks of the sequence to one rank.
+
 Jacobs et al., 2023, arXiv 2309.14509 (DeepSpeed Ulysses); with a ring among groups of these ranks,
 Fang and Zhao, 2024, arXiv 2405.07719. Exchanges are separate ops, so autograd keeps the exchanged
 tensors, and backward exchanges only gradients.
@@ -39,6 +41,17 @@ def _rank(group_name: str) -> int:
     return group_named(group_name).rank()
 
 
+def is_exchanged(call: Call) -> bool:
+    """Return whether tokens are exchanged before and after the ring op of a call.
+
+    They are exchanged for heads, or for shards of whole blocks, see `Call.whole_blocks`.
+    """
+    place: Any = call.place
+    if ulysses_heads(place.strategy, place.group_name) > 1:
+        return True
+    return call.is_ordered and call.whole_blocks() is not None
+
+
 # Their results are constant while the group is alive, so dynamo may fold them.
 # `torch.compiler.assume_constant_result` sets the same, but loads dynamo.
 for _function in (ulysses_heads, _rank):
@@ -59,7 +72,7 @@ class HeadExchange:
 
     def __init__(self, call: Call, query: Tensor, key: Tensor) -> None:
         place: Any = call.place
-        self._is_traced = is_traced(query)
+        self._is_traced, self._layout = is_traced(query), place.layout
         self._kv_dtype = eight_bits_of(place.policy)
         self._num_heads, self._lengths = (
             (query.shape[1], key.shape[1]),
@@ -72,6 +85,13 @@ class HeadExchange:
         reason = why_not(Strategy(self._heads), *self._num_heads)
         if reason is not None:
             raise ValueError(f"the strategy {place.strategy!r} cannot run this attention: {reason}")
+        self._ordered = call.in_whole_blocks()
+        if call.is_ordered and head_shard_of(0, self._heads, key.shape[1]).num_parts > 1:
+            raise ValueError(
+                f'order="fixed" with the strategy {place.strategy!r} needs a key head for each of '
+                f"the {self._heads} ranks of a group, got {key.shape[1]}: copies of a head would "
+                'be summed by rank; use "ring", or smaller groups'
+            )
         (runs, key_runs), (seq_len, key_seq_len) = self._sides(call, query.shape[0])
         # Keys with another length or layout need an exchange of their own.
         self._are_alike = key_runs is runs and seq_len == key_seq_len
@@ -102,9 +122,9 @@ class HeadExchange:
     def _args_of(self, place: Place, runs: Tensor | None, seq_len: Length | None) -> AllToAllArgs:
         """Return the options of an exchange of tensors with these runs and this global length."""
         return AllToAllArgs(
-            batch_runs=BatchRuns(runs, runs),
+            batch_runs=BatchRuns(runs, None if self._is_moved else runs),
             layout=place.layout,
-            to=place.layout,
+            to=self._ordered.place.layout,
             heads=self._heads,
             num_heads=(),
             num_key_heads=self._num_heads[1],
@@ -151,6 +171,8 @@ class HeadExchange:
             call: the call on all heads.
             rounded: keys and values in eight bits, if they travel on between groups.
         """
+        if self._is_moved:
+            call = call._replace(batch=self._ordered.batch, place=self._ordered.place)
         sinks, place = call.scores.sinks, call.place
         if call.scores.dropout_p:
             row, head = call.scores.first
@@ -169,6 +191,11 @@ class HeadExchange:
         grad = torch.zeros_like(sinks)
         grad[self._span] = own
         return grad
+
+    @property
+    def _is_moved(self) -> bool:
+        """Whether tokens are on other ranks after the exchange, besides those of a group."""
+        return self._ordered.place.layout != self._layout
 
     @property
     def _span(self) -> slice:

@@ -203,7 +203,9 @@ def placed(
         return DecodePlace(merge=merge), None
     group = axis_group(mesh)
     if with_runs:  # the runs replace the layout
-        kernel = annotation_of(group).config_or_default.kernel
-        return DecodePlace(group_name=group.group_name, merge=merge), kernel
+        config = annotation_of(group).config_or_default
+        config.policy.refuse_order("decode_attention")
+        return DecodePlace(group_name=group.group_name, merge=merge), config.kernel
     config = config_of_call(group, False)
+    config.policy.refuse_order("decode_attention")
     return DecodePlace(config.spec, None, group.group_name, merge), config.kernel

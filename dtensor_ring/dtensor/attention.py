@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from dtensor_ring.all_to_all.ulysses import ulysses_attention, ulysses_heads
+from dtensor_ring.all_to_all.ulysses import is_exchanged, ulysses_attention
 from dtensor_ring.compute.kernels import Scores
 from dtensor_ring.dtensor import call_check
 from dtensor_ring.dtensor.annotation import annotation_of, axis_group, config_of_call, tag_compiled
@@ -218,8 +218,7 @@ def _attend(
     place = call.place
     if place.group_name is not None:
         call = chosen(call, query, value)
-        place: Any = call.place
-        if ulysses_heads(place.strategy, place.group_name) > 1:
+        if is_exchanged(call):
             return ulysses_attention(query, key, value, call, with_lse)
     # A compiler cannot trace how DTensors are read, and transforms of `torch.func` wrap them. In
     # both cases the op's DTensor handler does it.

@@ -286,7 +286,7 @@ class SequenceAxis:
         self._config.check_runs(runs is not None)
         by_row = ((batch.cu_seqlens, 2), (batch.slices, 3))
         num_rows = next((len(x) for x, ndim in by_row if x is not None and x.ndim == ndim), 1)
-        plan(*call.request(num_rows))
+        plan(*call.in_whole_blocks().request(num_rows))
 
     def shard(self, tensor: Tensor, dim: int, layout: Balanced | None = None) -> DTensor:
         """Shard a tensor that every rank holds whole, see `shard_sequence`.
@@ -303,9 +303,9 @@ class SequenceAxis:
         """Gather a DTensor whole, in the original order, see `unshard_sequence`."""
         return sequence.unshard_sequence(dtensor, dim, layout)
 
-    def sum(self, local: Tensor) -> Tensor:
+    def sum(self, local: Tensor, dim: int | None = None, seq_len: int | None = None) -> Tensor:
         """Sum a tensor over the ranks, such as the loss of each rank, see `sum_over_sequence`."""
-        return sum_over_sequence(local, self.mesh)
+        return sum_over_sequence(local, self.mesh, dim, seq_len)
 
     def positions(self, seq_len: int) -> Tensor:
         """Return the positions of this rank's tokens in a sequence of `seq_len`, int64, `(L,)`.

@@ -89,7 +89,7 @@ def _record(call: Call, query: Any, key: Any, value: Any) -> dict[str, str]:
     call = chosen(call, query, value)
     request = call.request(len(query))
     # Shards have these lengths before an all-to-all, too.
-    request._replace(strategy=Strategy()).plan(query, key)
+    request._replace(strategy=Strategy(), block=None).plan(query, key)
     call.select(query, value, request.slices)
     facts = attention_facts("forward", query, value, call.scores, (query.shape[1], value.shape[1]))
     kernels = [name for name, missing in available_kernels().items() if missing is None]

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from dtensor_ring.all_to_all.ulysses import ulysses_attention, ulysses_backward, ulysses_heads
+from dtensor_ring.all_to_all.ulysses import is_exchanged, ulysses_attention, ulysses_backward
 from dtensor_ring.compute.kernels import Scores
 from dtensor_ring.compute.memory import order_of, strides
 from dtensor_ring.decode.op import (
@@ -52,7 +52,7 @@ def ring_forward_dtensor(
     tensors: list[Any] = [local_of(x, ring) for x in (query, key, value)]
     local = local_call(call, query, key, value, ring)
     results: Any
-    if _has_all_to_all(local):
+    if is_exchanged(local):
         # Leaves require gradients under `no_grad`, too; then nothing keeps lse and what it holds.
         inputs = query, key, value, call.scores.sinks
         keep = any(x is not None and x.requires_grad for x in inputs)
@@ -80,7 +80,7 @@ def ring_backward_dtensor(
         local_of(x, ring) for x in (grad_out, grad_lse, query, key, value, out, lse)
     ]
     local = local_call(call, query, key, value, ring)
-    if _has_all_to_all(local):
+    if is_exchanged(local):
         *grads, grad_sinks = ulysses_backward(*tensors, call=local)
     else:
         *grads, grad_sinks = ring_backward_op(*tensors, *flatten(local))
@@ -131,17 +131,13 @@ def _from_local(local: Tensor, shape: tuple[int, ...], ring: Ring) -> DTensor:
     return known(made)
 
 
-def _has_all_to_all(call: Call) -> bool:
-    place: Any = call.place
-    return ulysses_heads(place.strategy, place.group_name) > 1
-
-
 def decode_dtensor(
     query: DTensor, key: DTensor, value: DTensor, call: DecodeCall
 ) -> tuple[DTensor, DTensor]:
     """Run the decode op on DTensors, whose placements and axis give the call's place."""
     batch = call.batch
     ring = ring_of_keys(query, key, value, batch.key_runs is not None)
+    ring.config.policy.refuse_order("decode_attention")
     starts = batch.query_starts
     if starts is not None and len(starts) != 1:
         starts = _local_rows("query_starts", starts, query, ring, 1)

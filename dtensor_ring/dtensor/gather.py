@@ -14,18 +14,26 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from dtensor_ring.all_to_all.op import AllToAllArgs, BatchRuns, all_to_all_op, flatten_all_to_all
 from dtensor_ring.balanced.balanced import Balanced
-from dtensor_ring.dtensor.annotation import axis_group, group_of
+from dtensor_ring.compute.exact import tree_sum
+from dtensor_ring.dtensor.annotation import annotation_of, axis_group, group_of
 from dtensor_ring.ops.axis_ops import attached, gather_rows_op, receive_op, send_op, sum_ranks_op
-from dtensor_ring.ops.checks import check_strided
+from dtensor_ring.ops.checks import canonical, check_strided
 from dtensor_ring.planning.layout import Contiguous, Layout, Padded
 
 
-def sum_over_sequence(local: Tensor, mesh: DeviceMesh) -> Tensor:
+def sum_over_sequence(
+    local: Tensor, mesh: DeviceMesh, dim: int | None = None, seq_len: int | None = None
+) -> Tensor:
     """Sum a tensor over the ranks of the axis, such as the loss of each rank's tokens.
 
     Args:
-        local: this rank's summand, with the same shape on all ranks.
+        local: this rank's summand, with the same shape on all ranks; or with `dim` the summands of
+            its tokens, such as the loss of each.
         mesh: the axis.
+        dim: the dimension of the tokens, which are summed, too. Then the order of the sum depends
+            on nothing but the length of the sequence, so its bits are the same on any number of
+            ranks; all ranks gather the summands of all tokens.
+        seq_len: the global length, for `dim` and local shards of different lengths.
 
     Returns:
         The sum, on every rank. Backward sums too, like that of `unshard_sequence`: if all ranks
@@ -33,7 +41,8 @@ def sum_over_sequence(local: Tensor, mesh: DeviceMesh) -> Tensor:
 
     Raises:
         TypeError: if `local` is not a plain tensor.
-        ValueError: if its dtype has no sum.
+        ValueError: if its dtype has no sum, or the layout of the axis belongs to a batch and `dim`
+            is given.
         RingError: if calls of ranks differ, or a rank ended, raised, or did not answer in time.
 
     Example:
@@ -45,6 +54,18 @@ def sum_over_sequence(local: Tensor, mesh: DeviceMesh) -> Tensor:
         raise TypeError(f"local must be this rank's plain tensor, got {type(local).__name__}")
     check_strided("local", local)
     group = axis_group(mesh)
+    if dim is not None:
+        dim, layout = (
+            canonical(dim, "local", local),
+            annotation_of(group).config_or_default.layout,
+        )
+        if layout.per_batch:
+            raise ValueError(
+                f"dim={dim} needs the order of the tokens, and the {layout.name} layout of this "
+                "axis belongs to a batch; gather them by unshard_sequence"
+            )
+        length = local.shape[dim] * group.size() if seq_len is None else seq_len
+        return tree_sum(whole_sequence(local, dim, group, length, layout), dim)
     try:
         return sum_ranks_op(local, group.group_name)
     except NotImplementedError:

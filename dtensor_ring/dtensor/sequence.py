@@ -21,7 +21,7 @@ from dtensor_ring.dtensor.sdpa import Handler, add_handlers, as_before, install_
 from dtensor_ring.dtensor.sequence_order import local_tokens, refusal
 from dtensor_ring.dtensor.sequence_tensor import from_local_tokens
 from dtensor_ring.dtensor.token_mesh import token_mesh
-from dtensor_ring.ops.checks import check_strided
+from dtensor_ring.ops.checks import canonical, check_strided
 from dtensor_ring.planning.layout import Layout
 from dtensor_ring.planning.ranges import as_count, as_int
 from dtensor_ring.planning.run_table import as_layout
@@ -217,22 +217,6 @@ def order_of(config: AxisConfig, given: Balanced | None, how: str) -> Layout:
             "layout of this one, layout=..."
         )
     return given or config.layout
-
-
-def canonical(dim: int, name: str, x: Tensor) -> int:
-    """Return a dimension of a tensor, counted from the front.
-
-    Raises:
-        TypeError: if it is not an integer.
-        IndexError: if the tensor has no such dimension.
-    """
-    dim, ndim = as_int("dim", dim), x.ndim
-    if not -ndim <= dim < ndim:
-        raise IndexError(
-            f"dim must be from {-ndim} to {ndim - 1} for a {name} of shape {tuple(x.shape)}, got "
-            f"{dim}"
-        )
-    return dim % ndim
 
 
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)

@@ -20,7 +20,7 @@ from dtensor_ring.lab.chosen_keys import (
 )
 from dtensor_ring.lab.machine import Machine
 from dtensor_ring.lab.presets import as_machine
-from dtensor_ring.lab.problem import TensorSizes, problem_of
+from dtensor_ring.lab.problem import SimulatedProblem, TensorSizes, problem_of
 from dtensor_ring.lab.recorded import (
     Cost,
     RankAttention,
@@ -30,9 +30,10 @@ from dtensor_ring.lab.recorded import (
 )
 from dtensor_ring.lab.schedule import Schedule, describe_schedule
 from dtensor_ring.lab.simulated_attention import timeline_of
-from dtensor_ring.planning.layout import Layout
+from dtensor_ring.planning.block_order import block_of, has_whole_blocks
+from dtensor_ring.planning.layout import Layout, WholeBlocks
 from dtensor_ring.planning.mask import Boundaries, Mask
-from dtensor_ring.planning.plan import Plan
+from dtensor_ring.planning.plan import Plan, layout_of_groups
 from dtensor_ring.planning.ranges import MAX_RANKS, as_count
 from dtensor_ring.planning.slices import Slices
 from dtensor_ring.planning.strategy import Strategy, as_strategy, every_strategy, why_not
@@ -183,6 +184,8 @@ def compare_strategies(
     allowed = None if max_held is None else as_count("max_held", max_held)
     timed_on = None if machine is None else as_machine(machine)
     choice = None if chosen is None else chosen_keys(chosen)
+    if choice or timed_on:
+        policy.refuse_order("a comparison by seconds, or of chosen keys,")
     if choice and timed_on:
         raise ValueError(
             "seconds of an attention that chooses its keys are not simulated; leave machine out"
@@ -202,9 +205,10 @@ def compare_strategies(
             rows.append(StrategyCost(strategy.spec, reason))
             continue
         # The layout of the problem, as one that belongs to a batch takes time to make.
-        asked = problem.layout, mask, seq_len, num_ranks, cu_seqlens, slices, strategy.spec
-        schedule = describe_schedule(*asked)
-        cost = _cost(schedule, strategy, sizes)
+        block, there = _blocks(problem, policy, strategy)
+        asked = there, mask, seq_len, num_ranks, cu_seqlens, slices, strategy.spec
+        schedule = describe_schedule(*asked, block)
+        cost = _cost(schedule, problem.layout, strategy, sizes)
         if choice:
             seen = describe_schedule(*asked[:-1], SEEN)
             cost = _choosing(cost, schedule, seen, sizes, choice)
@@ -213,6 +217,19 @@ def compare_strategies(
             cost = replace(cost, seconds=times.seconds, exposed=times.exposed)
         rows.append(replace(cost, why_not=_too_much(cost, allowed)))
     return StrategyComparison(tuple(rows))
+
+
+def _blocks(
+    problem: SimulatedProblem, policy: TransferPolicy, strategy: Strategy
+) -> tuple[int | None, Layout]:
+    """Return the tokens of a block of a fixed order, and the layout that the ring gets."""
+    layout, size, seq_len = problem.layout, problem.world_size, problem.seq_len
+    if policy.order is None:
+        return None, layout
+    block = policy.block or block_of([seq_len])
+    of_groups = layout_of_groups(layout, strategy)
+    is_whole = has_whole_blocks(of_groups, size // strategy.heads, seq_len, block)
+    return block, layout if is_whole else WholeBlocks(block)
 
 
 def _why_not(strategy: Strategy, sizes: TensorSizes, choice: ChosenKeys | None) -> str | None:
@@ -271,13 +288,15 @@ def _strategies(given: Sequence[str] | None, world_size: int) -> list[Strategy]:
     return [as_strategy(name, world_size) for name in given]
 
 
-def _cost(schedule: Schedule, strategy: Strategy, sizes: TensorSizes) -> StrategyCost:
-    """Return the cost of a strategy on the busiest rank."""
-    layout, size, seq_len = schedule.layout, len(schedule.plans), schedule.seq_len
+def _cost(
+    schedule: Schedule, layout: Layout, strategy: Strategy, sizes: TensorSizes
+) -> StrategyCost:
+    """Return the cost of a strategy on the busiest rank, for shards of a layout."""
+    there, size, seq_len = schedule.layout, len(schedule.plans), schedule.seq_len
     all_to_alls: list[AllToAllPlan | None] = [None] * size
-    if strategy.heads > 1:  # else there is no all-to-all
+    if strategy.heads > 1 or there != layout:  # else there is no all-to-all
         all_to_alls = [
-            all_to_all_plan(layout, layout, strategy.heads, rank, size, seq_len)
+            all_to_all_plan(layout, there, strategy.heads, rank, size, seq_len)
             for rank in range(size)
         ]
     pairs = list(zip(schedule.plans, all_to_alls, strict=True))
@@ -302,4 +321,4 @@ def _num_launches(plan: Plan, batch: int) -> Iterator[int]:
     """Yield the number of kernel launches of each step."""
     for step in plan.steps:
         shape = batch, plan.num_local[0], len(step.cols)
-        yield len(launches(step, shape, has_segments=True))
+        yield len(launches(step, shape, has_segments=plan.order is None))

@@ -109,6 +109,7 @@ def describe_schedule(
     cu_seqlens: Boundaries | None = None,
     slices: Slices | None = None,
     strategy: str = Strategy.default,
+    block: int | None = None,
 ) -> Schedule:
     """Describe the part of the whole work that each rank does at each step of a ring.
 
@@ -121,6 +122,8 @@ def describe_schedule(
         slices: what queries see, in place of mask and boundaries.
         strategy: how the attention is made parallel, see `SequenceAxis`. With "ulysses", a rank
             works on all tokens of its group, with a part of the heads.
+        block: tokens of a block, for sums in a fixed order, see `TransferPolicy`; the layout must
+            not cut blocks.
 
     Returns:
         A `Schedule`; print it. Below the grid are the balance, how long the ring takes if ranks
@@ -144,13 +147,13 @@ def describe_schedule(
     chosen = layout_for(layout, *asked)
     # The plan of rank 0 shows how many steps all plans have.
     spelled = as_strategy(strategy, asked.world_size)
-    num_steps = asked.plan(chosen, 0, spelled).num_steps * asked.world_size
+    num_steps = asked.plan(chosen, 0, spelled, block).num_steps * asked.world_size
     if num_steps > MAX_STEPS:
         raise ValueError(
             f"a schedule shows all steps of all ranks, which are {num_steps:,} for world_size "
             f"{world_size}, at most {MAX_STEPS:,} can be described; describe fewer ranks"
         )
-    plans = tuple(asked.plan(chosen, rank, spelled) for rank in range(asked.world_size))
+    plans = tuple(asked.plan(chosen, rank, spelled, block) for rank in range(asked.world_size))
     return Schedule(chosen, mask, asked.seq_len, asked.documents, plans, slices, spelled)
 
 
@@ -209,11 +212,11 @@ class _ScheduleRequest(NamedTuple):
     documents: Documents | None
     slices: Slices | None
 
-    def plan(self, layout: Layout, rank: int, strategy: Strategy) -> Plan:
+    def plan(self, layout: Layout, rank: int, strategy: Strategy, block: int | None) -> Plan:
         """Return the plan of a rank."""
         mask = FULL if self.mask is None else self.mask
         where = rank, self.world_size, self.seq_len, self.documents
-        return plan(layout, mask, *where, strategy=strategy, slices=self.slices)
+        return plan(layout, mask, *where, strategy=strategy, slices=self.slices, block=block)
 
 
 def _checked(

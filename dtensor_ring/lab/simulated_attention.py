@@ -199,6 +199,8 @@ def simulate_attention(
         >>> [round(1e3 * seconds, 2) for seconds in found.seconds]
         [9.33, 23.82]
     """
+    if isinstance(policy, TransferPolicy):
+        policy.refuse_order("simulate_attention")
     problem = problem_of(
         *(mask, seq_len, world_size, heads, head_dim, cu_seqlens),
         slices=slices,

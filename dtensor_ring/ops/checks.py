@@ -19,6 +19,7 @@ from dtensor_ring.agreement.group_state import group_state_of
 from dtensor_ring.compute.memory import empty, order_of
 from dtensor_ring.ops.options import Call, PlanRequest
 from dtensor_ring.planning.plan import Plan
+from dtensor_ring.planning.ranges import as_int
 
 T = TypeVar("T")
 
@@ -384,3 +385,19 @@ def _differ(what: str, tensors: Tensors) -> str:
     found = zip(_NAMES, tensors, strict=True)
     listed = ", ".join(f"{name} {getattr(x, what)}" for name, x in found)
     return f"query, key and value must have one {what}, got {listed}; use .to()"
+
+
+def canonical(dim: int, name: str, x: Tensor) -> int:
+    """Return a dimension of a tensor, counted from the front.
+
+    Raises:
+        TypeError: if it is not an integer.
+        IndexError: if the tensor has no such dimension.
+    """
+    dim, ndim = as_int("dim", dim), x.ndim
+    if not -ndim <= dim < ndim:
+        raise IndexError(
+            f"dim must be from {-ndim} to {ndim - 1} for a {name} of shape {tuple(x.shape)}, got "
+            f"{dim}"
+        )
+    return dim % ndim

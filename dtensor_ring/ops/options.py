@@ -18,9 +18,10 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 
 from dtensor_ring.compute.kernels import Kernel, Scores, kernel_for
 from dtensor_ring.ops.boundaries import documents_of_both, run_table, slices_of_table
-from dtensor_ring.planning.layout import Layout
+from dtensor_ring.planning.block_order import block_of, has_whole_blocks
+from dtensor_ring.planning.layout import Layout, WholeBlocks
 from dtensor_ring.planning.mask import Documents, Mask
-from dtensor_ring.planning.plan import Plan, plan
+from dtensor_ring.planning.plan import Plan, layout_of_groups, plan
 from dtensor_ring.planning.run_table import RunTable, as_layout
 from dtensor_ring.planning.slices import Slices
 from dtensor_ring.planning.strategy import Strategy, as_strategy
@@ -191,6 +192,7 @@ class PlanRequest(NamedTuple):
     strategy: Strategy
     slices: Slices | None = None
     key_layout: Layout | None = None
+    block: int | None = None
 
     def plan(self, query: Tensor, key: Tensor) -> Plan:
         """Make this rank's plan.
@@ -282,7 +284,53 @@ class Call(NamedTuple):
             strategy=as_strategy(spec, group.size()),
             slices=self.slices(batch),
             key_layout=key_layout,
+            block=self._block((seq_len, key_seq_len)) if batch else None,
         )
+
+    @property
+    def is_ordered(self) -> bool:
+        """Whether sums have a fixed order."""
+        return self.place.policy.order is not None
+
+    def whole_blocks(self) -> str | None:
+        """Return the layout that shards have to get before, for sums in a fixed order.
+
+        `None` if the order is not fixed, or each block already lies on one rank.
+
+        Raises:
+            ValueError: if the layout cannot shard the length, or keys have runs of their own.
+        """
+        if not self.is_ordered:
+            return None
+        layout, _, *seq_lens = self._layouts()
+        block, strategy = self._block((seq_lens[0], seq_lens[1])), self.strategy
+        assert block is not None, "the order is fixed"
+        layout, num_shards = (
+            layout_of_groups(layout, strategy),
+            self.group.size() // strategy.heads,
+        )
+        is_whole = all(has_whole_blocks(layout, num_shards, x, block) for x in seq_lens)
+        return None if is_whole else WholeBlocks(block).spec
+
+    def in_whole_blocks(self) -> Call:
+        """Return the call on shards of whole blocks, see `whole_blocks`."""
+        spec = self.whole_blocks()
+        if spec is None:
+            return self
+        return self._replace(
+            batch=self.batch._replace(runs=None), place=self.place._replace(layout=spec)
+        )
+
+    def _block(self, seq_lens: tuple[int, int]) -> int | None:
+        """Return the tokens of a block; `None` without a fixed order."""
+        if not self.is_ordered:
+            return None
+        if self.batch.key_runs is not None:
+            raise ValueError(
+                'order="fixed" has blocks of whole sequences, and key_runs are for queries that '
+                "continue one; leave the order out of the policy of this axis"
+            )
+        return self.place.policy.block or block_of(seq_lens)
 
     def _layouts(self) -> tuple[Layout, Layout | None, int, int]:
         """Return the layouts of queries and keys, and their global lengths."""
@@ -330,7 +378,8 @@ class Call(NamedTuple):
             or self.scores.mask.chunk is not None
             or slices is not None
         )
-        return kernel_of(self.scores, query, value, is_packed, slices, differentiable_lse)
+        how = is_packed, slices, differentiable_lse, self.is_ordered
+        return kernel_of(self.scores, query, value, *how)
 
 
 def kernel_of(
@@ -340,6 +389,7 @@ def kernel_of(
     is_packed: bool,
     slices: Slices | None = None,
     differentiable_lse: bool = False,
+    by_block: bool = False,
 ) -> Kernel:
     """Return the kernel of an attention: the named one, or the first one that supports it.
 
@@ -350,6 +400,7 @@ def kernel_of(
         is_packed: whether a step may have any number of tiles.
         slices: what queries see, if the call has slices.
         differentiable_lse: whether backward gets a gradient of lse.
+        by_block: whether sums have a fixed order, see `Kernel.bitwise_by_block`.
     """
     mask, scale, softcap, _, kernel, *_ = scores
     _, num_heads, _, head_dim = query.shape
@@ -369,6 +420,7 @@ def kernel_of(
         num_heads != num_key_heads,
         is_packed,
         scores.dropout_p > 0,
+        by_block,
     )
 
 

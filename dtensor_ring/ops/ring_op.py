@@ -16,7 +16,6 @@ from dtensor_ring.agreement.call_record import MAX_BYTES, CallRecord
 from dtensor_ring.agreement.checked_transport import TransportContext, checked_transport
 from dtensor_ring.agreement.group_state import group_state_of
 from dtensor_ring.balanced.work import visible_pairs
-from dtensor_ring.compute.accumulate import sinks_gradient
 from dtensor_ring.compute.kernels import Saved
 from dtensor_ring.compute.memory import TOKEN_MAJOR, empty, order_of
 from dtensor_ring.ops import nodes
@@ -40,7 +39,7 @@ from dtensor_ring.ops.checks import (
 from dtensor_ring.ops.options import LEAVES, SCHEMA, Call, PlanRequest, unflatten
 from dtensor_ring.planning.lru import cached_bytes
 from dtensor_ring.planning.slices import slices_of
-from dtensor_ring.ring import ring_backward, ring_forward
+from dtensor_ring.ring import ring_backward, ring_forward, ring_sinks
 from dtensor_ring.transport.transport import TransferPolicy, transport_of
 
 FORWARD = "dtensor_ring::ring_attention"
@@ -66,6 +65,8 @@ def forward(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> tuple[T
     request = call.request(query.shape[0])
     with checked_call(call, request, query, value) as transport:
         # Within the context: an error of this rank is reported to the others.
+        if call.scores.dropout_p:
+            call.place.policy.refuse_order("dropout")
         plan, kernel = request.plan(query, key), call.select(query, value, request.slices)
         warn_of_tiles(plan, request)
         if request.documents is not None:
@@ -102,7 +103,8 @@ def backward(
         saved = Saved(grad_out, out, lse, grad_lse)
         how = plan, kernel, call.scores, transport, call.place.policy, call.rounded
         grads = ring_backward(saved, query, (key, value), *how)
-    return *grads, sinks_gradient(saved, call.scores.sinks)
+        grad_sinks = ring_sinks(saved, call.scores.sinks, plan, transport)
+    return *grads, grad_sinks
 
 
 torch.library.impl(BACKWARD, "CompositeExplicitAutograd")(backward)

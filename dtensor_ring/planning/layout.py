@@ -305,10 +305,7 @@ class BlockCyclic(Layout):
     block: int
 
     def __post_init__(self) -> None:
-        if isinstance(self.block, bool) or not isinstance(self.block, int):
-            raise TypeError(f"block counts tokens, an int, got {self.block!r}")
-        if self.block < 1:
-            raise ValueError(f"a block holds at least one token, got {self.block}")
+        check_block(self.block)
 
     def runs(self, rank: int, world_size: int, seq_len: int) -> tuple[Run, ...]:
         # The shortest shard bounds the rounds. Rounds come in pairs, which balances the work.
@@ -348,6 +345,49 @@ def _halves(rank: int, per_rank: int, begin: int, end: int) -> tuple[Run, ...]:
 def non_empty(*runs: Run) -> tuple[Run, ...]:
     """Return the runs that hold a token."""
     return tuple([run for run in runs if run.length])
+
+
+@dataclass(frozen=True)
+class WholeBlocks(Layout):
+    """Zigzag of whole blocks: positions from a multiple of `block` to the next one are on one rank.
+
+    This is the layout of sums in a fixed order, see `TransferPolicy`: the blocks are those of the
+    sequence, whatever the number of ranks. Shards differ by a block or two, and may be empty.
+
+    Args:
+        block: tokens of a block; the last one of a sequence may have fewer.
+
+    Raises:
+        ValueError: if a block has no tokens.
+        TypeError: if `block` is not an integer.
+
+    >>> WholeBlocks(2).positions(rank=0, world_size=2, seq_len=9)
+    [0, 1, 2, 3, 8]
+    """
+
+    name: ClassVar[str] = "whole_blocks"
+    parameters: ClassVar[tuple[str, ...]] = ("block",)
+
+    block: int
+
+    def __post_init__(self) -> None:
+        check_block(self.block)
+
+    def runs(self, rank: int, world_size: int, seq_len: int) -> tuple[Run, ...]:
+        blocks = ZigZag().runs(rank, world_size, -(-seq_len // self.block))
+        ends = [(run.start * self.block, (run.last + 1) * self.block) for run in blocks]
+        return joined([Run(start, min(end, seq_len) - start) for start, end in ends])
+
+    def num_tokens(self, rank: int, world_size: int, seq_len: int) -> int:
+        return sum(run.length for run in self.runs(rank, world_size, seq_len))
+
+
+def check_block(block: object) -> None:
+    """Refuse what is not the number of tokens of a block."""
+    if isinstance(block, bool) or not isinstance(block, int):
+        raise TypeError(f"block counts tokens, an int, got {block!r}")
+    if block < 1:
+        raise ValueError(f"a block holds at least one token, got {block}")
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from dtensor_ring.planning.block_order import BlockOrder, Grid, Sent
 from dtensor_ring.planning.demand import Cols, KeyDemand, PairwiseDemand
 from dtensor_ring.planning.layout import Joined, Layout, Run, run_positions
 from dtensor_ring.planning.lru import cached_bytes
@@ -134,6 +135,7 @@ class Plan:
         num_local: numbers of query and of key tokens on this rank.
         owners: whose keys an all-to-all brought; `None` without one.
         runs: the runs of this rank's queries, see `Layout.runs`.
+        order: the fixed order of sums; `None` if launches and ranks are summed as they come.
     """
 
     rank: int
@@ -143,6 +145,7 @@ class Plan:
     num_local: tuple[int, int]
     owners: KeyOwners | None = None
     runs: tuple[Run, ...] = ()
+    order: BlockOrder | None = None
 
     @property
     def num_steps(self) -> int:
@@ -192,6 +195,7 @@ def plan(
     strategy: Strategy | str = Strategy.default,
     slices: Slices | None = None,
     key_layout: Layout | None = None,
+    block: int | None = None,
 ) -> Plan:
     """Plan the work of one rank.
 
@@ -217,19 +221,22 @@ def plan(
         slices: what a query sees, in place of mask and documents.
         key_layout: how the keys are sharded, if not like the queries. Both are positions of one
             sequence, and the queries may be only its end.
+        block: tokens of a block, for a fixed order of sums, see Note [Fixed order]; `None` for the
+            order that sends and launches least.
 
     Raises:
         ValueError: if a layout cannot shard the length or violates the contract of `Layout.runs`,
             the documents are not boundaries, cross attention has a mask that is not full, slices
-            do not fit the sequences or are given with a mask or documents, or the strategy is
-            unknown.
+            do not fit the sequences or are given with a mask or documents, the strategy is
+            unknown, or a shard begins or ends within a block.
     """
     seq_lens = seq_len, seq_len if key_seq_len is None else key_seq_len
     slices = checked_slices(mask, world_size, seq_lens, documents, key_documents, slices)
     strategy = as_strategy(strategy, world_size)
     inputs = plan_inputs((layout, key_layout or layout), world_size, seq_lens, slices, strategy)
     group, member = divmod(rank, strategy.heads)
-    planned = _planned(ROUTES[strategy.route](group, inputs.demand), inputs)
+    route = ROUTES[strategy.route](group, inputs.demand)
+    planned = _planned(route, inputs) if block is None else _ordered(route, inputs, block)
     if strategy.heads == 1:
         return planned
     owners = KeyOwners(key_layout or layout, strategy.heads, world_size, seq_lens[1])
@@ -296,7 +303,18 @@ def _among(planned: Plan, member: int, owners: KeyOwners) -> Plan:
         for hops in (planned.shards, planned.sums)
     )
     steps = tuple(replace(step, source=on_axis(step.source)) for step in planned.steps)
-    return Plan(on_axis(planned.rank), steps, shards, sums, planned.num_local, owners, planned.runs)
+    order = planned.order
+    if order is not None:
+        order = replace(order, owners={on_axis(x): own for x, own in order.owners.items()})
+    return replace(
+        planned,
+        rank=on_axis(planned.rank),
+        steps=steps,
+        shards=shards,
+        sums=sums,
+        owners=owners,
+        order=order,
+    )
 
 
 def checked_slices(
@@ -359,6 +377,40 @@ def _planned(route: Route, inputs: PlanInputs) -> Plan:
     num_local = queries.num_local(rank), keys.num_local(rank)
     own_runs, released = queries.shards[rank], _released(rank, steps, shards)
     return Plan(rank, tuple(steps), released, sums, num_local, runs=own_runs)
+
+
+def _ordered(route: Route, inputs: PlanInputs, block: int) -> Plan:
+    """Return the steps and hops of a route with sums in a fixed order, see Note [Fixed order]."""
+    queries, keys, slices, demand = inputs
+    rank, grid = route.rank, Grid(block, queries, keys, slices)
+    plan = _planned(route, inputs)
+    own, of_others = own_slices(grid.query_runs[rank], slices), demand.seen_by(rank)
+    seen = [of_others.get(step.source, Cols()) for step in plan.steps]
+    seen[0] = plan.steps[0].cols
+    pieces = tuple(
+        grid.pieces(own, step.source, step.cols, cols)
+        for step, cols in zip(plan.steps, seen, strict=True)
+    )
+    sources = [step.source for step in plan.steps]
+    # Two ranks of one distance meet at one step, on every route.
+    peers, by_rank = [(2 * rank - x) % demand.world_size for x in sources], demand.seen_of(rank)
+    away = [grid.sent(rank, *of) for of in zip(sources, seen, strict=True)]
+    home = [grid.sent(x, rank, by_rank.get(x, Cols())) for x in peers]
+    away[0] = home[0] = Sent()  # the gradients of the own keys stay here
+    sizes = [grid.sizes(*of) for of in zip(sources, seen, strict=True)]
+    order = grid.order(rank, pieces, sizes, away, home)
+    steps = tuple(
+        replace(step, tiles=tuple(tile for piece in of_step for tile in piece.tiles))
+        for step, of_step in zip(plan.steps, pieces, strict=True)
+    )
+    sums = tuple(
+        Hop(
+            (Transfer(source, sent.cols, source),) if sent.parts else (),
+            (Transfer(rank, got.cols, peer),) if got.parts else (),
+        )
+        for source, peer, sent, got in zip(sources, peers, away, home, strict=True)
+    )
+    return replace(plan, steps=steps, sums=sums, order=order)
 
 
 OwnSlices = list[tuple[int | None, list[QuerySlice]]]

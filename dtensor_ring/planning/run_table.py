@@ -16,6 +16,7 @@ from dtensor_ring.planning.layout import (
     Layout,
     Run,
     Striped,
+    WholeBlocks,
     ZigZag,
     joined,
 )
@@ -307,7 +308,7 @@ class PerBatch(Layout):
 
 # The layouts that a name and integers can describe.
 LAYOUTS: dict[str, type[Layout]] = {
-    layout.name: layout for layout in (Contiguous, Striped, ZigZag, BlockCyclic)
+    layout.name: layout for layout in (Contiguous, Striped, ZigZag, BlockCyclic, WholeBlocks)
 }
 
 

@@ -99,6 +99,10 @@ class Tile:
         # Each bound hides a triangle in one corner, and the triangles do not overlap.
         return num_rows * num_cols - ahead - behind
 
+    def on_cols(self, cols: Span) -> Tile:
+        """Return the same tile with other numbers of its columns."""
+        return replace(self, cols=cols)
+
 
 def shard_tiles(
     query_slices: Sequence[QuerySlice], key_runs: tuple[Run, ...], batch: int | None = None
@@ -110,6 +114,25 @@ def shard_tiles(
         key_runs: runs of the other shard.
         batch: the batch row, `None` for all of them.
     """
+    return coalesce(
+        [tile for pair in _pairs(query_slices, key_runs) for tile in _tiles(*pair, batch)]
+    )
+
+
+def tiles_by_run(
+    query_slices: Sequence[QuerySlice], key_runs: tuple[Run, ...], batch: int | None = None
+) -> Iterator[tuple[Run, Run, Tile]]:
+    """Yield the tiles of each run of queries and run of keys, with both; none are joined."""
+    for pair in _pairs(query_slices, key_runs):
+        yield from ((pair[2].run, pair[3], tile) for tile in _tiles(*pair, batch))
+
+
+# A row, a column, and the queries and keys that meet there.
+_Pair = tuple[int, int, QuerySlice, Run, Span]
+
+
+def _pairs(query_slices: Sequence[QuerySlice], key_runs: tuple[Run, ...]) -> list[_Pair]:
+    """Return the pairs of queries and keys that may see each other, by row, then column."""
     keys = _placed(key_runs)
     pairs = [
         (query_slice.row + query_slice.span[0], col + span[0], query_slice, key, span)
@@ -118,9 +141,9 @@ def shard_tiles(
         # A strided run may skip a short slice.
         if length(span := key.indices(*query_slice.keys))
     ]
-    # Sort by row, then column: `coalesce` joins neighbours in this order only.
+    # `coalesce` joins neighbours in this order only.
     pairs.sort(key=lambda pair: pair[:2])
-    return coalesce([tile for pair in pairs for tile in _tiles(*pair, batch)])
+    return pairs
 
 
 def packed_tiles(tiles: list[Tile], cols: Cols) -> list[Tile]:

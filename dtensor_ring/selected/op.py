@@ -100,6 +100,7 @@ def select(
     """Run the selection op on plain tensors, see `select_keys`; `(B, G, L, k * block_size)`."""
     call = unflatten(options)
     check_index(query, key, weights)
+    call.place.policy.refuse_order("attention to selected keys")
     request = call.request(query.shape[0])
     choice = KeyChoice(k, call.scores.scale, block_size, local_blocks)
     own: dict[str, object] = {"weights": weights is not None, "choice": tuple(choice)}
@@ -177,6 +178,7 @@ def attend(query: Tensor, rows: Tensor, *arguments: Any) -> tuple[Tensor, Tensor
     """Run the attention over selected keys on plain tensors."""
     listed, call = Listed(*arguments[:4]), unflatten(arguments[4:])
     check_listed(query, rows, listed, call)
+    call.place.policy.refuse_order("attention to selected keys")
     request = call.request(query.shape[0])
     listed = listed.routed(request)
     facts = query, listed.key_and_value(query, rows)[1]
@@ -199,6 +201,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Run the backward op of the attention over selected keys on plain tensors."""
     listed, (out, lse), call = Listed(*rest[:4]), rest[4:6], unflatten(rest[6:])
+    call.place.policy.refuse_order("attention to selected keys")
     request = call.request(query.shape[0])
     listed = listed.routed(request)
     facts = query, listed.key_and_value(query, rows)[1]

@@ -352,10 +352,10 @@ class SumRotation(Rotation):
             yield packet, not self._num_own
             self._idle += _buffers([packet]).values()
 
-    def sum_of(self, step: Step) -> tuple[Packet, bool]:
-        """Return the sum that a step adds to, and whether it is new, with undefined content."""
+    def sum_of(self, source: int, cols: Cols) -> tuple[Packet, bool]:
+        """Return the sum of a source's columns, and whether it is new, with undefined content."""
         # The first rank after a source starts its sum; later ranks add to the sum that arrived.
-        is_new = step.source not in self._resident
+        is_new = source not in self._resident
         if is_new:
-            self._resident[step.source] = self._packet(step.source, step.cols)
-        return self._resident[step.source], is_new
+            self._resident[source] = self._packet(source, cols)
+        return self._resident[source], is_new

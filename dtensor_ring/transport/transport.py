@@ -321,11 +321,18 @@ class TransferPolicy:
         transport: what moves all messages of the axis: `None` for its process group, or
             `"symmetric"` for copy engines within one host, by PyTorch's symmetric memory. No GPU
             has measured the second yet; docs/speed.md says what it needs.
+        order: the order of sums. `None` is that of launches and hops; `"fixed"` gives the same bits
+            on any number of ranks, with any layout and strategy: partial results of blocks of the
+            sequence are summed by a fixed tree. docs/numerics.md says what it serves and costs.
+        block: tokens of a block of a fixed order. Runs of equal bits have equal blocks. By default
+            it depends on the length of the sequence: the power of two that makes 16 to 32 blocks,
+            from 16 to 4,096 tokens.
 
     Raises:
-        TypeError: if a dtype is not a `torch.dtype`, or `num_parts` is not an integer.
+        TypeError: if a dtype is not a `torch.dtype`, or `num_parts` or `block` is not an integer.
         ValueError: if a dtype is not floating, or has fewer than 16 bits, other than those two; if
-            `num_parts` is less than 1; if the transport or a name of a dtype is unknown.
+            `num_parts` or `block` is less than 1; if the transport, the order or a name of a dtype
+            is unknown; if a fixed order is to send anything but whole numbers.
 
     >>> TransferPolicy(grad_dtype=torch.bfloat16).grad_dtype
     torch.bfloat16
@@ -337,6 +344,8 @@ class TransferPolicy:
     grad_dtype: torch.dtype = torch.float32
     num_parts: int | None = None
     transport: str | None = None
+    order: str | None = None
+    block: int | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.kv_dtype, str):
@@ -357,6 +366,35 @@ class TransferPolicy:
 
         if self.transport not in (None, "symmetric"):
             raise ValueError(f'transport must be None or "symmetric", got {self.transport!r}')
+        self._check_order()
+
+    def _check_order(self) -> None:
+        if self.order not in (None, "fixed"):
+            raise ValueError(f'order must be None or "fixed", got {self.order!r}')
+        if self.block is not None:
+            object.__setattr__(self, "block", as_count("block", self.block, 1))
+            if self.order is None:
+                raise ValueError(
+                    f'block={self.block} is for order="fixed"; leave it out, or order it'
+                )
+        if self.order is not None and (self.kv_dtype, self.grad_dtype) != (None, torch.float32):
+            raise ValueError(
+                'order="fixed" sends keys and values as they are, and sums as float32, got '
+                f"kv_dtype {self.kv_dtype} and grad_dtype {self.grad_dtype}: what is rounded on "
+                "its way depends on the number of ranks; leave them out"
+            )
+
+    def refuse_order(self, what: str) -> None:
+        """Refuse a fixed order, for what sums in an order of its own.
+
+        Raises:
+            ValueError: names `what`.
+        """
+        if self.order is not None:
+            raise ValueError(
+                f'{what} has no sums in a fixed order, and the policy has order="{self.order}"; '
+                "use ring_attention or SequenceAxis.attention, or a policy without it"
+            )
 
     def dtype_of_keys(self, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype in which keys and values of `dtype` are sent."""

@@ -176,6 +176,10 @@ def context_parallel_plan(
     if local_batch:
         refuse_local(why_whole(model), named_layout(layout))
     strategies = Strategies.of(strategy)
+    if policy is not None:
+        policy.refuse_order(
+            "context_parallel_plan, whose layers and losses add up all tokens of a rank,"
+        )
     how: dict[str, Any] = {"strategy": strategies.common, "kernel": kernel, "policy": policy}
     how["machine"] = machine
     format_named(cache_dtype)  # an error here points at the user's option

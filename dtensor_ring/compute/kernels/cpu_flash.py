@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from math import ceil, isfinite
 from typing import NamedTuple
 
@@ -18,6 +19,7 @@ from dtensor_ring.compute.kernels.kernel import (
     Saved,
     Scores,
 )
+from dtensor_ring.compute.kernels.padded import padded_attend, padded_backward
 from dtensor_ring.compute.kernels.reference import Reference
 from dtensor_ring.compute.memory import (
     TOKEN_MAJOR,
@@ -45,6 +47,7 @@ class BlockSizes(NamedTuple):
         large: the smallest causal square, in rows, that forward cuts into halves.
         huge: the smallest causal square, in rows, that is one launch in forward again, because few
             of its scored pairs are hidden.
+        is_padded: whether aten gets padded tensors, see Note [Aligned products].
     """
 
     rows: int
@@ -52,9 +55,18 @@ class BlockSizes(NamedTuple):
     whole: int
     large: int
     huge: int
+    is_padded: bool = False
 
 
 COARSE, FINE = BlockSizes(192, 192, 256, 768, 768), BlockSizes(64, 128, 192, 2048, 16384)
+
+# The sizes for launches `by_block`, by bytes of a number. They do not depend on heads or threads,
+# and causal squares are not cut into halves, as merges depend on what else is in a tensor.
+NEVER = 1 << 60
+BY_BLOCK = {
+    itemsize: sizes._replace(large=NEVER, huge=NEVER, is_padded=True)
+    for itemsize, sizes in ((2, COARSE), (4, FINE), (8, FINE))
+}
 
 # The smallest number of heads per thread for which small launches keep all threads busy.
 FINE_FROM = 5
@@ -82,6 +94,7 @@ class CpuFlash(Kernel):
     """
 
     name = "cpu_flash"
+    bitwise_by_block = True
 
     def missing(self) -> str | None:
         return None
@@ -103,52 +116,61 @@ class CpuFlash(Kernel):
         return "it has no softcap" if problem.softcap else None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, launch: Launch, scores: Scores) -> Result:
-        mask, scale, sizes = launch.mask, scores.scale, _sizes(q)
-        if mask == FULL and q.shape[2] <= FEW_ROWS and q.shape[1] > k.shape[1]:
+        mask, scale, sizes = launch.mask, scores.scale, _sizes(q, launch.by_block)
+        is_few = q.shape[2] <= FEW_ROWS and q.shape[1] > k.shape[1]
+        if mask == FULL and is_few and not launch.by_block:
             return _attend_folded((q, k, v), scale)
         k, v = _by_head(q, k, sizes.whole), _by_head(q, v, sizes.whole)
         # Cutting saves hidden pairs, but each launch has a fixed cost.
         if _in_one(mask, q, sizes.whole, sizes.huge):
-            return _attend_whole((q, k, v), scale, mask)
+            return _attend_whole((q, k, v), scale, mask, sizes)
         out = empty(q, q.shape, order_of(q))
         wide = torch.promote_types(q.dtype, torch.float32)
         lse = empty(q, q.shape[:3], TOKEN_MAJOR[:-1], wide)  # as aten's are
         if mask == CAUSAL:
             _attend_square((q, k, v), scale, (out, lse), sizes)
         else:
-            _attend_band((q, k, v), scale, (out, lse), sizes.rows, mask)
+            _attend_band((q, k, v), scale, (out, lse), sizes, mask)
         return out, lse
 
     def backward(
         self, saved: Saved, q: Tensor, k: Tensor, v: Tensor, launch: Launch, scores: Scores
     ) -> Gradients:
-        mask, scale, sizes = launch.mask, scores.scale, _sizes(q)
+        mask, scale, sizes = launch.mask, scores.scale, _sizes(q, launch.by_block)
         k, v = _by_head(q, k, sizes.whole), _by_head(q, v, sizes.whole)
         by_row, by_col = (saved.grad_out, q, saved.out, saved.lse), (k, v)
         if _in_one(mask, q, sizes.whole, LARGE_BACKWARD):
-            return _backward(by_row, by_col, scale, is_causal=mask == CAUSAL)
+            return _backward(by_row, by_col, scale, sizes, is_causal=mask == CAUSAL)
         # Many blocks add to the query's gradient, so it is wide until all have been added.
         grad_query = empty(q, q.shape, TOKEN_MAJOR, saved.lse.dtype)
         grads = grad_query, *(empty(x, x.shape, TOKEN_MAJOR) for x in (k, v))
         if mask == CAUSAL:
-            _backward_square(by_row, by_col, scale, grads, sizes.cols)
+            _backward_square(by_row, by_col, scale, grads, sizes)
         else:
-            _backward_band(by_row, by_col, scale, grads, sizes.cols, mask)
+            _backward_band(by_row, by_col, scale, grads, sizes, mask)
         return grad_query.to(q.dtype), grads[1], grads[2]
 
 
 def _attend(
-    inputs: Tensors, scale: float, is_causal: bool = False, bias: Tensor | None = None
+    inputs: Tensors,
+    scale: float,
+    sizes: BlockSizes,
+    is_causal: bool = False,
+    bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return `(out, lse)` of query, key and value."""
-    kernel = aten._scaled_dot_product_flash_attention_for_cpu
-    return kernel(*inputs, is_causal=is_causal, attn_mask=bias, scale=scale)
+    kernel = partial(aten._scaled_dot_product_flash_attention_for_cpu, scale=scale)
+    if sizes.is_padded:
+        return padded_attend(kernel, inputs, is_causal, bias)
+    return kernel(*inputs, is_causal=is_causal, attn_mask=bias)
 
 
-def _attend_whole(inputs: Tensors, scale: float, mask: Mask) -> tuple[Tensor, Tensor]:
+def _attend_whole(
+    inputs: Tensors, scale: float, mask: Mask, sizes: BlockSizes
+) -> tuple[Tensor, Tensor]:
     """Return `(out, lse)` of a full tile or a causal square, from one call."""
-    results = _attend(inputs, scale, is_causal=mask == CAUSAL)
-    _correct(inputs, scale, results, mask)
+    results = _attend(inputs, scale, sizes, is_causal=mask == CAUSAL)
+    _correct(inputs, scale, results, mask, sizes.is_padded)
     return results
 
 
@@ -156,7 +178,7 @@ def _attend_folded(inputs: Tensors, scale: float) -> tuple[Tensor, Tensor]:
     """Return `(out, lse)` of a full tile, with the heads of a group folded into rows."""
     query, key, value = inputs
     folded = fold_heads(query, key.shape[1])
-    out, lse = _attend_whole((folded, key, value), scale, FULL)
+    out, lse = _attend_whole((folded, key, value), scale, FULL, _sizes(query))
     return unfold_heads(out, query.shape[1]), unfold_heads(lse, query.shape[1])
 
 
@@ -164,7 +186,7 @@ def _attend_square(inputs: Tensors, scale: float, results: Tensors, sizes: Block
     """Write the results of a causal square: those of its halves, then merge the full tile."""
     num_rows = inputs[0].shape[2]
     if num_rows < sizes.large:
-        _attend_band(inputs, scale, results, sizes.rows, CAUSAL)
+        _attend_band(inputs, scale, results, sizes, CAUSAL)
         return
     # Two squares on the diagonal; the tile above them is hidden and never scored.
     first, second = _halves(num_rows)
@@ -172,27 +194,29 @@ def _attend_square(inputs: Tensors, scale: float, results: Tensors, sizes: Block
         _attend_square(_tokens(inputs, half), scale, _tokens(results, half), sizes)
     # The second half also sees all of the first: merge this full tile with its own square.
     seen = *_tokens(inputs[:1], second), *_tokens(inputs[1:], first)
-    between = _attend_whole(seen, scale, FULL)
+    between = _attend_whole(seen, scale, FULL, sizes)
     out, lse = _tokens(results, second)
     merge_(out, lse, *between)
 
 
 def _attend_band(
-    inputs: Tensors, scale: float, results: Tensors, block_rows: int, mask: Mask
+    inputs: Tensors, scale: float, results: Tensors, sizes: BlockSizes, mask: Mask
 ) -> None:
     """Write the results of a window, or of a small causal square, by blocks of rows."""
     query, key, value = inputs
-    blocks = row_blocks(query.shape[2], key.shape[2], mask, block_rows)
+    blocks = row_blocks(query.shape[2], key.shape[2], mask, sizes.rows)
     bias = Bias(blocks, mask, query)
     for rows, cols in blocks:
         tensors = query[:, :, rows], key[:, :, cols], value[:, :, cols]
-        found = _attend(tensors, scale, bias=bias.of((rows, cols)))
+        found = _attend(tensors, scale, sizes, bias=bias.of((rows, cols)))
         for result, x in zip(results, found, strict=True):
             result[:, :, rows] = x
-    _correct(inputs, scale, results, mask)
+    _correct(inputs, scale, results, mask, sizes.is_padded)
 
 
-def _correct(inputs: Tensors, scale: float, results: Tensors, mask: Mask) -> None:
+def _correct(
+    inputs: Tensors, scale: float, results: Tensors, mask: Mask, by_block: bool = False
+) -> None:
     """Recompute the rows that aten's kernel loses: their out is 0, and their lse 0 or inf.
 
     The kernel treats rows whose scores are -inf, or NaN with fewer than 16 keys, as rows that see
@@ -206,9 +230,9 @@ def _correct(inputs: Tensors, scale: float, results: Tensors, mask: Mask) -> Non
     lost = ((lse == 0) | lse.isinf()) & (out == 0).all(-1)
     if not lost.any():
         return
-    rows = slice(int(lost.flatten(0, 1).any(0).nonzero().max()) + 1)
-    query, key, value = inputs
-    launch, scores = Launch(WHOLE, WHOLE, mask), Scores(mask, scale)
+    last = out.shape[2] if by_block else int(lost.flatten(0, 1).any(0).nonzero().max()) + 1
+    rows, (query, key, value) = slice(last), inputs
+    launch, scores = Launch(WHOLE, WHOLE, mask, by_block=by_block), Scores(mask, scale)
     exact = Reference().forward(query[:, :, rows], key, value, launch, scores)
     for result, x in zip(results, exact, strict=True):
         result[:, :, rows][lost[:, :, rows]] = x[lost[:, :, rows]]
@@ -223,52 +247,58 @@ def _backward(
     by_row: Tensors,
     by_col: Tensors,
     scale: float,
+    sizes: BlockSizes,
     is_causal: bool = False,
     bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return gradients of query, key, value from (grad_out, query, out, lse) and (key, value)."""
     grad_out, query, out, lse = by_row
-    kernel = aten._scaled_dot_product_flash_attention_for_cpu_backward
-    return kernel(grad_out, query, *by_col, out, lse, 0.0, is_causal, attn_mask=bias, scale=scale)
+    kernel = partial(aten._scaled_dot_product_flash_attention_for_cpu_backward, scale=scale)
+    if sizes.is_padded:
+        return padded_backward(kernel, by_row, by_col, is_causal, bias)
+    return kernel(grad_out, query, *by_col, out, lse, 0.0, is_causal, attn_mask=bias)
 
 
 def _backward_square(
-    by_row: Tensors, by_col: Tensors, scale: float, grads: Tensors, block_cols: int
+    by_row: Tensors, by_col: Tensors, scale: float, grads: Tensors, sizes: BlockSizes
 ) -> None:
     """Write the gradients of a causal square: those of its halves, then add the full tile."""
     num_rows = by_row[0].shape[2]
-    if num_rows <= block_cols:
-        for grad, x in zip(grads, _backward(by_row, by_col, scale, is_causal=True), strict=True):
+    if num_rows <= sizes.cols:
+        found = _backward(by_row, by_col, scale, sizes, is_causal=True)
+        for grad, x in zip(grads, found, strict=True):
             grad.copy_(x)
         return
     first, second = _halves(num_rows)
     for half in (first, second):
         here = _tokens(by_row, half), _tokens(by_col, half)
-        _backward_square(*here, scale, _tokens(grads, half), block_cols)
+        _backward_square(*here, scale, _tokens(grads, half), sizes)
     # Add this after the squares, because they overwrite all three gradients of their halves.
-    between = _backward(_tokens(by_row, second), _tokens(by_col, first), scale)
+    between = _backward(_tokens(by_row, second), _tokens(by_col, first), scale, sizes)
     for grad, tokens, x in zip(grads, (second, first, first), between, strict=True):
         grad[:, :, tokens] += x
 
 
 def _backward_band(
-    by_row: Tensors, by_col: Tensors, scale: float, grads: Tensors, block_cols: int, mask: Mask
+    by_row: Tensors, by_col: Tensors, scale: float, grads: Tensors, sizes: BlockSizes, mask: Mask
 ) -> None:
     """Write the gradients of a window, by blocks of columns."""
     (_, query, *_), (key, _) = by_row, by_col
     grads[0].zero_()  # summed over the blocks; each column's gradients are written once
-    blocks = col_blocks(query.shape[2], key.shape[2], mask, block_cols)
+    blocks = col_blocks(query.shape[2], key.shape[2], mask, sizes.cols)
     bias = Bias(blocks, mask, query)
     for rows, cols in blocks:
         part = bias.of((rows, cols))
-        found = _backward(_tokens(by_row, rows), _tokens(by_col, cols), scale, bias=part)
+        found = _backward(_tokens(by_row, rows), _tokens(by_col, cols), scale, sizes, bias=part)
         grads[0][:, :, rows] += found[0]
         for grad, x in zip(grads[1:], found[1:], strict=True):
             grad[:, :, cols] = x
 
 
-def _sizes(query: Tensor) -> BlockSizes:
-    """Return the sizes that are fastest for these queries."""
+def _sizes(query: Tensor, by_block: bool = False) -> BlockSizes:
+    """Return the sizes that are fastest for these queries, or those that all queries get."""
+    if by_block:
+        return BY_BLOCK[query.dtype.itemsize]
     # Matrix products of 16 bits need large blocks, and so do few heads on many threads.
     num_heads = query.shape[0] * query.shape[1]
     is_fine = query.dtype.itemsize > 2 and num_heads >= FINE_FROM * torch.get_num_threads()

@@ -81,6 +81,8 @@ class Launch:
         segments: boundaries of the tiles; `None` for a single tile.
         in_flight: whether messages are in flight during the launch and need multiprocessors.
         dropout: the weights that are dropped, `None` for none.
+        by_block: whether the bits of a batch row and head must not depend on other ones, on
+            strides, or on where the tensors are in memory, see `Kernel.bitwise_by_block`.
     """
 
     rows: Region
@@ -89,6 +91,7 @@ class Launch:
     segments: Segments | None = None
     in_flight: bool = False
     dropout: Dropout | None = None
+    by_block: bool = False
 
 
 class Scores(NamedTuple):
@@ -174,6 +177,7 @@ class Problem:
         grouped: whether there are fewer key heads than query heads.
         packed: whether the sequence has documents; then a step may have any number of tiles.
         dropout: whether weights are dropped.
+        by_block: whether launches are `by_block`.
         determinism: PyTorch's setting, by default the current one.
         capability: compute capability of the current GPU, `None` for tensors on a CPU.
     """
@@ -189,6 +193,7 @@ class Problem:
     grouped: bool = False
     packed: bool = False
     dropout: bool = False
+    by_block: bool = False
     determinism: Determinism = field(default_factory=determinism)
     capability: tuple[int, int] | None = field(init=False, default=None)
 
@@ -261,11 +266,15 @@ class Kernel(ABC):
         name: the name in the `kernel` argument and in `available_kernels`.
         has_segments: whether the kernel takes launches with segments.
         has_dropout: whether the kernel drops weights by the positions of the whole sequence.
+        bitwise_by_block: whether launches `by_block` are served: for tiles of the same shape, mask
+            and content, a batch row and a key head with its queries get the same bits, whatever
+            else is in the launch, and wherever the tensors are. Sums in a fixed order need it.
     """
 
     name: ClassVar[str]
     has_segments: ClassVar[bool] = False
     has_dropout: ClassVar[bool] = False
+    bitwise_by_block: ClassVar[bool] = False
 
     @abstractmethod
     def missing(self) -> str | None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import product
+
 import torch
 from torch import Tensor
 
@@ -16,7 +19,7 @@ from dtensor_ring.compute.kernels.kernel import (
     Saved,
     Scores,
 )
-from dtensor_ring.compute.memory import unfold_heads
+from dtensor_ring.compute.memory import Region, unfold_heads
 from dtensor_ring.planning.mask import Mask
 
 # Queries per block; this bounds the scores in memory to `B * N * BLOCK_ROWS * C`.
@@ -29,6 +32,7 @@ class Reference(Kernel):
     name = "reference"
     has_segments = True
     has_dropout = True
+    bitwise_by_block = True
 
     def missing(self) -> str | None:
         return None
@@ -36,9 +40,13 @@ class Reference(Kernel):
     def supports(self, problem: Problem) -> str | None:
         if not problem.dtype.is_floating_point or problem.dtype.itemsize < 2:
             return f"it needs a floating dtype of 16 bits or more, got {problem.dtype}"
+        if problem.by_block and problem.device_type != "cpu":
+            return f"its bits are known on a CPU only, the tensors are on {problem.device_type}"
         return None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, launch: Launch, scores: Scores) -> Result:
+        if launch.by_block:
+            return _forward_by_head(q, k, v, launch.mask, scores)
         if launch.segments is None:
             return _forward(q, k, v, launch.mask, scores, launch.dropout)
         num_rows, heads = q.shape[:2]
@@ -56,6 +64,8 @@ class Reference(Kernel):
     def backward(
         self, saved: Saved, q: Tensor, k: Tensor, v: Tensor, launch: Launch, scores: Scores
     ) -> Gradients:
+        if launch.by_block:
+            return _backward_by_head(saved, q, k, v, launch.mask, scores)
         if launch.segments is None:
             return _backward(saved, q, k, v, launch.mask, scores, launch.dropout)
         grads = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
@@ -103,6 +113,48 @@ def _factors(dropout: Dropout | None, block: slice, seen: slice, scored: Tensor)
     if dropout is None:
         return None
     return dropout.part(block, seen).factors(scored.dtype).view_as(scored)
+
+
+def _heads(query: Tensor, key: Tensor) -> Iterator[tuple[Region, Region]]:
+    """Yield the regions of each batch row and key head: its queries, and the head itself.
+
+    Products of one head from memory of its own have the same bits, whatever else is there.
+    """
+    group = query.shape[1] // max(1, key.shape[1])
+    for row, head in product(range(query.shape[0]), range(key.shape[1])):
+        rows = slice(row, row + 1)
+        yield (
+            (rows, slice(head * group, (head + 1) * group), slice(None)),
+            (rows, slice(head, head + 1), slice(None)),
+        )
+
+
+def _own(x: Tensor, where: Region) -> Tensor:
+    return x[where].clone(memory_format=torch.contiguous_format)
+
+
+def _forward_by_head(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scores: Scores) -> Result:
+    """Return `(out, lse)` of a tile, each batch row and key head by itself."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    out, lse = q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(q.shape[:3], dtype=wide)
+    for rows, cols in _heads(q, k):
+        out[rows], lse[rows] = _forward(_own(q, rows), _own(k, cols), _own(v, cols), mask, scores)
+    return out, lse
+
+
+def _backward_by_head(
+    saved: Saved, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scores: Scores
+) -> Gradients:
+    """Return the gradients of a tile, each batch row and key head by itself."""
+    grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    for rows, cols in _heads(q, k):
+        slopes = None if saved.grad_lse is None else _own(saved.grad_lse, rows)
+        of_rows = (_own(x, rows) for x in (saved.grad_out, saved.out, saved.lse))
+        own = Saved(*of_rows, slopes)
+        found = _backward(own, _own(q, rows), _own(k, cols), _own(v, cols), mask, scores)
+        for grad, where, x in zip(grads, (rows, cols, cols), found, strict=True):
+            grad[where] = x
+    return grads
 
 
 def _weighted(scored: Tensor, values: Tensor, heads: int, factors: Tensor | None = None) -> Result:

@@ -77,6 +77,7 @@ class CheckedKernel(Kernel):
         self.wrapped = kernel
         self.name, self.has_segments = kernel.name, kernel.has_segments  # type: ignore[misc]
         self.has_dropout = kernel.has_dropout  # type: ignore[misc]
+        self.bitwise_by_block = kernel.bitwise_by_block  # type: ignore[misc]
         self._seen: set[tuple[str, bool, torch.dtype]] = set()
 
     def missing(self) -> str | None:
@@ -343,6 +344,8 @@ def able_kernel(kernel: Kernel, problem: Problem) -> tuple[Kernel, str | None]:
     if problem.dropout and not kernel.has_dropout:
         return kernel, NO_DROPOUT
     reason = kernel.supports(problem)
+    if reason is None and problem.by_block and not kernel.bitwise_by_block:
+        reason = 'its bits depend on what else is in a launch, and order="fixed" needs others'
     if reason is None or not problem.differentiable_lse:
         return kernel, reason
     widened = WidenedKernel(kernel)

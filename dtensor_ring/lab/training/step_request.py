@@ -99,6 +99,7 @@ def memory_setting(
     policy = DEFAULT_POLICY if policy is None else policy
     if not isinstance(policy, TransferPolicy):
         raise TypeError(f"policy must be a TransferPolicy, got {policy!r}")
+    policy.refuse_order("a simulated step")
     tile = None if mlp_tile is None else as_count("mlp_tile", mlp_tile, 1)
     return MemorySetting(checkpoint, tile, names, policy)
 

@@ -1,0 +1,191 @@
+"""A small Llama that trains to the same bits on any number of ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from dtensor_ring import InBlocks, SequenceAxis, TransferPolicy
+from tests.pool import Pool
+
+SEQ_LEN, WIDTH, HEADS, KEY_HEADS, VOCAB = 128, 64, 4, 2, 96
+STEPS, LAYERS, BLOCK = 20, 2, 16
+FIXED = TransferPolicy(order="fixed", block=BLOCK)
+LAYOUT = f"whole_blocks:{BLOCK}"
+
+
+class Projections(nn.Module):
+    """Query, key and value of normed tokens, `(B, L, N + 2 Nkv, H)`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(WIDTH, eps=1e-5)
+        self.weight = nn.Linear(WIDTH, (HEADS + 2 * KEY_HEADS) * WIDTH // HEADS, bias=False)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        heads = self.weight(self.norm(x)).unflatten(-1, (-1, WIDTH // HEADS))
+        rotated, value = heads.split([HEADS + KEY_HEADS, KEY_HEADS], dim=2)
+        first, second = rotated.chunk(2, dim=-1)
+        turned = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+        return torch.cat([turned, value], dim=2)
+
+
+class Output(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor, attended: Tensor) -> Tensor:
+        return x + self.weight(attended)
+
+
+class FeedForward(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(WIDTH, eps=1e-5)
+        self.gate, self.up = (nn.Linear(WIDTH, 2 * WIDTH, bias=False) for _ in range(2))
+        self.down = nn.Linear(2 * WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed = self.norm(x)
+        return x + self.down(F.silu(self.gate(normed)) * self.up(normed))
+
+
+class Head(nn.Module):
+    """The loss of each token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(WIDTH, eps=1e-5)
+        self.weight = nn.Linear(WIDTH, VOCAB, bias=False)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        logits = self.weight(self.norm(x))
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view(
+            labels.shape
+        )
+
+
+class Llama(nn.Module):
+    def __init__(self, axis: SequenceAxis) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.axis = axis
+        self.embedding = InBlocks(nn.Embedding(VOCAB, WIDTH), axis)
+        parts = [[Projections(), Output(), FeedForward()] for _ in range(LAYERS)]
+        self.layers = nn.ModuleList(
+            nn.ModuleList(InBlocks(part, axis) for part in layer) for layer in parts
+        )
+        self.head = InBlocks(Head(), axis)
+        # A table of all positions: cosines are rounded by their place in a tensor, too.
+        angles = torch.arange(SEQ_LEN).unsqueeze(1) * 10000.0 ** -torch.linspace(0, 1, 8)
+        self.table = torch.stack([angles.cos(), angles.sin()])[:, None, :, None]
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        """The losses of this rank's tokens."""
+        own = self.axis.positions(SEQ_LEN)
+        cos, sin = self.table[:, :, own].expand(-1, len(tokens), -1, -1, -1)
+        x = self.embedding(tokens[:, own])
+        for projections, output, feed_forward in self.layers:
+            heads = projections(x, cos, sin).transpose(1, 2)
+            query, key, value = heads.split([HEADS, KEY_HEADS, KEY_HEADS], dim=1)
+            attended = self.axis.attention(query, key, value).transpose(1, 2).flatten(2)
+            x = feed_forward(output(x, attended))
+        return self.head(x, labels[:, own])
+
+
+def train(steps: range, saved: str | None = None, save: str | None = None) -> list[Tensor]:
+    """The losses of some steps, and the parameters after them, which may be saved and loaded."""
+    torch.set_num_threads(1)
+    size = torch.distributed.get_world_size()
+    axis = SequenceAxis(init_device_mesh("cpu", (size,)), LAYOUT, policy=FIXED)
+    model = Llama(axis)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    if saved is not None:
+        state: Any = torch.load(saved)
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+    losses = []
+    for step in steps:
+        tokens = torch.randint(
+            VOCAB, (2, SEQ_LEN + 1), generator=torch.Generator().manual_seed(step)
+        )
+        of_tokens = model(tokens[:, :-1], tokens[:, 1:])
+        # Not of the sum over ranks: each rank has the gradients of its tokens, and `InBlocks` sums.
+        optimizer.zero_grad()
+        (of_tokens / of_tokens.new_tensor(2.0 * SEQ_LEN)).sum().backward()
+        optimizer.step()
+        losses.append(axis.sum(of_tokens.detach(), dim=1).sum() / (2 * SEQ_LEN))
+    if save is not None and torch.distributed.get_rank() == 0:
+        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, save)
+    return [torch.stack(losses), *(x.detach() for x in model.parameters())]
+
+
+def test_a_llama_trains_to_the_same_bits(pool: Pool) -> None:
+    results = [of_rank for size in (1, 2, 4) for of_rank in pool.run(size, train, range(STEPS))]
+    for found in results[1:]:
+        for x, wanted in zip(found, results[0], strict=True):
+            assert torch.equal(x, wanted)
+    losses = results[0][0]
+    assert losses[-1] < losses[0]
+
+
+def test_saved_on_four_ranks_and_resumed_on_two(pool: Pool, tmp_path: Path) -> None:
+    never_stopped = pool.run(4, train, range(6))[0]
+    file = str(tmp_path / "saved.pt")
+    before = pool.run(4, train, range(3), None, file)[0]
+    after = pool.run(2, train, range(3, 6), file)
+    for of_rank in after:
+        assert torch.equal(torch.cat([before[0], of_rank[0]]), never_stopped[0])
+        for x, wanted in zip(of_rank[1:], never_stopped[1:], strict=True):
+            assert torch.equal(x, wanted)
+
+
+def _gradient() -> list[Tensor]:
+    size = torch.distributed.get_world_size()
+    axis = SequenceAxis(init_device_mesh("cpu", (size,)), LAYOUT, policy=FIXED)
+    torch.manual_seed(0)
+    layer, x = InBlocks(nn.Linear(6, 5), axis), torch.randn(2, SEQ_LEN, 6)
+    layer(x[:, axis.positions(SEQ_LEN)]).square().sum().backward()
+    plain = layer.module
+    grads = [p.grad for p in plain.parameters()]
+    wanted = torch.autograd.grad(plain(x).square().sum(), [*plain.parameters()])
+    for grad, dense in zip(grads, wanted, strict=True):
+        torch.testing.assert_close(grad, dense, rtol=1e-5, atol=1e-4)
+    return grads
+
+
+def test_gradients_are_those_of_all_tokens(pool: Pool) -> None:
+    pool.run(2, _gradient)
+
+
+def _refused() -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    layer = InBlocks(nn.Linear(6, 5), SequenceAxis(mesh, LAYOUT, policy=FIXED))
+    with pytest.raises(ValueError, match="a block for each rank"):
+        layer(torch.randn(2, 16, 6), seq_len=16)
+    with pytest.raises(ValueError, match="this rank has 32 of 64 tokens"):
+        layer(torch.randn(2, 30, 6), seq_len=64)
+
+
+def _refused_of_zigzag() -> None:
+    axis = SequenceAxis(init_device_mesh("cpu", (2,)), "zigzag", policy=FIXED)
+    with pytest.raises(ValueError, match="whole_blocks:16"):
+        InBlocks(nn.Linear(6, 5), axis)(torch.randn(2, 30, 6))
+
+
+def _refused_without_an_order() -> None:
+    axis = SequenceAxis(init_device_mesh("cpu", (2,)), "zigzag")
+    with pytest.raises(ValueError, match="InBlocks needs an axis with"):
+        InBlocks(nn.Linear(6, 5), axis)
+
+
+@pytest.mark.parametrize("case", [_refused, _refused_of_zigzag, _refused_without_an_order])
+def test_what_it_refuses(pool: Pool, case: Any) -> None:
+    pool.run(2, case)

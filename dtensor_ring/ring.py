@@ -46,14 +46,15 @@ def ring_forward(
         for step in plan.steps:
             label = Label("forward", step.number, step.source)
             in_flight = plan.shards[step.number].moves
-            dropout = dropped and dropped.of_keys(step.runs, step.cols)
+            dropout = None if dropped is None else dropped.of_keys(step.runs, step.cols)
             with shards.moving(step, label) as kv:
                 if isinstance(running, OrderedOutput):
                     running.step(step, kv, kernel, scores, label, in_flight)
                 else:
                     how = running, kernel, scores, label
                     forward_step(step, query, kv, *how, in_flight=in_flight, dropout=dropout)
-    with label("merge"):
+    last = plan.steps[-1]
+    with Label("forward", last.number, last.source)("merge"):
         return running.result()
 
 
@@ -78,7 +79,7 @@ def ring_backward(
     ):
         for step in plan.steps:
             label = Label("backward", step.number, step.source)
-            dropout = dropped and dropped.of_keys(step.runs, step.cols)
+            dropout = None if dropped is None else dropped.of_keys(step.runs, step.cols)
             with shards.moving(step, label) as kv:
                 grads.compute(step, saved, kv, kernel, scores, label, dropout)
                 if step.number:

@@ -70,14 +70,11 @@ class PendingWork:
         if self.has_arrived:
             return
         since = time.monotonic()
-        WATCH.begin(self, since)
         try:
-            self._work.wait()
+            WATCH.wait(self, since, self._work)
         except RuntimeError as error:
             seconds = time.monotonic() - since
             raise self._call.failed(error, self._message, seconds) from error
-        finally:
-            WATCH.end()
         self.has_arrived = True
 
 

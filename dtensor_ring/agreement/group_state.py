@@ -28,7 +28,7 @@ from dtensor_ring.agreement.late_records import (
     make_record_group,
     time_limit_of,
 )
-from dtensor_ring.transport.transport import Transport, transport_of
+from dtensor_ring.transport.transport import Transport, Work, transport_of
 
 T = TypeVar("T")
 
@@ -144,13 +144,13 @@ class Watch:
         self._thread: Thread | None = None
         self._lock = Lock()
 
-    def begin(self, what: object, since: float) -> None:
-        """Note that this thread waits since that time of `time.monotonic`."""
+    def wait(self, what: object, since: float, work: Work) -> None:
+        """Wait for a work, and note that this thread does since that time of `time.monotonic`."""
         self.waits[get_ident()] = Wait(since, what)
-
-    def end(self) -> None:
-        """Note that this thread waits no more."""
-        self.waits.pop(get_ident(), None)
+        try:
+            work.wait()
+        finally:
+            self.waits.pop(get_ident(), None)
 
     def due(self, now: float) -> list[str]:
         """Return the warnings that are due at a time of `time.monotonic`."""

@@ -36,7 +36,7 @@ def ring_forward(
         for step in plan.steps:
             label = Label("forward", step.number, step.source)
             in_flight = plan.shards[step.number].moves
-            dropout = dropped and dropped.of_keys(step.runs, step.cols)
+            dropout = None if dropped is None else dropped.of_keys(step.runs, step.cols)
             how = running, kernel, scores, label
             with shards.moving(step, label) as kv:
                 forward_step(step, query, kv, *how, in_flight=in_flight, dropout=dropout)
@@ -66,7 +66,7 @@ def ring_backward(
     ):
         for step in plan.steps:
             label = Label("backward", step.number, step.source)
-            dropout = dropped and dropped.of_keys(step.runs, step.cols)
+            dropout = None if dropped is None else dropped.of_keys(step.runs, step.cols)
             with shards.moving(step, label) as kv:
                 shares = GradientShare(kv[0]), GradientShare(kv[1])
                 # Step 0 is this rank's own shard, whose gradients need not travel.

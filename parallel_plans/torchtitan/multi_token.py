@@ -67,8 +67,9 @@ class Ahead:
         found = []
         for shift in range(1, num_heads + 1):
             how: dict[str, Any] = {"shift": shift, "positions": positions}
-            ahead, is_token = roll_mtp_sequence(tokens, fill_value=0, return_valid_mask=True, **how)
-            of_labels = roll_mtp_sequence(labels, fill_value=IGNORE_INDEX, **how)
+            how["return_valid_mask"] = True
+            ahead, is_token = roll_mtp_sequence(tokens, fill_value=0, **how)
+            of_labels, _ = roll_mtp_sequence(labels, fill_value=IGNORE_INDEX, **how)
             found.append([own.of(x) for x in (ahead, is_token, of_labels)])
         return cls(*zip(*found, strict=True))
 

@@ -139,7 +139,6 @@ CASES: dict[str, tuple[Run, dict[str, int]]] = {
     "several heads": (Run(MTP, 2), {}),
     "several heads, striped": (Run(MTP, 4, (*_layout("striped"), *_degrees(cp=4))), {}),
     "several heads, balanced": (Run(MTP, 2, (*_layout("balanced"), *ACCUMULATE)), {}),
-    "several heads, batches and heads": (Run(MTP, 4, (*_degrees(tp=2), TYPECHECK)), {}),
     "several heads, full dtensor": (Run(MTP, 2, _backend("full_dtensor")), {}),
     "several heads, partial dtensor": (
         Run(MTP, 4, (*_degrees(replicas=2), *_backend("partial_dtensor"))),
@@ -183,6 +182,8 @@ REPEATED = {
     "accumulated": 'as "typechecked, accumulated"',
     "typechecked": 'as "typechecked, accumulated"',
     "not checkpointed": "counted by test_rings_of_a_step",
+    "several heads": "shards are those of one head, and heads are tested by token",
+    "several heads, full dtensor": 'as "override, full dtensor, strategies"',
     "checkpointed": 'as "override, contiguous", and counted by test_rings_of_a_step',
     "qwen3": "its attention is that of llama3",
     "gpt_oss": 'as "override, full dtensor, strategies"',

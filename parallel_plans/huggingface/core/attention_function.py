@@ -199,14 +199,15 @@ def _dropout_of(module: nn.Module, dropout: float, ring: RingInputs) -> dict[str
     """Return the dropout of a layer, as arguments of attention; empty without."""
     if not dropout:
         return {}
-    if ring.seed is None:
+    number = getattr(module, NUMBER, None)
+    if ring.seed is None or number is None:
         raise ValueError(
             f"{type(module).__name__} drops attention weights, {dropout}, in a forward with a "
-            "cache, or since the plan was applied to a model without dropout: "
+            "cache, or since the plan was applied to a model without dropout or this layer: "
             f"{set_to_zero(module, dropout)}, or set it before the plan and use no cache"
         )
     # One seed for each layer: a layer computed again, by checkpointing, gets the same.
-    return {"dropout_p": dropout, "dropout_seed": numbered(ring.seed, getattr(module, NUMBER))}
+    return {"dropout_p": dropout, "dropout_seed": numbered(ring.seed, number)}
 
 
 def at_positions(module: Any, query: Tensor, indices: Tensor, past: int = 0) -> Tensor:

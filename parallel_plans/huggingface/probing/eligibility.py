@@ -57,6 +57,11 @@ def without_adapters(model: Any) -> Any:
 
 # The class of transformers for heads of multi-token prediction.
 DRAFTS = "MtpModel"
+DRAFTING = (
+    "its heads draft tokens from the hidden states of another model, and transformers does not "
+    "train them: its loss of several heads raises; torchtitan trains such heads, see "
+    "docs/torchtitan.md"
+)
 
 
 def check_model(model: Any) -> None:
@@ -91,11 +96,7 @@ def _reasons(model: Any, config: Any) -> Iterator[str]:
         )
         return
     if type(model).__name__ == DRAFTS:
-        yield (
-            "its heads draft tokens from the hidden states of another model, and transformers does "
-            "not train them: its loss of several heads raises; torchtitan trains such heads, see "
-            "docs/torchtitan.md"
-        )
+        yield DRAFTING
         return
     if language_model_of(model) is not model:
         yield from _reasons_of_parts(model)

@@ -51,7 +51,8 @@ def ring_forward(
                     forward_step(
                         step, query, kv, running, kernel, scores, label, in_flight=in_flight
                     )
-    with label("merge"):
+    last = plan.steps[-1]
+    with Label("forward", last.number, last.source)("merge"):
         return running.result()
 
 

@@ -18,8 +18,8 @@ _LN2 = float.fromhex("0x1.62e42fee00000p-1"), float.fromhex("0x1.a39ef35793c76p-
 
 # Coefficients of exp(r), for |r| up to ln(2) / 2, and of 2 atanh(t) / t in t * t, for |t| up to
 # 0.172: the next terms are below the last bit of a float64.
-_EXP_TERMS = [1.0 / factorial(n) for n in range(13, -1, -1)]
-_LOG_TERMS = [2.0 / n for n in range(23, 0, -2)]
+_EXP_TERMS = tuple(1.0 / factorial(n) for n in range(13, -1, -1))
+_LOG_TERMS = tuple(2.0 / n for n in range(23, 0, -2))
 
 # The smallest argument that is computed: smaller ones give 0.
 _LEAST = -700.0
@@ -73,7 +73,7 @@ def tree_sum(x: Tensor, dim: int) -> Tensor:
     return x.squeeze(dim)
 
 
-def _polynomial(x: Tensor, coefficients: list[float]) -> Tensor:
+def _polynomial(x: Tensor, coefficients: tuple[float, ...]) -> Tensor:
     """Return a polynomial, whose highest coefficient is the first: products and sums apart."""
     total = torch.full_like(x, coefficients[0])
     for coefficient in coefficients[1:]:

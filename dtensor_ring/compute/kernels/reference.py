@@ -122,8 +122,8 @@ def _backward_by_head(
     grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     for rows, cols in _heads(q, k):
         slopes = None if saved.grad_lse is None else _own(saved.grad_lse, rows)
-        of_rows = (_own(x, rows) for x in (saved.grad_out, saved.out, saved.lse))
-        own = Saved(*of_rows, slopes)
+        grad_out, out, lse = (_own(x, rows) for x in (saved.grad_out, saved.out, saved.lse))
+        own = Saved(grad_out, out, lse, slopes)
         found = _backward(own, _own(q, rows), _own(k, cols), _own(v, cols), mask, scores)
         for grad, where, x in zip(grads, (rows, cols, cols), found, strict=True):
             grad[where] = x

@@ -51,7 +51,8 @@ def exact_log(x: Tensor) -> Tensor:
     mantissa = (bits - power.bitwise_left_shift(_SHIFT)).view(torch.float64)  # from 1 to 2
     # Halve the larger ones: the series converges near 1.
     is_large = mantissa > 2**0.5
-    mantissa, power = torch.where(is_large, mantissa * 0.5, mantissa), power + is_large
+    mantissa = torch.where(is_large, mantissa * 0.5, mantissa)
+    power = (power + is_large).to(torch.float64)
     ratio = (mantissa - 1.0).div_(mantissa + 1.0)
     series = _polynomial(ratio * ratio, _LOG_TERMS).mul_(ratio)
     return (power * _LN2[0]).add_(series.add_(power * _LN2[1])).to(x.dtype)

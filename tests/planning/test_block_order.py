@@ -68,6 +68,22 @@ def test_shards_of_whole_blocks(layout: Layout, seq_len: int, is_whole: bool) ->
             [plan(layout, Mask.causal(), rank, 4, seq_len, block=8) for rank in range(4)]
 
 
+@pytest.mark.parametrize("seq_len", [0, 1, 7, 8, 9, 61, 64, 100])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8])
+def test_whole_blocks_are_dealt_once(seq_len: int, world_size: int) -> None:
+    layout = WholeBlocks(8)
+    held = [layout.positions(rank, world_size, seq_len) for rank in range(world_size)]
+    assert sorted(x for own in held for x in own) == list(range(seq_len))
+    owners = {x // 8: rank for rank, own in enumerate(held) for x in own}
+    assert all(owners[x // 8] == rank for rank, own in enumerate(held) for x in own)
+    padded = layout.padded_length(seq_len, world_size)
+    assert len({len(layout.positions(x, world_size, padded)) for x in range(world_size)}) == 1
+    dealt = layout.dealt_length(seq_len, world_size)
+    lengths = range(seq_len, dealt)
+    assert all(layout.positions(x, world_size, dealt) for x in range(world_size))
+    assert not any(all(layout.runs(x, world_size, n) for x in range(world_size)) for n in lengths)
+
+
 @pytest.mark.parametrize("strategy", ["ring", "around", "direct", "all_gather"])
 @pytest.mark.parametrize("mask", [Mask.causal(), Mask.full(), Mask.sliding(11)])
 def test_ranks_agree_on_what_they_send(strategy: str, mask: Mask) -> None:

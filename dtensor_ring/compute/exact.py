@@ -18,8 +18,8 @@ _LN2 = float.fromhex("0x1.62e42fee00000p-1"), float.fromhex("0x1.a39ef35793c76p-
 
 # Coefficients of exp(r), for |r| up to ln(2) / 2, and of 2 atanh(t) / t in t * t, for |t| up to
 # 0.172: the next terms are below the last bit of a float64.
-_EXP_TERMS = [1.0 / factorial(n) for n in range(13, -1, -1)]
-_LOG_TERMS = [2.0 / n for n in range(23, 0, -2)]
+_EXP_TERMS = tuple(1.0 / factorial(n) for n in range(13, -1, -1))
+_LOG_TERMS = tuple(2.0 / n for n in range(23, 0, -2))
 
 # The smallest argument that is computed: smaller ones give 0.
 _LEAST = -700.0
@@ -51,7 +51,8 @@ def exact_log(x: Tensor) -> Tensor:
     mantissa = (bits - power.bitwise_left_shift(_SHIFT)).view(torch.float64)  # from 1 to 2
     # Halve the larger ones: the series converges near 1.
     is_large = mantissa > 2**0.5
-    mantissa, power = torch.where(is_large, mantissa * 0.5, mantissa), power + is_large
+    mantissa = torch.where(is_large, mantissa * 0.5, mantissa)
+    power = (power + is_large).to(torch.float64)
     ratio = (mantissa - 1.0).div_(mantissa + 1.0)
     series = _polynomial(ratio * ratio, _LOG_TERMS).mul_(ratio)
     return (power * _LN2[0]).add_(series.add_(power * _LN2[1])).to(x.dtype)
@@ -73,7 +74,7 @@ def tree_sum(x: Tensor, dim: int) -> Tensor:
     return x.squeeze(dim)
 
 
-def _polynomial(x: Tensor, coefficients: list[float]) -> Tensor:
+def _polynomial(x: Tensor, coefficients: tuple[float, ...]) -> Tensor:
     """Return a polynomial, whose highest coefficient is the first: products and sums apart."""
     total = torch.full_like(x, coefficients[0])
     for coefficient in coefficients[1:]:

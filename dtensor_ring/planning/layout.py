@@ -381,6 +381,14 @@ class WholeBlocks(Layout):
     def num_tokens(self, rank: int, world_size: int, seq_len: int) -> int:
         return sum(run.length for run in self.runs(rank, world_size, seq_len))
 
+    def padded_length(self, seq_len: int, world_size: int) -> int:
+        return ZigZag().padded_length(-(-seq_len // self.block), world_size) * self.block
+
+    def dealt_length(self, seq_len: int, world_size: int) -> int:
+        # The last block may have one token.
+        blocks = ZigZag().dealt_length(-(-seq_len // self.block), world_size)
+        return max(seq_len, (blocks - 1) * self.block + 1)
+
 
 def check_block(block: object) -> None:
     """Refuse what is not the number of tokens of a block."""

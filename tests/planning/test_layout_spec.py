@@ -47,7 +47,7 @@ def test_layouts_of_a_batch() -> None:
         assert as_layout(made) is made
 
 
-KNOWN = "known layouts: contiguous, striped, zigzag, block_cyclic:<block>$"
+KNOWN = "known layouts: contiguous, striped, zigzag, block_cyclic:<block>, whole_blocks:<block>$"
 
 
 @pytest.mark.parametrize(

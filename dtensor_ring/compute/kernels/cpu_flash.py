@@ -60,13 +60,8 @@ class BlockSizes(NamedTuple):
 
 COARSE, FINE = BlockSizes(192, 192, 256, 768, 768), BlockSizes(64, 128, 192, 2048, 16384)
 
-# The sizes for launches `by_block`, by bytes of a number. They do not depend on heads or threads,
-# and causal squares are not cut into halves, as merges depend on what else is in a tensor.
+# No causal square has so many rows.
 NEVER = 1 << 60
-BY_BLOCK = {
-    itemsize: sizes._replace(large=NEVER, huge=NEVER, is_padded=True)
-    for itemsize, sizes in ((2, COARSE), (4, FINE), (8, FINE))
-}
 
 # The smallest number of heads per thread for which small launches keep all threads busy.
 FINE_FROM = 5
@@ -298,7 +293,9 @@ def _backward_band(
 def _sizes(query: Tensor, by_block: bool = False) -> BlockSizes:
     """Return the sizes that are fastest for these queries, or those that all queries get."""
     if by_block:
-        return BY_BLOCK[query.dtype.itemsize]
+        # These do not depend on heads or threads, and merges of halves depend on what is beside.
+        sizes = COARSE if query.dtype.itemsize == 2 else FINE
+        return sizes._replace(large=NEVER, huge=NEVER, is_padded=True)
     # Matrix products of 16 bits need large blocks, and so do few heads on many threads.
     num_heads = query.shape[0] * query.shape[1]
     is_fine = query.dtype.itemsize > 2 and num_heads >= FINE_FROM * torch.get_num_threads()

@@ -35,7 +35,7 @@ def ring_forward(
     rounded: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return `(out, lse)` of the local queries over all keys and values of the ring."""
-    dropped = _dropped(query, plan, scores)
+    dropped = _dropped(query, plan, scores) if scores.dropout_p else None
     head_dim, sinks = shard[1].shape[3], scores.sinks
     running: RunningOutput | OrderedOutput
     if plan.order is None:
@@ -72,7 +72,7 @@ def ring_backward(
     """Return the gradients of the local query, key and value."""
     sum_dtype = policy.sum_dtype(shard[0].dtype)
     grads = (_Arriving if plan.order is None else _Ordered)(query, shard, plan, policy)
-    dropped = _dropped(query, plan, scores)
+    dropped = _dropped(query, plan, scores) if scores.dropout_p else None
     with (
         shard_rotation(transport, plan, shard, policy.kv_dtype, rounded) as shards,
         SumRotation(transport, plan, shard, sum_dtype) as sums,
@@ -93,9 +93,9 @@ def ring_backward(
 
 
 def _dropped(query: Tensor, plan: Plan, scores: Scores) -> ShardDropout | None:
-    """Return the weights that this rank drops, `None` without dropout."""
+    """Return the weights that this rank drops, `None` without a seed."""
     seed = scores.dropout_seed
-    if not scores.dropout_p or seed is None:
+    if seed is None:
         return None
     return ShardDropout(scores.dropout_p, seed, scores.first, query, plan.runs)
 

@@ -49,7 +49,7 @@ def is_exchanged(call: Call) -> bool:
     place: Any = call.place
     if ulysses_heads(place.strategy, place.group_name) > 1:
         return True
-    return call.is_ordered and call.whole_blocks() is not None
+    return place.policy.order is not None and call.whole_blocks() is not None
 
 
 # Their results are constant while the group is alive, so dynamo may fold them.

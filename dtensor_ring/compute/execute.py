@@ -357,7 +357,8 @@ def forward_step(
         with label("merge"):
             running.make_room()
         with label("tile"):
-            out, lse = _forward(_dropping(launch, dropout), query, kv, kernel, scores)
+            launch = launch if dropout is None else _dropping(launch, dropout)
+            out, lse = _forward(launch, query, kv, kernel, scores)
         running.add(launch.rows, out, lse)
 
 
@@ -393,7 +394,8 @@ def backward_step(
             for one in sums:
                 one.make_room()
         with label("tile"):
-            grads = _backward(_dropping(launch, dropout), saved, query, kv, kernel, scores)
+            launch = launch if dropout is None else _dropping(launch, dropout)
+            grads = _backward(launch, saved, query, kv, kernel, scores)
         for one, region, grad in zip(
             sums, (launch.rows, launch.cols, launch.cols), grads, strict=True
         ):
@@ -409,10 +411,8 @@ def _launches(
     return launches(step, (batch_size, num_rows, key.shape[2]), has_segments, in_flight)
 
 
-def _dropping(launch: Launch, dropout: Dropout | None) -> Launch:
+def _dropping(launch: Launch, dropout: Dropout) -> Launch:
     """Return the launch with what it drops; launches are kept, and seeds differ by call."""
-    if dropout is None:
-        return launch
     part = dropout.of_regions(launch.rows, launch.cols)
     return replace(launch, dropout=part if launch.segments is None else part.flat())
 

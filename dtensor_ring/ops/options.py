@@ -284,7 +284,9 @@ class Call(NamedTuple):
             strategy=as_strategy(spec, group.size()),
             slices=self.slices(batch),
             key_layout=key_layout,
-            block=self._block((seq_len, key_seq_len)) if batch else None,
+            block=self._block((seq_len, key_seq_len))
+            if batch and self.place.policy.order
+            else None,
         )
 
     @property
@@ -378,7 +380,7 @@ class Call(NamedTuple):
             or self.scores.mask.chunk is not None
             or slices is not None
         )
-        how = is_packed, slices, differentiable_lse, self.is_ordered
+        how = is_packed, slices, differentiable_lse, self.place.policy.order is not None
         return kernel_of(self.scores, query, value, *how)
 
 

@@ -101,7 +101,8 @@ def attention(
     seen = _seen(module, attention_mask, ring, inputs)
     with within_layer(module):
         if indices is None:
-            scores |= _dropout_of(module, dropout, ring)
+            if dropout:
+                scores |= _dropout_of(module, dropout, ring)
             out = inputs.attend(query, key, value, softcap=softcap or 0.0, **scores, **seen)
         else:
             _refuse_indices(module, indices, softcap, dropout)
@@ -196,9 +197,7 @@ def number_attention(module: nn.Module, number: int) -> None:
 
 
 def _dropout_of(module: nn.Module, dropout: float, ring: RingInputs) -> dict[str, Any]:
-    """Return the dropout of a layer, as arguments of attention; empty without."""
-    if not dropout:
-        return {}
+    """Return the dropout of a layer, as arguments of attention."""
     number = getattr(module, NUMBER, None)
     if ring.seed is None or number is None:
         raise ValueError(

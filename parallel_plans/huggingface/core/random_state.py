@@ -45,14 +45,14 @@ def random_of_rank(model: Any, rank: int, device: torch.device) -> AbstractConte
     """
     if not model.training:
         return nullcontext()
-    if torch.compiler.is_compiling() or _is_captured(device):
+    if torch.compiler.is_compiling() or (device.type == "cuda" and _is_captured()):
         return RankDropout(rank)
     _check_layers(model, device)
     return RankState(rank, device)
 
 
-def _is_captured(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+def _is_captured() -> bool:
+    return torch.cuda.is_current_stream_capturing()
 
 
 def _check_layers(model: Any, device: torch.device) -> None:

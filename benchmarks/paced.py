@@ -13,7 +13,7 @@ from dtensor_ring import register_kernel
 from dtensor_ring.compute.kernels import Kernel, Saved, Scores
 from dtensor_ring.compute.kernels.kernel import Gradients, Launch, Problem, Result
 from dtensor_ring.compute.kernels.registry import KERNELS
-from dtensor_ring.lab.launch_table import form_of
+from dtensor_ring.lab.recorded import form_of
 from dtensor_ring.planning.tile import Tile
 
 RATES = {"full": 120e9, "causal": 90e9, "window": 75e9}

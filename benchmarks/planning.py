@@ -35,7 +35,7 @@ from dtensor_ring.compute.kernels import Scores
 from dtensor_ring.lab.choose import choose
 from dtensor_ring.lab.presets import as_machine
 from dtensor_ring.lab.problem import SimulatedProblem, problem_of
-from dtensor_ring.lab.recurrence import RingTimes
+from dtensor_ring.lab.simulated_attention import timeline_of
 from dtensor_ring.ops import options
 from dtensor_ring.ops.options import Batch, Place
 from dtensor_ring.planning import plan as planner
@@ -207,8 +207,7 @@ def measure_simulations(quick: bool, seconds: float) -> list[Call]:
 
         def simulate(asked: tuple = asked) -> float:
             clear()
-            times = RingTimes(simulated(*asked), Strategy(), machine)
-            return times.forward().ends.max() + times.backward().ends.max()
+            return timeline_of(simulated(*asked), Strategy(), machine).total
 
         what = "causal" if mask == CAUSAL else "window of 4,096"
         name = f"simulated forward and backward: {world_size:,} ranks, zigzag, {what}"

@@ -269,6 +269,7 @@ TABLES |= {
     "STAND_INS",
     "SCANS",
     "_LABORATORY",
+    "_PASSES",
 }
 """Module-level dicts, sets and lists that are read only."""
 

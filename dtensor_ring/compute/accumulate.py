@@ -23,9 +23,11 @@ from dtensor_ring.compute.memory import (
     add,
     empty,
     in_order,
+    new_empty,
     order_of,
 )
 from dtensor_ring.compute.merge import MAX_PARTIALS, accumulate_sums, sink_weight
+from dtensor_ring.compute.trace import stands_for_gpu
 from dtensor_ring.planning.demand import Cols
 
 # Partials of 16 bits that are kept on a GPU. Next to two, a ring of 8 ranks is 5 % faster forward
@@ -101,7 +103,7 @@ class Partials:
             return False
         # A merged float32 tensor at the front is the running total and does not count as a partial.
         kept = self._partials[self._is_total(self._partials[0]) :]
-        is_many = kept[0].x.is_cuda and len(self._partials) >= MAX_PARTIALS
+        is_many = _on_gpu(kept[0].x) and len(self._partials) >= MAX_PARTIALS
         return (
             is_many or sum(partial.x.numel() for partial in kept) >= self._num_kept() * self._size
         )
@@ -111,7 +113,7 @@ class Partials:
             return self._room
         # CPUs gain nothing from more room: they merge in place, in one pass.
         is_narrow = self._dtype != self._wide
-        return ON_GPUS if is_narrow and self._partials[0].x.is_cuda else 1
+        return ON_GPUS if is_narrow and _on_gpu(self._partials[0].x) else 1
 
     @property
     def _size(self) -> int:
@@ -134,13 +136,17 @@ class Partials:
             target, lse, denominator = first.x, first.lse, first.denominator
         else:
             target = empty(first.x, self._shape, self._order, dtype)
-            lse = None if first.lse is None else first.lse.new_empty(self._shape[:3])
+            lse = None if first.lse is None else new_empty(first.lse, self._shape[:3])
         if divided or lse is None or not lse.is_cpu:
             denominator = None
         elif denominator is None:
             denominator = torch.ones_like(lse)
         accumulate_sums(Accumulation(target, self._partials, lse, sinks, denominator))
         return Partial(WHOLE, target, lse, denominator)
+
+
+def _on_gpu(x: Tensor) -> bool:
+    return x.is_cuda or (x.is_meta and stands_for_gpu())
 
 
 class RunningOutput(Partials):

@@ -194,12 +194,20 @@ def launches(
     if made is None:
         made = _MADE.setdefault(step, {})
     # Only boundaries of segments depend on the shape; single tiles do not.
+    has_segments = has_segments and len(step.tiles) * shape[0] >= FEWEST
     key = (shape if has_segments else None), in_flight
     if key not in made:
-        found = _join_tiles(step, shape) if has_segments else tuple(map(_single, step.tiles))
         # Two threads may both get here; either result serves.
-        made[key] = tuple(replace(x, in_flight=True) for x in found) if in_flight else found
+        if in_flight:
+            alone = launches(step, shape, has_segments)
+            made[key] = tuple(replace(x, in_flight=True) for x in alone)
+        else:
+            made[key] = _join_tiles(step, shape) if has_segments else _singles(step)
     return made[key]
+
+
+def _singles(step: Step) -> tuple[Launch, ...]:
+    return tuple(map(_single, step.tiles))
 
 
 def _single(tile: Tile) -> Launch:

@@ -15,6 +15,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from dtensor_ring.compute.trace import note_pass
 from dtensor_ring.planning.demand import Cols
 from dtensor_ring.planning.layout import Run
 from dtensor_ring.planning.ranges import Span
@@ -51,7 +52,14 @@ def empty(
     like: Tensor, shape: Sequence[Any], order: Order, dtype: torch.dtype | None = None
 ) -> Tensor:
     """Allocate a dense tensor in this order, with the device (and by default dtype) of `like`."""
-    return like.new_empty([shape[dim] for dim in order], dtype=dtype).permute(_inverse(order))
+    return new_empty(like, [shape[dim] for dim in order], dtype).permute(_inverse(order))
+
+
+def new_empty(like: Tensor, shape: Sequence[Any], dtype: torch.dtype | None = None) -> Tensor:
+    """Allocate a contiguous tensor with the device (and by default dtype) of `like`."""
+    if like.is_meta:  # the method is Python there, and takes ten times as long
+        return torch.empty(shape, dtype=dtype or like.dtype, device=like.device)
+    return like.new_empty(shape, dtype=dtype)
 
 
 def strides(shape: Sequence[Any], order: Order) -> tuple[Any, ...]:
@@ -216,6 +224,8 @@ _INDICES: WeakKeyDictionary[Cols, Numbers] = WeakKeyDictionary()
 
 def pack(packed: Tensor, x: Tensor, cols: Cols) -> None:
     """Copy these columns of `x` side by side into `packed`."""
+    if packed.is_meta:
+        return note_pass("pack", packed.numel() * (packed.itemsize + x.itemsize))
     if len(cols.spans) <= FEW:
         for span, part in _parts(packed, cols):
             part.copy_(columns(x, span))
@@ -227,6 +237,8 @@ def pack(packed: Tensor, x: Tensor, cols: Cols) -> None:
 
 def unpack(x: Tensor, packed: Tensor, cols: Cols) -> None:
     """Copy the columns of `packed`, which lie side by side, to these columns of `x`."""
+    if packed.is_meta:
+        return note_pass("unpack", packed.numel() * (packed.itemsize + x.itemsize))
     if len(cols.spans) <= FEW:
         for span, part in _parts(packed, cols):
             columns(x, span).copy_(part)
@@ -242,6 +254,8 @@ def add(total: Tensor, packed: Tensor, cols: Cols) -> None:
         packed: the columns to add, in the dtype of the sum or another.
         cols: places of the columns in the sum.
     """
+    if packed.is_meta:
+        return note_pass("add", packed.numel() * (packed.itemsize + 2 * total.itemsize))
     if len(cols.spans) <= FEW:
         for span, part in _parts(packed, cols):
             columns(total, span).add_(part)
@@ -357,6 +371,11 @@ class Accumulation:
     def _divides(self) -> bool:
         """Whether the sum divides the target, which changes all its rows."""
         return self.denominator is None and self.partials[0].denominator is not None
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that one pass over memory reads and writes, without those of lse."""
+        return self.target.nbytes + sum(partial.x.nbytes for partial in self.partials)
 
     @property
     def wide(self) -> torch.dtype:

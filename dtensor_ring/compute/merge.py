@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from dtensor_ring.compute.memory import WHOLE, Accumulation, Partial, Region, columns, part_of
+from dtensor_ring.compute.trace import note_pass
 from dtensor_ring.planning.ranges import Span
 
 # The largest relative weight of a partial that joins without a division: about a million keys.
@@ -102,9 +103,9 @@ MAX_PARTIALS = 8
 
 def accumulate_sums(*sums: Accumulation) -> None:
     """Compute the sums: one, or two of the same batch, heads and rows, in one launch on a GPU."""
-    if sums[0].target.is_meta:
-        return  # a dry run: no numbers to add, and the pieces of a CPU would take seconds
     sums = tuple(one.cropped() for one in sums)
+    if sums[0].target.is_meta:  # a dry run: no numbers to add
+        return note_pass("merge", sum(one.num_bytes for one in sums))
     if sums[0].target.is_cuda and has_triton():
         from dtensor_ring.compute.merge_triton import accumulate_sums as fused
 

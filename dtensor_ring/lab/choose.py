@@ -12,7 +12,7 @@ from dtensor_ring.balanced.balanced import WHOLE
 from dtensor_ring.lab.machine import Machine
 from dtensor_ring.lab.presets import as_machine
 from dtensor_ring.lab.problem import SimulatedProblem, problem_of
-from dtensor_ring.lab.simulated_attention import timeline_of
+from dtensor_ring.lab.simulated_attention import Simulation, timeline_of
 from dtensor_ring.planning.layout import Layout
 from dtensor_ring.planning.lru import cached_bytes
 from dtensor_ring.planning.mask import Boundaries, Mask
@@ -94,15 +94,20 @@ def chosen_strategy(
     Raises:
         ValueError: if no strategy can run the problem, or the machine lacks the kernel.
     """
-    best: tuple[float, Strategy] | None = None
-    for strategy in _able(problem, strategies):
-        seconds = timeline_of(problem, strategy, machine).total
-        if best is None or seconds < best[0] * (1 - TIE):
-            best = seconds, strategy
-    if best is None:
+    able, totals = list(_able(problem, strategies)), dict[Strategy, float]()
+    # Those with fewest steps first: what cannot be as fast as they are needs no backward.
+    for strategy in sorted(able, key=lambda x: -x.heads):
+        simulation = Simulation(problem, strategy, machine)
+        if not totals or simulation.least <= min(totals.values()) * (1 + 3 * TIE):
+            totals[strategy] = simulation.timeline().total
+    if not totals:
         listed = ", ".join(x.spec for x in strategies or ()) or "no strategies"
         raise ValueError(f"none of {listed} can run an attention of {problem.sizes.heads} heads")
-    return best[1]
+    best, *others = [x for x in able if x in totals]
+    for strategy in others:
+        if totals[strategy] < totals[best] * (1 - TIE):
+            best = strategy
+    return best
 
 
 def _able(problem: SimulatedProblem, strategies: Sequence[Strategy] | None) -> Iterator[Strategy]:

@@ -1,17 +1,23 @@
-"""Runs the loops of an attention on tensors without content, and counts what they send and hold.
+"""Runs the loops of an attention on tensors without content, and notes what they do.
 
 Note [One loop, counted]: nothing here knows what a hop, a packet or an all-to-all is. The loops of
 `dtensor_ring/ring.py` and the all-to-alls run as they are, on the meta device, with a kernel that
-computes nothing and a transport that sends nothing and adds up. So a message that changes its size
-changes what is counted, and nothing else has to be edited.
+computes nothing and a transport that sends nothing, and both note what they were asked for. So a
+message that changes its size changes what is counted, and nothing else has to be edited.
+
+Note [Phases]: loops tell a transport where they are, at the same places on all ranks. These places
+cut what a rank does into phases. In a phase a rank runs kernels, may wait for the messages of an
+earlier phase, and starts messages last, if it does. So the number of a phase names its messages.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import astuple, dataclass, replace
+from functools import lru_cache
+from itertools import pairwise
 from operator import attrgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,11 +28,13 @@ from dtensor_ring.all_to_all.rounded_keys import exchanged
 from dtensor_ring.compute.execute import Pair
 from dtensor_ring.compute.kernels import Kernel, Launch, Problem, Saved, Scores
 from dtensor_ring.compute.kernels.kernel import Gradients, Result
-from dtensor_ring.compute.memory import TOKEN_MAJOR, empty
-from dtensor_ring.compute.trace import Label
+from dtensor_ring.compute.memory import TOKEN_MAJOR, empty, new_empty
+from dtensor_ring.compute.trace import DryRun, Label, noting
+from dtensor_ring.lab.machine import FORMS
 from dtensor_ring.lab.problem import TensorSizes
+from dtensor_ring.planning.mask import Mask
 from dtensor_ring.planning.plan import Plan
-from dtensor_ring.planning.tile import FULL
+from dtensor_ring.planning.tile import FULL, Tile
 from dtensor_ring.ring import ring_backward, ring_forward
 from dtensor_ring.transport.transport import (
     P2P,
@@ -64,11 +72,29 @@ def by_field(of: Callable[[Iterable[int]], int], costs: Iterable[Cost]) -> Cost:
     return Cost(*map(of, zip(*map(astuple, costs), strict=True)))
 
 
-class Recorder(Transport):
-    """Sends nothing, and adds up the messages and the buffers in use.
+# What a rank does in a phase: the launch of a tile, a pass over memory, a wait for messages.
+TILE, PACKET, PACK, UNPACK, MERGE, ADD, WAIT = 0, 1, 2, 3, 4, 5, 6
+_PASSES = {"packet": PACKET, "pack": PACK, "unpack": UNPACK, "merge": MERGE, "add": ADD}
+
+
+class Recording(NamedTuple):
+    """What a rank does in one direction of an attention, see Note [Phases].
 
     Attributes:
-        cost: what it has counted; `held` is the most bytes of buffers at once.
+        labels: where its loop is, phase by phase.
+        does: what it does, in order, `(N, 4)`: phase, `TILE` to `WAIT`, and two numbers. A tile has
+            its visible pairs of a query and a key over all heads, and `form_number`; a pass has its
+            bytes; a wait has the phase that started the messages.
+        sends: the messages that it sends, `(M, 3)`: phase, peer and bytes.
+    """
+
+    labels: list[Label]
+    does: np.ndarray
+    sends: np.ndarray
+
+
+class Recorder(Transport):
+    """Sends nothing, and notes messages, passes over memory, and the buffers in use.
 
     >>> transport = Recorder()
     >>> _ = transport.start([], [P2P(torch.empty(3), 1)])
@@ -77,20 +103,68 @@ class Recorder(Transport):
     """
 
     def __init__(self) -> None:
-        self.cost, self._in_use = Cost(), 0
+        self._labels = list[Label]()
+        self._does, self._sends = list[tuple[int, ...]](), list[tuple[int, ...]]()
+        self._received = self._held = self._in_use = 0
+
+    @property
+    def cost(self) -> Cost:
+        """What was counted; `held` is the most bytes of buffers at once."""
+        sent = sum(size for _, _, size in self._sends)
+        return Cost(sent, self._received, len(self._sends), self._held)
+
+    def recording(self) -> Recording:
+        """Return what was noted."""
+        found = (
+            np.array(rows, dtype=np.int64).reshape(-1, width)
+            for rows, width in ((self._does, 4), (self._sends, 3))
+        )
+        # Keys and values may become eight bits before the first step.
+        return Recording(self._labels[:1] + self._labels, *found)
+
+    def at(self, label: Label) -> None:
+        self._labels.append(label)
 
     def start(self, receives: list[P2P], sends: list[P2P]) -> Sequence[Work]:
-        sent, received = (sum(x.flat.nbytes for x in side) for side in (sends, receives))
-        self.cost += Cost(sent, received, len(sends))
-        return ()
+        phase = len(self._labels)
+        self._sends += [(phase, x.peer, x.flat.nbytes) for x in sends]
+        self._received += sum(x.flat.nbytes for x in receives)
+        return (_Arrival(self, phase),) if sends or receives else ()
 
     def allocate(self, num_bytes: int, device: torch.device) -> Tensor:
         self._in_use += num_bytes
-        self.cost = replace(self.cost, held=max(self.cost.held, self._in_use))
+        self._held = max(self._held, self._in_use)
         return torch.empty(num_bytes, dtype=torch.uint8, device=device)
 
     def free(self, buffer: Tensor) -> None:
         self._in_use -= buffer.numel()
+
+    def launched(self, pairs: int, form: int) -> None:
+        """Note the launch of a tile."""
+        self._does.append((len(self._labels), TILE, pairs, form))
+
+    def passed(self, what: str, num_bytes: int) -> None:
+        """Note a pass over memory; but for packets, those of one kind in a row are one launch."""
+        if not num_bytes:
+            return
+        phase, kind = len(self._labels), _PASSES[what]
+        if kind != PACKET and self._does and self._does[-1][:2] == (phase, kind):
+            num_bytes += self._does.pop()[2]
+        self._does.append((phase, kind, num_bytes, 0))
+
+    def waited(self, started: int) -> None:
+        """Note a wait for the messages of a phase."""
+        self._does.append((len(self._labels), WAIT, started, 0))
+
+
+class _Arrival(NamedTuple):
+    """The messages of a phase."""
+
+    recorder: Recorder
+    phase: int
+
+    def wait(self) -> None:
+        self.recorder.waited(self.phase)
 
 
 class ShapeKernel(Kernel):
@@ -106,14 +180,96 @@ class ShapeKernel(Kernel):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, launch: Launch, scores: Scores) -> Result:
         wide = torch.promote_types(q.dtype, torch.float32)
-        shape = *q.shape[:3], v.shape[3]
-        return empty(q, shape, TOKEN_MAJOR), q.new_empty(q.shape[:3], dtype=wide)
+        if launch.segments is not None:  # of tokens side by side, `(T, N, H)`
+            rows, heads, _ = q.shape
+            out, lse = (rows, heads, v.shape[2]), (heads, rows)
+            return new_empty(q, out), new_empty(q, lse, wide)
+        shape, lse = (*q.shape[:3], v.shape[3]), q.shape[:3]
+        return empty(q, shape, TOKEN_MAJOR), new_empty(q, lse, wide)
 
     def backward(
         self, saved: Saved, q: Tensor, k: Tensor, v: Tensor, launch: Launch, scores: Scores
     ) -> Gradients:
+        if launch.segments is not None:
+            return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
         grads = [empty(x, x.shape, TOKEN_MAJOR) for x in (q, k, v)]
         return grads[0], grads[1], grads[2]
+
+
+class NotedKernel(ShapeKernel):
+    """A kernel that computes nothing, and notes its launches.
+
+    Launches of one shape get the same tensors: they have no content, and making them would take a
+    tenth of the time of a loop.
+
+    Args:
+        recorder: notes them.
+        has_segments: whether it takes segments.
+    """
+
+    def __init__(self, recorder: Recorder, has_segments: bool) -> None:
+        self._recorder, self.has_segments = recorder, has_segments  # type: ignore[misc]
+        self._made = dict[tuple[torch.Size, torch.Size], Any]()
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, launch: Launch, scores: Scores) -> Result:
+        self._note(q, k, launch)
+        shapes = q.shape, k.shape
+        if shapes not in self._made:
+            self._made[shapes] = super().forward(q, k, v, launch, scores)
+        return self._made[shapes]
+
+    def backward(
+        self, saved: Saved, q: Tensor, k: Tensor, v: Tensor, launch: Launch, scores: Scores
+    ) -> Gradients:
+        self._note(q, k, launch)
+        shapes = q.shape, k.shape
+        if shapes not in self._made:
+            self._made[shapes] = super().backward(saved, q, k, v, launch, scores)
+        return self._made[shapes]
+
+    def _note(self, q: Tensor, k: Tensor, launch: Launch) -> None:
+        heads, segments = q.shape[1], launch.segments
+        if segments is None:
+            pairs = q.shape[0] * _area(launch.mask, q.shape[2], k.shape[2])
+        else:
+            bounds = zip(pairwise(segments.rows), pairwise(segments.cols), strict=True)
+            pairs = sum(Tile(rows, cols, launch.mask).area for rows, cols in bounds)
+        self._recorder.launched(pairs * heads, form_number(form_of(launch.mask), heads))
+
+
+@lru_cache(maxsize=1024)
+def _area(mask: Mask, num_rows: int, num_cols: int) -> int:
+    """Return the visible pairs of a query and a key in a tile."""
+    return Tile((0, num_rows), (0, num_cols), mask).area
+
+
+def form_of(mask: Mask) -> str:
+    """Return the form of a tile with this mask, one of `FORMS`.
+
+    >>> [form_of(x) for x in (Mask.full(), Mask.causal(), Mask.sliding(4))]
+    ['full', 'causal', 'window']
+    """
+    num_bounds = (mask.left is not None) + (mask.right is not None)
+    return ("full", "causal", "window")[num_bounds]
+
+
+def form_number(form: str, heads: int) -> int:
+    """Return a number for the form and the query heads of a launch, see `form_and_heads`."""
+    return heads * len(FORMS) + FORMS.index(form)
+
+
+def form_and_heads(number: int) -> tuple[str, int]:
+    """Return the form and the query heads of a launch.
+
+    >>> form_and_heads(form_number("causal", 8))
+    ('causal', 8)
+    """
+    heads, form = divmod(number, len(FORMS))
+    return FORMS[form], heads
+
+
+# What labels of all-to-alls call the ring.
+EXCHANGE = "exchange"
 
 
 class RankAttention(NamedTuple):
@@ -123,32 +279,56 @@ class RankAttention(NamedTuple):
         plan: the plan of the rank.
         all_to_all: that of the all-to-alls; `None` without them.
         sizes: of the tensors of all ranks' heads.
+        num_parts: partial results that a rank keeps, see `TransferPolicy`.
     """
 
     plan: Plan
     all_to_all: AllToAllPlan | None
     sizes: TensorSizes
+    num_parts: int | None = None
 
     def costs(self) -> tuple[Cost, Cost]:
         """Return what its forward and its backward send and hold."""
+        run = self._directions(unlaunched(self.plan), lambda _: ShapeKernel(), on_gpu=True)
+        forward, backward = (replace(x.cost, held=x.cost.held + held) for x, held in run)
+        return forward, backward
+
+    def recordings(self, has_segments: bool, on_gpu: bool) -> Iterator[Recording]:
+        """Yield what it does forward, and then backward, which runs when it is asked for.
+
+        Args:
+            has_segments: whether its kernel takes segments.
+            on_gpu: whether it runs on a GPU.
+        """
+        run = self._directions(self.plan, lambda x: NotedKernel(x, has_segments), on_gpu)
+        return (recorder.recording() for recorder, _ in run)
+
+    def _directions(
+        self, plan: Plan, kernel_of: Callable[[Recorder], Kernel], on_gpu: bool
+    ) -> Iterator[tuple[Recorder, int]]:
+        """Run both directions; yield what noted each, and bytes held beside message buffers."""
         heads, dims = (self.sizes.heads[0], *[self.sizes.heads[1]] * 2), self.sizes.head_dims
         inputs = [self._empty(*of) for of in zip(heads, (dims[0], *dims), strict=True)]
-        first, second = Recorder(), Recorder()
-        query, key, value, *rounded = self._exchanged(inputs, heads, first, rounds=True)
-        how = unlaunched(self.plan), ShapeKernel(), Scores(FULL, 1.0)
-        policy, bytes_of = self._policy(bool(rounded)), (rounded or [None])[0]
-        out, lse = ring_forward(query, (key, value), *how, first, policy, bytes_of)
-        (result,) = self._exchanged([out], heads[:1], first, is_back=True)
-
-        (grad,) = self._exchanged([torch.empty_like(result)], heads[:1], second)
-        saved, pair = Saved(grad, out, lse), (key, value)
-        grads = ring_backward(saved, query, pair, *how, second, policy, bytes_of)
-        self._exchanged(list(grads), heads, second, is_back=True)
+        first, second, scores = Recorder(), Recorder(), Scores(FULL, 1.0)
+        with noting(DryRun(first.passed, on_gpu)):
+            query, key, value, *rounded = self._exchanged(inputs, heads, first, rounds=True)
+            policy, bytes_of = self._policy(bool(rounded)), (rounded or [None])[0]
+            how = plan, kernel_of(first), scores, first, policy, bytes_of
+            out, lse = ring_forward(query, (key, value), *how)
+            (result,) = self._exchanged([out], heads[:1], first, is_back=True)
         # Without an all-to-all, these are the user's own tensors.
-        kept = sum(x.nbytes for x in (query, *pair, out)) if self.all_to_all else 0
+        kept = sum(x.nbytes for x in (query, key, value, out)) if self.all_to_all else 0
         others = sum(x.nbytes for x in rounded)
+        yield first, kept + others
+
+        with noting(DryRun(second.passed, on_gpu)):
+            grad = no_content(result.shape, result.dtype)
+            (grad,) = self._exchanged([grad], heads[:1], second)
+            how = plan, kernel_of(second), scores, second, policy, bytes_of
+            grads = ring_backward(Saved(grad, out, lse), query, (key, value), *how)
+            self._exchanged(list(grads), heads, second, is_back=True)
         # Backward also holds the gradients of query, key, value and output.
-        return _holding(first.cost, kept + others), _holding(second.cost, 2 * kept + others)
+        yield second, 2 * kept + others
 
     @property
     def moved(self) -> tuple[int, int, int, int]:
@@ -171,7 +351,7 @@ class RankAttention(NamedTuple):
 
     def _policy(self, is_rounded: bool) -> TransferPolicy:
         """Return the policy of the ring, in which what arrived rounded travels as it came."""
-        policy = TransferPolicy(self.sizes.kv_dtype, self.sizes.sum_dtype)
+        policy = TransferPolicy(self.sizes.kv_dtype, self.sizes.sum_dtype, self.num_parts)
         return for_rounded(policy) if self.all_to_all and not is_rounded else policy
 
     def _exchanged(
@@ -195,7 +375,7 @@ class RankAttention(NamedTuple):
             is_back=is_back,
             kv_dtype=dtype,
             transport=transport,
-            label=Label("exchange", 0, self.plan.rank),
+            label=Label(EXCHANGE, 0, self.plan.rank),
         )
 
 
@@ -215,10 +395,6 @@ def recorded_costs(ranks: Sequence[RankAttention]) -> list[tuple[Cost, Cost]]:
     orders = [np.argsort(np.negative(moved), kind="stable") for moved in by_side]
     most = {int(x) for order in orders for x in order[: MAX_RECORDED // len(orders)]}
     return [ranks[x].costs() for x in sorted(most)]
-
-
-def _holding(cost: Cost, num_bytes: int) -> Cost:
-    return replace(cost, held=cost.held + num_bytes)
 
 
 def unlaunched(plan: Plan) -> Plan:

@@ -5,17 +5,20 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from os import PathLike
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
+from dtensor_ring.compute.kernels.registry import KERNELS
 from dtensor_ring.lab.clock import Spans
-from dtensor_ring.lab.machine import Machine
+from dtensor_ring.lab.machine import FORMS, Machine
 from dtensor_ring.lab.presets import as_machine
 from dtensor_ring.lab.problem import SimulatedProblem, problem_of
-from dtensor_ring.lab.recurrence import Direction, RingTimes
+from dtensor_ring.lab.recorded_ranks import RecordedRanks
+from dtensor_ring.lab.replay import Direction, KernelSeconds, least_backward, replayed
 from dtensor_ring.planning.layout import Layout
 from dtensor_ring.planning.mask import Boundaries, Mask
 from dtensor_ring.planning.slices import Slices
@@ -54,12 +57,14 @@ class Timeline:
         strategy: spec of the strategy.
         forward: times of the forward by rank.
         backward: likewise.
+        num_planned: ranks that were looked at; others are taken to be like the nearest of those.
     """
 
     machine: str
     strategy: str
     forward: Direction = field(repr=False)
     backward: Direction = field(repr=False)
+    num_planned: int = 0
 
     @property
     def seconds(self) -> tuple[float, float]:
@@ -92,6 +97,8 @@ class Timeline:
                 f"{name:<8} {1e3 * seconds:10.3f} ms, {1e3 * exposed:9.3f} ms of it waiting for "
                 f"messages, {size / 1e6:.1f} MB sent"
             )
+        if self.num_planned < (size := len(self.forward.ends)):
+            lines.append(f"from {self.num_planned} of {size} ranks; others are like the nearest")
         return "\n".join(lines)
 
     def spans(self, ranks: Collection[int] | None = None) -> Iterator[Span]:
@@ -197,7 +204,7 @@ def simulate_attention(
         ...     copy, links, links)
         >>> found = simulate_attention(Mask.causal(), 65536, 8, machine=machine)
         >>> [round(1e3 * seconds, 2) for seconds in found.seconds]
-        [9.33, 23.82]
+        [9.33, 23.81]
     """
     if isinstance(policy, TransferPolicy):
         policy.refuse_order("simulate_attention")
@@ -213,13 +220,61 @@ def simulate_attention(
     return timeline_of(problem, problem.able(strategy), as_machine(machine), keeps_spans=True)
 
 
-def timeline_of(
-    problem: SimulatedProblem, strategy: Strategy, machine: Machine, keeps_spans: bool = False
-) -> Timeline:
-    """Return the times of a problem by one strategy that can run it.
+class Simulation:
+    """An attention by a strategy that can run it; a direction is simulated when it is asked for.
+
+    Args:
+        problem: the attention.
+        strategy: how it is made parallel.
+        machine: what each part takes.
+        keeps_spans: whether to keep what each rank does when.
 
     Raises:
         ValueError: if the machine lacks the kernel or the dtype.
     """
-    times = RingTimes(problem, strategy, machine, keeps_spans)
-    return Timeline(machine.name, strategy.spec, times.forward(), times.backward())
+
+    def __init__(
+        self,
+        problem: SimulatedProblem,
+        strategy: Strategy,
+        machine: Machine,
+        keeps_spans: bool = False,
+    ) -> None:
+        self._names, self._keeps_spans = (machine.name, strategy.spec), keeps_spans
+        # All tiles of an attention have one kernel.
+        kernel = problem.kernel or machine.kernel_for(problem.dtype, problem.is_banded)
+        self._kernels = KernelSeconds(machine, problem.dtype, problem.sizes.head_dims[0], kernel)
+        known = machine.speed(*self._kernels[1:3], FORMS[-1], kernel).kernel
+        on_gpu = not machine.host_waits
+        self._ranks = RecordedRanks(problem, strategy, has_segments(known), on_gpu)
+
+    @cached_property
+    def forward(self) -> Direction:
+        """The times of the forward."""
+        return replayed(self._ranks, self._kernels, True, self._keeps_spans)
+
+    @cached_property
+    def backward(self) -> Direction:
+        """The times of the backward."""
+        return replayed(self._ranks, self._kernels, False, self._keeps_spans)
+
+    @property
+    def least(self) -> float:
+        """What it takes at least, without a simulated backward."""
+        return float(self.forward.ends.max()) + least_backward(self._ranks, self._kernels)
+
+    def timeline(self) -> Timeline:
+        """Return the times of both directions."""
+        return Timeline(*self._names, self.forward, self.backward, self._ranks.num_planned)
+
+
+def timeline_of(
+    problem: SimulatedProblem, strategy: Strategy, machine: Machine, keeps_spans: bool = False
+) -> Timeline:
+    """Return the times of a problem by one strategy that can run it, see `Simulation`."""
+    return Simulation(problem, strategy, machine, keeps_spans).timeline()
+
+
+def has_segments(kernel: str) -> bool:
+    """Return whether a kernel takes segments; "any" and kernels that are not known here do."""
+    return kernel not in KERNELS or KERNELS[kernel].has_segments

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from dtensor_ring.compute.execute import Pair
 from dtensor_ring.compute.memory import TOKEN_MAJOR, Numbers, listed, pack, strides
-from dtensor_ring.compute.trace import Label
+from dtensor_ring.compute.trace import Label, note_pass
 from dtensor_ring.planning.demand import Cols
 from dtensor_ring.planning.lru import cached_bytes
 from dtensor_ring.planning.plan import KeyOwners, Plan, Step
@@ -233,6 +233,8 @@ class QuantisedPacket(Packet):
 
     def take(self, whole: QuantisedPacket) -> None:
         """Copy the columns of this packet from one that has them among its own."""
+        if self.pair[0].is_meta:  # a dry run: nothing to copy
+            return note_pass("packet", 2 * self.num_bytes)
         cols, blocks = self.cols.within(whole.cols), self._touched.within(whole._touched)
         for (_, name, to), (_, _, x) in zip(self._tensors(), whole._tensors(), strict=True):
             if name == "data":  # copied as bytes: few kernels know all dtypes of 8 bits
@@ -243,6 +245,8 @@ class QuantisedPacket(Packet):
     def dequantised(self, dtype: torch.dtype) -> Pair:
         """Return keys and values in the dtype of the kernels."""
         key, value = (dequantise(self._by_token(q), dtype) for q in self._parts)
+        if key.is_meta:
+            note_pass("pack", self.num_bytes + key.nbytes + value.nbytes)
         return key, value
 
     def messages(self, is_apart: bool) -> list[Tensor]:

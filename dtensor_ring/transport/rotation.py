@@ -54,7 +54,7 @@ from torch import Tensor
 
 from dtensor_ring.compute.execute import Pair
 from dtensor_ring.compute.memory import TOKEN_MAJOR, pack, part_of, region, strides
-from dtensor_ring.compute.trace import Label
+from dtensor_ring.compute.trace import Label, note_pass
 from dtensor_ring.planning.demand import Cols
 from dtensor_ring.planning.plan import Plan, Step
 from dtensor_ring.planning.route import Hop, Transfer
@@ -82,10 +82,13 @@ class Packet:
         pair: the columns of both tensors.
         buffer: the uint8 tensor that holds both, next to each other; `None` if they are views of a
             user's tensors.
+        flat: both in the buffer, as one message.
     """
 
-    def __init__(self, cols: Cols, pair: Pair, buffer: Tensor | None = None) -> None:
-        self.cols, self.pair, self.buffer = cols, pair, buffer
+    def __init__(
+        self, cols: Cols, pair: Pair, buffer: Tensor | None = None, flat: Tensor | None = None
+    ) -> None:
+        self.cols, self.pair, self.buffer, self._flat = cols, pair, buffer, flat
 
     @classmethod
     def within(cls, buffer: Tensor, like: Pair, cols: Cols, dtype: torch.dtype) -> Packet:
@@ -97,17 +100,18 @@ class Packet:
             cols: the columns, counted in the whole shard.
             dtype: the dtype of the packet.
         """
-        flat = buffer[: buffer.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
-        tensors, offset = [], 0
-        for x in like:
-            batch, heads, _, head_dim = x.shape
-            shape = batch, heads, cols.offsets[-1], head_dim  # `len` would be a call
-            numel = prod(shape)
-            # Dense, so that a kernel reads the message as it arrived.
-            part = flat[offset : offset + numel]
-            tensors.append(part.as_strided(shape, strides(shape, TOKEN_MAJOR)))
-            offset += numel
-        return cls(cols, (tensors[0], tensors[1]), buffer)
+        num_cols = cols.offsets[-1]  # `len` would be a call
+        shapes = [(x.shape[0], x.shape[1], num_cols, x.shape[3]) for x in like]
+        sizes = [prod(shape) for shape in shapes]
+        # A reused buffer may be larger; only this part travels.
+        flat = buffer[: sum(sizes) * dtype.itemsize].view(dtype)
+        begin = flat.storage_offset()
+        # Dense, so that a kernel reads the message as it arrived.
+        key, value = (
+            flat.as_strided(shape, strides(shape, TOKEN_MAJOR), offset)
+            for shape, offset in zip(shapes, (begin, begin + sizes[0]), strict=True)
+        )
+        return cls(cols, (key, value), buffer, flat)
 
     @classmethod
     def lying(cls, pair: Pair, cols: Cols) -> Packet | None:
@@ -127,16 +131,19 @@ class Packet:
 
     def fill(self, pair: Pair, at: Cols) -> None:
         """Copy the columns `at` of a pair into the packet, which has the same number of columns."""
-        for view, x in zip(self.pair, pair, strict=True):
+        both = list(zip(self.pair, pair, strict=True))
+        if pair[0].is_meta:  # a dry run: nothing to copy
+            note_pass("packet", sum(to.numel() * (to.itemsize + x.itemsize) for to, x in both))
+            return
+        for view, x in both:
             pack(view, x, at)
 
     def messages(self, is_apart: bool) -> list[Tensor]:
         """Return flat tensors: key and value apart, or the buffer that holds both."""
         if is_apart:
             return [x.permute(TOKEN_MAJOR).view(-1) for x in self.pair]
-        assert self.buffer is not None, "what lies somewhere else is not one message"
-        # A reused buffer may be larger; only this part travels.
-        return [self.buffer[: self.num_bytes].view(self.pair[0].dtype)]
+        assert self._flat is not None, "what lies somewhere else is not one message"
+        return [self._flat]
 
 
 class Rotation:
@@ -289,6 +296,8 @@ class ShardRotation(Rotation):
         key, value = packet.pair
         # Packets of a narrower dtype are widened here: kernels see one dtype.
         dtype = self._shard[0].dtype
+        if key.is_meta and key.dtype != dtype:
+            note_pass("pack", (key.numel() + value.numel()) * (key.itemsize + dtype.itemsize))
         return key.to(dtype), value.to(dtype)  # no copy if the dtype is the same
 
     def _outgoing(self, sends: Sequence[Transfer], label: Label) -> list[Packet]:

@@ -182,8 +182,10 @@ def test_launches_are_made_once_however_long_the_ring(has_segments: bool) -> Non
 
 def test_launches_of_other_shapes_are_others() -> None:
     (step,) = steps_of(1)
-    found = [launches(step, (batch, 4, 4), has_segments=True) for batch in (1, 2)]
+    found = [launches(step, (batch, 4, 4), has_segments=True) for batch in (3, 4)]
     assert found[0] is not found[1]
+    few = [launches(step, (batch, 4, 4), has_segments=True) for batch in (1, 2)]
+    assert few[0] is few[1], "too few tiles for segments"
     tiles = [launches(step, (batch, 4, 4), has_segments=False) for batch in (1, 2)]
     assert tiles[0] is tiles[1], "which the shape does not change"
 

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from dtensor_ring.lab.choose import chosen_strategy
 from dtensor_ring.lab.problem import SimulatedProblem, problem_of
-from dtensor_ring.lab.recurrence import Direction
+from dtensor_ring.lab.replay import Direction
 from dtensor_ring.lab.simulated_attention import Timeline, timeline_of
 from dtensor_ring.lab.training.collectives import strided
 from dtensor_ring.lab.training.layer_seconds import PartSeconds

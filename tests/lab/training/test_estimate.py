@@ -19,7 +19,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils._python_dispatch import _disable_current_modes
 
-from dtensor_ring import Contiguous, Mask, ZigZag, compare_strategies, describe_schedule
+from dtensor_ring import (
+    Contiguous,
+    Mask,
+    ZigZag,
+    compare_strategies,
+    describe_schedule,
+    simulate_attention,
+)
 from dtensor_ring.all_to_all.plan import all_to_all_plan
 from dtensor_ring.all_to_all.ulysses import ulysses_attention
 from dtensor_ring.command.main import main
@@ -178,16 +185,18 @@ def test_messages_are_those_of_the_plans(
 def test_a_message_that_grows_is_counted_everywhere(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A header of 16 bytes, which only the transport knows, in `compare` and in `estimate`."""
+    """A header of 16 bytes, which only the transport knows: all three commands count it."""
     path, before = _written("llama", tmp_path), {}
 
     def told() -> dict[str, tuple[int, int]]:
-        (row,) = compare_strategies(Mask.causal(), SEQ_LEN, RANKS, strategies=["ring"]).rows
+        asked: Any = Mask.causal(), SEQ_LEN, RANKS
+        (row,) = compare_strategies(*asked, strategies=["ring"]).rows
         messages = _estimated(path, capsys, "--strategy", "ring")["messages"]
         both = row.forward + row.backward
         return {
             "compare": (both.sent, both.messages),
             "estimate": (messages["sent"], messages["messages"] - 2),  # without those of the loss
+            "simulate": (sum(simulate_attention(*asked).num_bytes), both.messages),
         }
 
     before, original = told(), Packet.messages

@@ -1,8 +1,9 @@
 """Exponential, logarithm and sum whose bits depend on their arguments alone.
 
-`torch.exp` rounds differently in the vectors of a loop and in its last few numbers, and `torch.sum`
-adds in an order that fits the shape, so their bits depend on what else is in a tensor and on the
-number of threads. Single sums, products and quotients of IEEE 754 do not: these functions consist
+Functions such as `torch.sigmoid` round differently in the vectors of a loop and in its last few
+numbers, nothing promises that `torch.exp` does not, and `torch.sum` adds in an order that fits the
+shape. So their bits may depend on what else is in a tensor and on the number of threads. Single
+sums, products and quotients of IEEE 754 do not: these functions consist
 of them.
 """
 

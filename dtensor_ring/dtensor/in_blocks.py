@@ -21,7 +21,7 @@ from dtensor_ring.planning.block_order import (
     nodes_of,
 )
 from dtensor_ring.planning.layout import WholeBlocks
-from dtensor_ring.planning.ranges import Span, as_count
+from dtensor_ring.planning.ranges import Span, as_count, as_int
 
 
 class InBlocks(nn.Module):
@@ -42,6 +42,7 @@ class InBlocks(nn.Module):
         dim: the dimension of the tokens.
 
     Raises:
+        TypeError: if an argument has a wrong type.
         ValueError: if the policy of the axis has no fixed order.
 
     Example:
@@ -54,12 +55,16 @@ class InBlocks(nn.Module):
 
     def __init__(self, module: nn.Module, axis: SequenceAxis, dim: int = 1) -> None:
         super().__init__()
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"module must be a torch.nn.Module, got {type(module).__name__}")
+        if not isinstance(axis, SequenceAxis):
+            raise TypeError(f"axis must be a SequenceAxis, got {type(axis).__name__}")
         if axis.policy.order is None:
             raise ValueError(
                 'InBlocks needs an axis with TransferPolicy(order="fixed"), got '
                 f"{axis.policy}; without it layers need no blocks"
             )
-        self.module, self.dim, self._axis = module, dim, axis
+        self.module, self.dim, self._axis = module, as_int("dim", dim), axis
 
     def forward(self, *tensors: Tensor, seq_len: int | None = None) -> Tensor:
         """Return what the module returns for the tokens of this rank.

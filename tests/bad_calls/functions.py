@@ -218,6 +218,7 @@ FUNCTIONS |= {
         ("longest_sequences", LONGEST, nothing),
         ("Balanced", PLANNED | {"block": just(None, 2)}, nothing),
         ("BlockCyclic", {"block": just(2)}, nothing),
+        ("WholeBlocks", {"block": just(2)}, nothing),
         (
             "BlockPool",
             {"num_blocks": just(4), "block": just(2, 64), "world_size": just(1, 2)},

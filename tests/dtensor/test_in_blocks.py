@@ -184,6 +184,10 @@ def _refused_without_an_order() -> None:
     axis = SequenceAxis(init_device_mesh("cpu", (2,)), "zigzag")
     with pytest.raises(ValueError, match="InBlocks needs an axis with"):
         InBlocks(nn.Linear(6, 5), axis)
+    with pytest.raises(TypeError, match=r"module must be a torch\.nn\.Module"):
+        InBlocks(torch.relu, axis)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="axis must be a SequenceAxis"):
+        InBlocks(nn.Linear(6, 5), axis.mesh)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("case", [_refused, _refused_of_zigzag, _refused_without_an_order])

@@ -272,6 +272,8 @@ class Call(NamedTuple):
         group, spec = self.group, cast(Any, self.place.strategy)
         documents, key_documents = self.documents(batch)
         layout, key_layout, seq_len, key_seq_len = self._layouts()
+        is_ordered = batch and self.place.policy.order is not None
+        block = self._block((seq_len, key_seq_len)) if is_ordered else None
         return PlanRequest(
             layout=layout,
             mask=self.scores.mask,
@@ -284,9 +286,7 @@ class Call(NamedTuple):
             strategy=as_strategy(spec, group.size()),
             slices=self.slices(batch),
             key_layout=key_layout,
-            block=self._block((seq_len, key_seq_len))
-            if batch and self.place.policy.order
-            else None,
+            block=block,
         )
 
     @property

@@ -101,17 +101,19 @@ class Packet:
             dtype: the dtype of the packet.
         """
         num_cols = cols.offsets[-1]  # `len` would be a call
-        shapes = [(x.shape[0], x.shape[1], num_cols, x.shape[3]) for x in like]
-        sizes = [prod(shape) for shape in shapes]
+        key, value = like
+        of_key = key.shape[0], key.shape[1], num_cols, key.shape[3]
+        of_value = value.shape[0], value.shape[1], num_cols, value.shape[3]
+        key_size = prod(of_key)
         # A reused buffer may be larger; only this part travels.
-        flat = buffer[: sum(sizes) * dtype.itemsize].view(dtype)
+        flat = buffer[: (key_size + prod(of_value)) * dtype.itemsize].view(dtype)
         begin = flat.storage_offset()
         # Dense, so that a kernel reads the message as it arrived.
-        key, value = (
-            flat.as_strided(shape, strides(shape, TOKEN_MAJOR), offset)
-            for shape, offset in zip(shapes, (begin, begin + sizes[0]), strict=True)
+        pair = (
+            flat.as_strided(of_key, strides(of_key, TOKEN_MAJOR), begin),
+            flat.as_strided(of_value, strides(of_value, TOKEN_MAJOR), begin + key_size),
         )
-        return cls(cols, (key, value), buffer, flat)
+        return cls(cols, pair, buffer, flat)
 
     @classmethod
     def lying(cls, pair: Pair, cols: Cols) -> Packet | None:

@@ -57,13 +57,15 @@ def _is_captured() -> bool:
 
 def _check_layers(model: Any, device: torch.device) -> None:
     """Refuse layers that are skipped by the random state of the CPU, if that is a rank's own."""
-    names = [x for x in ("layerdrop", "decoder_layerdrop") if getattr(model.config, x, 0)]
-    if names and device.type == "cpu":
-        raise ValueError(
-            f"{names[0]}={getattr(model.config, names[0])} skips layers by the random state of the "
-            "CPU, which differs between ranks where tokens are on CPUs: make the model with "
-            f"{names[0]}=0"
-        )
+    if device.type != "cpu":
+        return
+    for name in ("layerdrop", "decoder_layerdrop"):
+        rate = getattr(model.config, name, 0)
+        if rate:
+            raise ValueError(
+                f"{name}={rate} skips layers by the random state of the CPU, which differs between "
+                f"ranks where tokens are on CPUs: make the model with {name}=0"
+            )
 
 
 class RankState:

@@ -115,6 +115,24 @@ def num_heads_of(config: Any) -> int:
     return len(getattr(config, "mtp_layers", []))
 
 
+def check_heads(config: Any, tp: int) -> None:
+    """Refuse heads beside the main one under tensor parallelism.
+
+    Args:
+        config: of the model, `None` without one.
+        tp: the number of ranks of tensor parallelism.
+
+    Raises:
+        ValueError: says what to leave out.
+    """
+    if tp > 1 and num_heads_of(config):
+        raise ValueError(
+            f"multi-token prediction over a ring is not served with tensor parallelism over {tp} "
+            "ranks, where a head gets the tokens that a rank of tensor parallelism has: set "
+            "--parallelism.tensor_parallel_degree 1, or take a config without MTP"
+        )
+
+
 class PredictsAhead(Module):
     """A decoder whose heads of multi-token prediction read tokens that the trainer shifted."""
 

@@ -30,7 +30,7 @@ from parallel_plans.torchtitan.inner_attention import (
     RingSelectiveAC,
     own_tokens,
 )
-from parallel_plans.torchtitan.multi_token import Ahead, give_ahead, num_heads_of
+from parallel_plans.torchtitan.multi_token import Ahead, check_heads, give_ahead, num_heads_of
 
 OWN_TOKENS, AHEAD = "own_tokens", "ahead"
 PARTIAL = "partial_dtensor"
@@ -95,9 +95,10 @@ class RingTrainer(Trainer):
     def __init__(self, config: Config) -> None:
         if device_type == "cuda" and not config.training.disable_cuda_graphs:
             raise ValueError(CUDA_GRAPHS)
+        spec, num_ranks = config.model_spec, config.parallelism.tensor_parallel_degree
+        check_heads(None if spec is None else spec.model, num_ranks)
         # torchtitan would permute the tokens a second time.
         parallelism = replace(config.parallelism, context_parallel_load_balancer=None)
-        spec = config.model_spec
         if spec is not None and parallelism.spmd_backend == PARTIAL:
             whole = partial(_parallelize_partially, spec.parallelize_fn)
             spec = replace(spec, parallelize_fn=whole)

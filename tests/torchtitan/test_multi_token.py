@@ -77,7 +77,7 @@ def _check_refused() -> None:
     from torchtitan.models.deepseek_v3.mtp import MTPLoss
 
     from parallel_plans.torchtitan.inner_attention import own_tokens
-    from parallel_plans.torchtitan.multi_token import Ahead, give_ahead, num_heads_of
+    from parallel_plans.torchtitan.multi_token import Ahead, check_heads, give_ahead, num_heads_of
 
     batch, labels = _batch()
     own = own_tokens(batch, "zigzag", 0, 2)
@@ -89,6 +89,11 @@ def _check_refused() -> None:
     with pytest.raises(ValueError, match=r"with 2 heads .* needs the loss RingMTPLoss, .* MTPLoss"):
         give_ahead(own.documents, ahead, labels, loss)
     assert num_heads_of(SimpleNamespace()) == 0
+    heads = SimpleNamespace(mtp_layers=[None])
+    with pytest.raises(ValueError, match="not served with tensor parallelism over 2 ranks"):
+        check_heads(heads, 2)
+    for config, tp in ((heads, 1), (SimpleNamespace(), 2), (None, 2)):
+        check_heads(config, tp)
 
 
 def test_without_the_trainer(pool: Pool) -> None:

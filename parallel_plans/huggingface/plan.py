@@ -176,7 +176,7 @@ def context_parallel_plan(
     if local_batch:
         refuse_local(why_whole(model), named_layout(layout))
     strategies = Strategies.of(strategy)
-    if policy is not None:
+    if isinstance(policy, TransferPolicy):  # others are refused by the axis
         policy.refuse_order(
             "context_parallel_plan, whose layers and losses add up all tokens of a rank,"
         )

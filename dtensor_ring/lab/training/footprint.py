@@ -234,10 +234,7 @@ class Footprint(Storages):
 
         Equal loops run once.
         """
-        key = tuple(
-            (x.shape, x.stride(), x.dtype) if isinstance(x, Tensor) and x.is_meta else x
-            for x in arguments
-        )
+        key = tuple(map(_described, arguments))
         if key not in self._loops:
             with Storages() as loop:
                 cost = run()
@@ -246,6 +243,13 @@ class Footprint(Storages):
         self._send(cost)
         self.working = max(self.working, peak)
         self.peak = max(self.peak, self.alive + peak)
+
+
+def _described(x: Any) -> Any:
+    """Return what decides how much of an argument a loop sends and allocates."""
+    if isinstance(x, Tensor) and x.is_meta:
+        return x.shape, x.stride(), x.dtype
+    return tuple(x) if isinstance(x, list) else x
 
 
 def _forward(call: Call, plan: Plan, query: Tensor, key: Tensor, value: Tensor) -> Cost:

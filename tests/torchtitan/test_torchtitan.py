@@ -183,6 +183,7 @@ REPEATED = {
     "typechecked": 'as "typechecked, accumulated"',
     "not checkpointed": "counted by test_rings_of_a_step",
     "several heads": "shards are those of one head, and heads are tested by token",
+    "several heads, striped": 'as "several heads, balanced", and heads are tested by token',
     "several heads, full dtensor": 'as "override, full dtensor, strategies"',
     "checkpointed": 'as "override, contiguous", and counted by test_rings_of_a_step',
     "qwen3": "its attention is that of llama3",

@@ -91,6 +91,10 @@ def chi_square(one: Tensor, other: Tensor) -> float:
     return float(one.numel() * ((table - 0.25) ** 2 / 0.25).sum())
 
 
+# The same graphs; Inductor takes half a minute for each.
+BACKENDS = "aot_eager", pytest.param("inductor", marks=pytest.mark.repeats)
+
+
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_masks_of_any_two_ranks_are_independent(pool: Pool, world_size: int) -> None:
     pool.run(world_size, _check_independent)
@@ -156,7 +160,7 @@ def _check_recomputation(attention_dropout: float) -> None:
         assert all(torch.equal(x, y) for x, y in zip(grads, found[0], strict=True))
 
 
-@pytest.mark.parametrize("layout", ["zigzag", "striped"])
+@pytest.mark.parametrize("layout", ["zigzag", pytest.param("striped", marks=pytest.mark.repeats)])
 def test_attention_dropout_trains_alike_on_any_number_of_ranks(pool: Pool, layout: str) -> None:
     one, two, four = (pool.run(size, _loss_curve, layout)[0] for size in (1, 2, 4))
     assert max(one) - min(one) > 0.5, "it learns"
@@ -209,7 +213,7 @@ def _check_seeds() -> None:
     assert everyone[0] == everyone[1]
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("is_checkpointed", [False, True])
 def test_compiled_models_drop_by_rank(pool: Pool, backend: str, is_checkpointed: bool) -> None:
     pool.run(2, _check_compiled, backend, is_checkpointed)
@@ -257,7 +261,7 @@ def _check_compiled_layers() -> None:
     _check_in_step()
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_dropout_in_graphs_is_that_of_a_rank(backend: str) -> None:
     def run(rank: int, x: Tensor) -> Tensor:
         with RankDropout(rank):

@@ -81,7 +81,7 @@ def _layouts(
 
     Args:
         read: reads a config.
-        hybrid: its numbers, or what names its config, which has heads of its own.
+        hybrid: its numbers, or the name of its config. The config says its heads.
         mask: of the attention.
         seq_len: tokens of a sequence.
         world_size: ranks of the axis.

@@ -4,9 +4,8 @@ Note [Counters]: a weight is dropped or kept by a hash of a seed and of the numb
 row, head, query and key, each counted in the whole batch. So forward, backward and recomputation
 drop the same weights, with any layout and any number of ranks, and no mask is stored or sent. The
 hash is that of SplitMix64 (Steele et al., 2014, OOPSLA): `mixed(start + STEP * i)` is the number i
-of a sequence. Rows of the batch, heads and queries are numbers of a sequence each, from which the
-next sequence starts. So every query has a start of its own, and its keys are numbers of its
-sequence.
+of a sequence. A row of the batch is a number of a sequence, from which the sequence of its heads
+starts, and so on to queries. So each query starts another sequence, which numbers its keys.
 """
 
 from __future__ import annotations

@@ -317,7 +317,7 @@ def _summed(
 
 
 def _assembled(like: Tensor, of_blocks: dict[int, Tensor], spans: dict[int, Span]) -> Tensor:
-    """Return a gradient from those of its blocks; it is 0 where there is none."""
+    """Join the gradients of blocks; tokens without one get 0."""
     result = empty(like, like.shape, TOKEN_MAJOR)
     for number, span in spans.items():
         there = columns(result, span)

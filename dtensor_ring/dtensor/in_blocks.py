@@ -95,7 +95,7 @@ class InBlocks(nn.Module):
             copies |= {name: _Copies.apply(x, blocks) for name, x in trained.items()}
         outputs = []
         for number, (begin, end) in enumerate(blocks.spans):
-            # In memory of its own: products add in another order where addresses are not aligned.
+            # Copy each block: where addresses are not aligned, products add in another order.
             parts = (x.narrow(dim, begin, end - begin) for x in tensors)
             own = tuple(x.clone(memory_format=torch.contiguous_format) for x in parts)
             of_block = {name: each[number] for name, each in copies.items()}

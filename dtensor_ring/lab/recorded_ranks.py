@@ -23,7 +23,7 @@ from dtensor_ring.planning.tile import FULL
 # The loops of at most this many ranks run.
 MAX_RECORDED = 32
 
-# And so many steps of them, if that is at least `FEWEST` ranks.
+# The most steps that these ranks have together; at least `FEWEST` ranks are recorded.
 MAX_STEPS, FEWEST = 4096, 4
 
 

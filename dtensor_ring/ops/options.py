@@ -300,17 +300,14 @@ class Call(NamedTuple):
         `None` if the order is not fixed, or each block already lies on one rank.
 
         Raises:
-            ValueError: if the layout cannot shard the length, or keys have runs of their own.
+            ValueError: if the layout cannot shard the length, or the call has `key_runs`.
         """
         if not self.is_ordered:
             return None
         layout, _, *seq_lens = self._layouts()
         block, strategy = self._block((seq_lens[0], seq_lens[1])), self.strategy
-        assert block is not None, "the order is fixed"
-        layout, num_shards = (
-            layout_of_groups(layout, strategy),
-            self.group.size() // strategy.heads,
-        )
+        layout = layout_of_groups(layout, strategy)
+        num_shards = self.group.size() // strategy.heads
         is_whole = all(has_whole_blocks(layout, num_shards, x, block) for x in seq_lens)
         return None if is_whole else WholeBlocks(block).spec
 
@@ -323,10 +320,8 @@ class Call(NamedTuple):
             batch=self.batch._replace(runs=None), place=self.place._replace(layout=spec)
         )
 
-    def _block(self, seq_lens: tuple[int, int]) -> int | None:
-        """Return the tokens of a block; `None` without a fixed order."""
-        if not self.is_ordered:
-            return None
+    def _block(self, seq_lens: tuple[int, int]) -> int:
+        """Return the tokens of a block of a fixed order."""
         if self.batch.key_runs is not None:
             raise ValueError(
                 'order="fixed" has blocks of whole sequences, and key_runs are for queries that '

@@ -385,10 +385,10 @@ class TransferPolicy:
             )
 
     def refuse_order(self, what: str) -> None:
-        """Refuse a fixed order, for what sums in an order of its own.
+        """Refuse a fixed order where a feature does not keep it.
 
         Raises:
-            ValueError: names `what`.
+            ValueError: names the feature `what`.
         """
         if self.order is not None:
             raise ValueError(

@@ -60,7 +60,7 @@ class BlockSizes(NamedTuple):
 
 COARSE, FINE = BlockSizes(192, 192, 256, 768, 768), BlockSizes(64, 128, 192, 2048, 16384)
 
-# No causal square has so many rows.
+# More rows than any causal square has.
 NEVER = 1 << 60
 
 # The smallest number of heads per thread for which small launches keep all threads busy.

@@ -118,7 +118,7 @@ def _factors(dropout: Dropout | None, block: slice, seen: slice, scored: Tensor)
 def _heads(query: Tensor, key: Tensor) -> Iterator[tuple[Region, Region]]:
     """Yield the regions of each batch row and key head: its queries, and the head itself.
 
-    Products of one head from memory of its own have the same bits, whatever else is there.
+    A product of a head that is copied first has the same bits, whatever lies beside the head.
     """
     group = query.shape[1] // max(1, key.shape[1])
     for row, head in product(range(query.shape[0]), range(key.shape[1])):

@@ -1,4 +1,4 @@
-"""Random numbers of a rank: each token has dropout of its own, and ranks stay in step.
+"""Random numbers of a rank: each token gets its own dropout mask, and ranks stay in step.
 
 Note [Random state of a rank]: all ranks of an axis seed alike, so token number i of one rank would
 be dropped as token number i of another. So a forward of a model in training runs from a state that

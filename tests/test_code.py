@@ -251,6 +251,7 @@ TABLES = {
 TABLES |= {
     "FILLED",
     "SAME",
+    "SHAPED",
     "SHAPES",
     "TOKENS_TO_BATCH",
     "BATCH_TO_TOKENS",

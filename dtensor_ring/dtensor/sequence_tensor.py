@@ -31,6 +31,7 @@ from dtensor_ring.dtensor import checkpoint
 from dtensor_ring.dtensor.aligned import aligned
 from dtensor_ring.dtensor.annotation import tokens_of
 from dtensor_ring.dtensor.gradients import GRADIENTS, for_backward, of_one_loss
+from dtensor_ring.dtensor.local_shapes import SHAPED, of_own_shard
 from dtensor_ring.dtensor.sequence_order import (
     first_of,
     length_of,
@@ -68,8 +69,10 @@ class SequenceTensor(DTensor):
             return tree_map_only(DTensor, known, handler(op, args, kwargs))
         if torch.Tag.inplace_view in op.tags:  # the object itself would have to change its shape
             raise refusal(first_of(args), _named(op))
-        # DTensor's own dispatch is faster than what it has for subclasses.
-        out = op(*tree_map_only(cls, _plain, args), **tree_map_only(cls, _plain, kwargs))
+        out = of_own_shard(op, args, kwargs) if op in SHAPED else NotImplemented
+        if out is NotImplemented:
+            # DTensor's own dispatch is faster than what it has for subclasses.
+            out = op(*tree_map_only(cls, _plain, args), **tree_map_only(cls, _plain, kwargs))
         if op._schema.is_mutable and isinstance(args[0], cls):
             return args[0]
         out = tree_map_only(DTensor, known, out)

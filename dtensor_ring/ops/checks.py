@@ -191,7 +191,8 @@ def warn_of_boundaries(request: PlanRequest) -> None:
     if documents is None or len(documents.arrays) != 1 or not documents.arrays[0].size:
         return
     last = int(documents.arrays[0][-1])
-    if last * request.world_size == seq_len:
+    # A sequence of one or two tokens, which is padded so that each rank has as many, ends so, too.
+    if last > 2 and last * request.world_size == seq_len:
         warnings.warn(
             f"the last boundary of cu_seqlens is {last}, the length of a rank's shard: boundaries "
             f"count the {seq_len} tokens of all {request.world_size} ranks, and tokens after the "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from dtensor_ring import shard_sequence
 from parallel_plans.huggingface import context_parallel_plan
 from tests import families
 from tests.border.operations import OPERATIONS, REFUSED, SHARDED, WHOLE
-from tests.border.trying import Answer, attempt, compiled_function_of
+from tests.border.trying import HINTS, Answer, attempt, compiled_function_of, said
 from tests.pool import Pool
 
 MODELS = {
@@ -34,7 +35,7 @@ MODELS = {
 DERIVED: dict[str, Callable[[Any], Any]] = {
     "": lambda x: x,
     "x * 2": lambda x: x * 2,
-    "x.float()": lambda x: x.float(),
+    "x.float().double()": lambda x: x.float().double(),
     "x.log_softmax(-1)": lambda x: x.log_softmax(-1),
 }
 MODES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
@@ -73,7 +74,7 @@ class Cell:
 
 CELLS = [
     Cell("Llama", 3, 21, "zigzag"),
-    Cell("hybrid", 2, 13, None, "no_grad"),
+    Cell("hybrid", 2, 13, None),  # shards of other lengths than DTensor computes
     Cell("classifier", 3, 7, "contiguous", "inference", "x * 2"),
     Cell("encoder", 2, 12, "balanced", "hook"),
     Cell("classifier", 3, 2, "contiguous", "inference", "x * 2"),  # a rank has no token
@@ -95,6 +96,8 @@ def combinations() -> Iterator[Cell]:
                     if mode == "compiled" and layout == "balanced":
                         mode = "no_grad"  # no graph shards a batch by its documents
                     derived = list(DERIVED)[count // len(MODES) % len(DERIVED)]
+                    if length < ranks:
+                        derived = ""  # it may be refused, see `_wrong`
                     yield Cell(model, ranks, length, layout, mode, derived)
                     count += 1
 
@@ -150,15 +153,19 @@ def assert_right(pool: Pool, cell: Cell) -> None:
 
 def wrong_lines(cell: Cell) -> dict[str, str]:
     """What came of lines that are neither right nor refused as the table says, on this rank."""
-    with MODES[cell.mode]():
+    with MODES[cell.mode](), warnings.catch_warnings():
+        # PyTorch warns of the variance of no elements, which a rank without tokens has, and of one.
+        warnings.filterwarnings("ignore", r"var\(\): degrees of freedom is <= 0")
+        warnings.filterwarnings("ignore", "Found a non-scalar tensor with numel=1")
+        # Dynamo looks for a gradient of what it compiles, be it a leaf or not.
+        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
         x, stock, weights = outputs(cell)
         answers = {line: attempt(line, x, stock) for line in OPERATIONS}
         may_refuse = cell.length < cell.ranks or cell.mode == "inference"
-        may_refuse = may_refuse or is_padded(x)
         wrong = {line: _wrong(line, answer, may_refuse) for line, answer in answers.items()}
         if cell.mode in ("gradients", "compiled"):
             wrong |= {
-                line: _wrong_gradient(answer, *weights)
+                line: _wrong_gradient(answer, *weights, may_refuse=cell.length < cell.ranks)
                 for line, answer in answers.items()
                 if answer.is_right and not wrong[line]
             }
@@ -183,11 +190,6 @@ def outputs(cell: Cell) -> tuple[Any, Tensor, tuple[Tensor, Tensor]]:
     return x, expected, (weights[0], weights[1])
 
 
-def is_padded(x: Any) -> bool:
-    """Whether shards have other lengths than those that DTensor computes, as views ask for."""
-    return isinstance(x, DTensor) and "padded" in str(x.device_mesh.mesh_dim_names)
-
-
 def _wrong(line: str, answer: Answer, may_refuse: bool) -> str:
     """What came of a line, if it is wrong.
 
@@ -200,26 +202,30 @@ def _wrong(line: str, answer: Answer, may_refuse: bool) -> str:
     return "" if answer.verdict in allowed else f"{answer.verdict}, not {OPERATIONS[line]}"
 
 
-def _wrong_gradient(answer: Answer, weight: Tensor, stock_weight: Tensor) -> str:
+def _wrong_gradient(answer: Answer, weight: Tensor, stock_weight: Tensor, may_refuse: bool) -> str:
     """Whether a loss by the result has another gradient than on one process."""
     loss, expected = _loss(answer.value), _loss(answer.expected)
     if expected is None or loss is None:
         return "" if loss is expected else "it has no gradient"
-    (found,) = torch.autograd.grad(loss, weight, retain_graph=True)
+    try:
+        (found,) = torch.autograd.grad(loss, weight, retain_graph=True)
+    except Exception as error:
+        return "" if may_refuse and HINTS.search(said(error)) else f"gradient: {said(error)[:200]}"
     (gradient,) = torch.autograd.grad(expected, stock_weight, retain_graph=True)
     dist.all_reduce(found)
     leaves = [x for x in tree_leaves(answer.value) if isinstance(x, Tensor)]
     tolerance = 5e-2 if any(x.dtype == torch.bfloat16 for x in leaves) else 1e-4
+    rounding = max(torch.finfo(x.dtype).eps for x in leaves if x.is_floating_point())
     error = (found / dist.get_world_size() - gradient).abs().max()
-    is_near = error <= tolerance * (1e-6 + gradient.abs().max())
+    is_near = error <= 1e-10 + 100 * rounding + tolerance * gradient.abs().max()
     return "" if is_near else f"gradient: off by {error:.2g} of {gradient.abs().max():.2g}"
 
 
 def _loss(value: Any) -> Any:
-    """The sum of all squares, which weighs each token by its number."""
+    """The sum of all cubes, which no normalization makes constant; it weighs tokens by number."""
     leaves = [x for x in tree_leaves(value) if isinstance(x, Tensor) and x.requires_grad]
     if not leaves:
         return None
     if any(isinstance(x, DTensor) for x in leaves):
-        return sum((x * x).sum() for x in leaves)
-    return sum(x.double().square().sum() for x in leaves)
+        return sum((x * x * x).sum() for x in leaves)
+    return sum(x.double().pow(3).sum() for x in leaves)

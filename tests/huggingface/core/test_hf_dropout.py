@@ -160,23 +160,31 @@ def _check_recomputation(attention_dropout: float) -> None:
         assert all(torch.equal(x, y) for x, y in zip(grads, found[0], strict=True))
 
 
-@pytest.mark.parametrize("layout", ["zigzag", pytest.param("striped", marks=pytest.mark.repeats)])
-def test_attention_dropout_trains_alike_on_any_number_of_ranks(pool: Pool, layout: str) -> None:
-    one, two, four = (pool.run(size, _loss_curve, layout)[0] for size in (1, 2, 4))
-    assert max(one) - min(one) > 0.5, "it learns"
+@pytest.mark.parametrize(
+    ("layout", "steps"),
+    [
+        ("zigzag", 12),
+        *(pytest.param(x, 50, marks=pytest.mark.repeats) for x in ("zigzag", "striped")),
+    ],
+)
+def test_attention_dropout_trains_alike_on_any_number_of_ranks(
+    pool: Pool, layout: str, steps: int
+) -> None:
+    one, two, four = (pool.run(size, _loss_curve, layout, steps)[0] for size in (1, 2, 4))
+    assert max(one) - min(one) > 0.01 * steps, "it learns"
     for losses in (two, four):
         assert largest(abs(x - y) for x, y in zip(losses, one, strict=True)) < 1e-5
-    without = pool.run(1, _loss_curve, layout, 0.0)[0]
+    without = pool.run(1, _loss_curve, layout, steps, 0.0)[0]
     assert largest(abs(x - y) for x, y in zip(without, one, strict=True)) > 1e-3
 
 
-def _loss_curve(layout: str, rate: float = 0.2) -> list[float]:
-    """Losses of 50 steps; by SGD, as Adam's first steps turn rounding into full ones."""
+def _loss_curve(layout: str, steps: int, rate: float = 0.2) -> list[float]:
+    """Losses of steps; by SGD, as Adam's first steps turn rounding into full ones."""
     model = planned(llama(attention_dropout=rate), layout)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     torch.manual_seed(2)
     losses = []
-    for _ in range(50):
+    for _ in range(steps):
         loss = forward(model)
         loss.backward()
         for x in model.parameters():

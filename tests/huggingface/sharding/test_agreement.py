@@ -22,8 +22,8 @@ SEQ_LEN, PARTS_AT = 16, 6
 DIFFER = "must get the same batch .*they differ in "
 
 
-def planned(change: Callable[[Any, int], None] | None = None) -> Any:
-    model = small_model("Llama")
+def planned(change: Callable[[Any, int], None] | None = None, **changes: Any) -> Any:
+    model = small_model("Llama", **changes)
     model.config._attn_implementation = "eager"
     if change is not None:
         change(model, dist.get_rank())
@@ -105,7 +105,7 @@ def test_compiled_batches_that_part(pool: Pool) -> None:
 def _check_compiled() -> None:
     """No step of these compiles again."""
     rank, counter = dist.get_rank(), CompileCounterWithBackend("aot_eager")
-    model = planned()
+    model = planned(num_hidden_layers=1)
     compiled = torch.compile(model, backend=counter, fullgraph=True)
     for name in ("tokens", "labels", "items, tensor"):
         make, reported = BATCHES[name]
@@ -189,7 +189,8 @@ def test_lengths_are_symbols(pool: Pool) -> None:
 
 def _check_lengths() -> None:
     """A graph for the first length, and one for all others, uneven ones as well."""
-    counter, model, stock = CompileCounterWithBackend("aot_eager"), planned(), small_model("Llama")
+    counter, one_layer = CompileCounterWithBackend("aot_eager"), {"num_hidden_layers": 1}
+    model, stock = planned(**one_layer), small_model("Llama", **one_layer)
     compiled = torch.compile(model, backend=counter, fullgraph=True)
     for seq_len in (32, 48, 33, 47, 31, 97):
         tokens = torch.randint(2, VOCABULARY, (1, seq_len), generator=_seeded(seq_len))

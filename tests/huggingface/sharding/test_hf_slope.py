@@ -86,7 +86,7 @@ def measured(family: str, kind: str, is_local: bool, call: Callable[..., None] =
         stack.enter_context(patch.multiple(sequences, **same))
         # Nor any request for keys.
         stack.enter_context(patch.object(moved_keys, "_from_bits", _none))
-        return slope_of(peak, SHARDS, WORLDS)
+        return slope_of(peak, SHARDS, WORLDS, LIMIT)
 
 
 def _none(bits: Tensor, length: int) -> Tensor:

@@ -84,6 +84,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {"rope_parameters": {"rope_type": "dynamic", "factor": 3.0}, "max_position_embeddings": 17},
     ),
     "OLMo 2": ("Olmo2", {}),
+    "Nemotron": ("Nemotron", {}),
     "Granite": ("Granite", {"attention_multiplier": 0.3, "residual_multiplier": 0.7}),
     "Llama 4": ("Llama4", HEAD_DIM | LLAMA4),
     "DeepSeek-V3": ("DeepseekV3", LATENT | ROUTED),

@@ -36,6 +36,7 @@ from parallel_plans.huggingface.core.modules import (
     linear_head,
     origin,
 )
+from parallel_plans.huggingface.core.passed_on import pass_on
 from parallel_plans.huggingface.core.patterns import (
     LayerMasks,
     by_layer,
@@ -282,6 +283,7 @@ class ShardedModel(ParallelStyle):
         if passing is not None:
             stateful.pass_states(stateful.stateful_layers(decoder), passing)
         select_keys_of(decoder)
+        pass_on(decoder)
         if head is not None:
             join_behind(head, sharding.join)
         if outer is not None:

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from parallel_plans.huggingface.core.attention_function import at_positions
 from parallel_plans.huggingface.core.modules import language_model_of
+from parallel_plans.huggingface.core.passed_on import passing_on
 from parallel_plans.huggingface.core.patterns import (
     OWN_MASKS,
     PROBE,
@@ -70,13 +71,14 @@ def probe(model: Any, indices: tuple[int, ...], **inputs: Any) -> Any:
 
     hook = decoder.register_forward_pre_hook(add_inputs, with_kwargs=True)
     try:
-        return model(
-            input_ids=index % config.vocab_size,
-            position_ids=positions,
-            attention_mask=torch.ones_like(positions),
-            use_cache=False,
-            **inputs,
-        )
+        with passing_on(decoder):
+            return model(
+                input_ids=index % config.vocab_size,
+                position_ids=positions,
+                attention_mask=torch.ones_like(positions),
+                use_cache=False,
+                **inputs,
+            )
     finally:
         hook.remove()
 

@@ -1,0 +1,69 @@
+"""Blocks that use none of their keywords hand the plan's on to their attention."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import parallelize_module
+
+from parallel_plans.huggingface import context_parallel_plan
+from parallel_plans.huggingface.core.modules import restore_model
+from parallel_plans.huggingface.core.passed_on import deaf_attention
+from tests.families import VOCABULARY, small_model
+from tests.pool import Pool
+
+
+def test_blocks_are_found_by_their_code() -> None:
+    assert not deaf_attention(small_model("Llama"))
+    model = small_model("Nemotron")
+    layers = model.model.layers
+    assert deaf_attention(model) == [(layer, layer.self_attn) for layer in layers]
+
+
+def test_trains_as_one_process(pool: Pool) -> None:
+    pool.run(2, _check_training)
+
+
+def _check_training() -> None:
+    """Two batches before one backward, checkpointed: each block has what its own batch gave it."""
+    model, stock = small_model("Nemotron"), small_model("Nemotron")
+    mesh = init_device_mesh("cpu", (2,))
+    model = parallelize_module(model, mesh, context_parallel_plan(model, "zigzag"))
+    tokens = torch.randint(2, VOCABULARY, (2, 21), generator=torch.Generator().manual_seed(1))
+    packed = torch.cat([torch.arange(9), torch.arange(12)]).expand(2, -1)
+    batches = ({"input_ids": tokens}, {"input_ids": tokens.flip(1), "position_ids": packed})
+    for each in (model, stock):
+        each.train()
+        each.activation_checkpointing_enable()
+        losses = [
+            each(**batch, labels=batch["input_ids"], use_cache=False).loss for batch in batches
+        ]
+        (losses[0] + 2 * losses[1]).backward()
+    for ours, expected in zip(model.parameters(), stock.parameters(), strict=True):
+        dist.all_reduce(ours.grad)
+        torch.testing.assert_close(ours.grad / 2, expected.grad, rtol=1e-4, atol=1e-5)
+    restore_model(model)
+    with torch.no_grad():
+        again = model(input_ids=tokens, labels=tokens).loss
+        torch.testing.assert_close(again, stock(input_ids=tokens, labels=tokens).loss)
+
+
+def test_compiled_in_one_graph(pool: Pool) -> None:
+    pool.run(2, _check_compiled)
+
+
+def _check_compiled() -> None:
+    model, stock = small_model("Nemotron"), small_model("Nemotron")
+    mesh = init_device_mesh("cpu", (2,))
+    model = parallelize_module(model, mesh, context_parallel_plan(model, "zigzag"))
+    tokens = torch.randint(2, VOCABULARY, (1, 16), generator=torch.Generator().manual_seed(1))
+    given = {"input_ids": tokens, "labels": tokens}
+    loss = torch.compile(model, backend="aot_eager", fullgraph=True)(**given).loss
+    loss.backward()
+    expected = stock(**given).loss
+    expected.backward()
+    grad = model.lm_head.weight.grad
+    dist.all_reduce(grad)
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(grad / 2, stock.lm_head.weight.grad)

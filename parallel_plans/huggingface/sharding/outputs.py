@@ -20,6 +20,9 @@ from parallel_plans.huggingface.losses.loss import (
 )
 from parallel_plans.huggingface.sharding.batch import BatchPlan
 
+Made = list[tuple[Tensor, Any]]
+"""Outputs that were joined already: a graph cannot give two DTensors of one tensor."""
+
 
 class OutputSpec(NamedTuple):
     """What joining the outputs of a batch needs.
@@ -75,14 +78,14 @@ class Outputs:
             del parts["logits"]
         # See Note [Gradients of compiled outputs].
         detaches = "loss" in parts and torch.compiler.is_compiling()
-        results = {}
+        results, made = {}, Made()
         for name, x in parts.items():
             if name == "loss":
                 results[name] = self.axis.sum(x)
             elif spec.of_tokens is not None and name not in spec.of_tokens:
                 results[name] = x  # computed from the whole batch on every rank
             elif spec.router is None or name not in OF_ROUTERS:
-                results[name] = self._output(name, x, spec, detaches)
+                results[name] = self._output(name, x, spec, detaches, made)
         if spec.router is not None:
             results |= self._of_routers(parts, spec.router, spec, detaches)
             if {"loss", "aux_loss"} <= results.keys():
@@ -100,17 +103,25 @@ class Outputs:
             results["aux_loss"] = load_balancing_loss(by_layer, router, self.axis.sum)
         if "router_logits" in parts:
             by_token = tuple(router.by_token(x) for x in by_layer)
-            logits = self._output("router_logits", by_token, spec, detaches)
+            logits = self._output("router_logits", by_token, spec, detaches, Made())
             # Whole router logits have the shape of the model, (B * S, E).
             whole = tuple(x.flatten(0, 1) for x in logits) if self.unshards else logits
             results["router_logits"] = whole
         return results
 
-    def _output(self, name: str, x: Any, spec: OutputSpec, detaches: bool) -> Any:
+    def _output(self, name: str, x: Any, spec: OutputSpec, detaches: bool, made: Made) -> Any:
+        """Return an output of the model, or several; equal ones, such as the last states, once."""
         if isinstance(x, tuple):
-            return tuple(self._output(name, part, spec, detaches) for part in x)
+            return tuple(self._output(name, part, spec, detaches, made) for part in x)
         if not isinstance(x, Tensor):
             return x
+        for given, result in made:
+            if given is x:
+                return result
+        made.append((x, self._joined(name, x, spec, detaches)))
+        return made[-1][1]
+
+    def _joined(self, name: str, x: Tensor, spec: OutputSpec, detaches: bool) -> Any:
         if name == "logits" and spec.kept is not None:
             return spec.kept.join(x, 1)
         num_tokens = len(spec.plan.indices)

@@ -1,0 +1,27 @@
+"""Outputs of a compiled model under its plan."""
+
+from __future__ import annotations
+
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import parallelize_module
+
+from parallel_plans.huggingface import context_parallel_plan
+from tests.families import VOCABULARY, small_model
+from tests.pool import Pool
+
+
+def test_states_that_are_two_outputs_of_a_graph(pool: Pool) -> None:
+    pool.run(2, _check_states)
+
+
+def _check_states() -> None:
+    """The last hidden states are one of all states, and a graph gives no tensor as two DTensors."""
+    model, stock = (small_model("Llama", "Model", num_hidden_layers=1) for _ in range(2))
+    model = parallelize_module(model, init_device_mesh("cpu", (2,)), context_parallel_plan(model))
+    tokens = torch.randint(2, VOCABULARY, (1, 13), generator=torch.Generator().manual_seed(1))
+    given = {"input_ids": tokens, "output_hidden_states": True, "use_cache": False}
+    found = torch.compile(model, backend="aot_eager")(**given)
+    assert found.hidden_states[-1] is found.last_hidden_state
+    for ours, theirs in zip(found.hidden_states, stock(**given).hidden_states, strict=True):
+        torch.testing.assert_close(ours.full_tensor(), theirs)

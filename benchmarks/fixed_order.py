@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from baselines import time_paired
 from harness import HEAD_DIM, NUM_HEADS, STAGES, is_quick, table_of
-from ring import Case, Measurement, affordable, our_ring, random_inputs, run, shards_of, write_card
 from rich.console import Console
+from ring import Case, Measurement, affordable, our_ring, random_inputs, run, shards_of, write_card
 from torch.distributed.device_mesh import DeviceMesh
 
 from dtensor_ring.transport.transport import DEFAULT_POLICY, TransferPolicy

@@ -37,6 +37,12 @@ def test_benchmark_of_the_loss(folder: Path) -> None:
     assert costs[0]["logits"] > 1, "they were counted"
 
 
+def test_benchmark_of_a_fixed_order(folder: Path) -> None:
+    measurements = measured("fixed_order", folder)["measurements"]
+    assert [m["case"]["dtype"] for m in measurements] == ["float32", "bfloat16"]
+    assert all(m["seconds"].keys() == {"default", "fixed"} for m in measurements)
+
+
 @pytest.mark.repeats  # it draws keys for seconds
 def test_benchmark_of_decoding(folder: Path) -> None:
     measurements = measured("decode", folder)["measurements"]

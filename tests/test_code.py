@@ -22,7 +22,7 @@ from tests.test_public import ROOT
 WITHOUT_TORCH = ("planning", "all_to_all.plan", "decode.plan", "states.plan", "balanced")
 WITHOUT_TORCH += ("paged.plan", "paged.blocks", "paged.block_pool", "selected.plan")
 LAYERS = (*WITHOUT_TORCH, "compute", "quantised", "transport", "all_to_all.run")
-LAYERS += ("all_to_all.rounded_keys", "decode.run")
+LAYERS += ("all_to_all.rounded_keys", "decode.run", "decode.in_blocks")
 LAYERS += ("selected.listed_attention", "selected.run", "selected.moved_keys", "states.run")
 LAYERS += ("agreement",)
 LAYERS += ("ring", "ops", "all_to_all.op", "all_to_all.ulysses", "decode.op", "selected.op")

@@ -28,7 +28,7 @@ from dtensor_ring.compute.memory import (
     unpack,
 )
 from dtensor_ring.compute.trace import Label
-from dtensor_ring.planning.block_order import BlockOrder, BlockPair, Tree
+from dtensor_ring.planning.block_order import BlockOrder, BlockPair, Node, Tree
 from dtensor_ring.planning.demand import Cols
 from dtensor_ring.planning.plan import Step
 from dtensor_ring.planning.ranges import Span, length, moved
@@ -119,6 +119,20 @@ class OrderedOutput:
             with label("merge"):
                 number, key_block = piece.blocks
                 self._trees[number].add((0, key_block), self._leaf(piece, results))
+
+    def nodes(self, number: int) -> dict[Node, Mean]:
+        """Return the nodes that are added up so far for a block of queries that sees keys."""
+        return self._trees[number].kept
+
+    def add(self, number: int, node: Node, mean: Mean) -> None:
+        """Add a node that another rank added up for a block of queries; it may be overwritten."""
+        self._trees[number].add(node, mean)
+
+    def message(self, num_nodes: int) -> Tensor:
+        """Return memory for nodes: out, top and total of queries, `(nodes, B, N, L, Hv + 2)`."""
+        query = self._query
+        wide = torch.promote_types(query.dtype, torch.float32)
+        return query.new_empty(num_nodes, *query.shape[:3], self._head_dim + 2, dtype=wide)
 
     def result(self) -> tuple[Tensor, Tensor]:
         """Return `out` `(B, N, L, Hv)`, in the query's memory order, and `lse` `(B, N, L)`."""

@@ -25,6 +25,7 @@ from dtensor_ring.dtensor.annotation import annotation_of, axis_group, config_of
 from dtensor_ring.ops.checks import called_by_user, check_sinks
 from dtensor_ring.planning.mask import Mask
 from dtensor_ring.planning.slices import Slices
+from dtensor_ring.transport.transport import block_of_decoding
 
 
 def merge_ranks(
@@ -154,7 +155,7 @@ def decode_attention(
             (float64 for float64), -inf for a row that sees nothing.
         merge: "one_shot" sends the partial results to all ranks. "two_shot" merges a part of the
             rows on each rank, and sends the merged parts to all: one more round, but fewer bytes.
-            By default the faster one.
+            By default the faster one. Where the axis has a fixed order of sums, neither is given.
         agree: integers that must be the same on all ranks, such as the token ids of this step. The
             ranks compare them in the messages that they send anyhow, and raise if they differ.
 
@@ -190,9 +191,21 @@ def decode_attention(
 
 
 def placed(
-    query: Tensor, mesh: DeviceMesh | None, with_runs: bool, merge: str | None
+    query: Tensor,
+    mesh: DeviceMesh | None,
+    with_runs: bool,
+    merge: str | None,
+    unordered: str | None = None,
 ) -> tuple[DecodePlace, str | None]:
-    """Return the place of plain tensors, and the axis's kernel; the op reads DTensors for both."""
+    """Return the place of plain tensors, and the axis's kernel; the op reads DTensors for both.
+
+    Args:
+        query: the queries.
+        mesh: the mesh of the axis, or `None`.
+        with_runs: whether the call has `key_runs`.
+        merge: how partial results are merged.
+        unordered: the name of a call whose sums have no fixed order, which is refused then.
+    """
     if merge is not None and not isinstance(merge, str):
         raise TypeError(f"merge must be a name, a str, got {merge!r}")
     if isinstance(query, DTensor) and mesh is not None:
@@ -202,10 +215,12 @@ def placed(
     if mesh is None:
         return DecodePlace(merge=merge), None
     group = axis_group(mesh)
-    if with_runs:  # the runs replace the layout
-        config = annotation_of(group).config_or_default
-        config.policy.refuse_order("decode_attention")
-        return DecodePlace(group_name=group.group_name, merge=merge), config.kernel
-    config = config_of_call(group, False)
-    config.policy.refuse_order("decode_attention")
-    return DecodePlace(config.spec, None, group.group_name, merge), config.kernel
+    if with_runs:  # they replace the layout
+        config, layout = annotation_of(group).config_or_default, DecodePlace().layout
+    else:
+        config = config_of_call(group, False)
+        layout = config.spec
+    if unordered is not None:
+        config.policy.refuse_order(unordered)
+    block = block_of_decoding(config.policy)
+    return DecodePlace(layout, None, group.group_name, merge, block), config.kernel

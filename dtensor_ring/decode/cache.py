@@ -231,7 +231,9 @@ class ShardedCache:
         layout: the layout of each sharded append step by itself. Its runs must be neighbouring
             tokens, as in "zigzag" or "block_cyclic:256". By default the axis's layout, or zigzag.
         block: how many tokens of unsharded append steps one rank keeps before the rank with the
-            fewest tokens is next; memory grows in steps of this size.
+            fewest tokens is next; memory grows in steps of this size. After a prompt in
+            the layout `"whole_blocks"` of as many tokens, each block of the sequence stays on one
+            rank, which a fixed order of sums needs.
         kv_dtype: `"int8"` or `"fp8"` (e4m3), the eight bits of full blocks, the same on all ranks;
             by default nothing is rounded.
 

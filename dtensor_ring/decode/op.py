@@ -22,6 +22,7 @@ from dtensor_ring.compute.execute import Pair, forward_step
 from dtensor_ring.compute.kernels import Kernel, Scores
 from dtensor_ring.compute.memory import empty, in_order, order_of
 from dtensor_ring.compute.trace import Label
+from dtensor_ring.decode.in_blocks import decode_in_blocks, decode_pieces
 from dtensor_ring.decode.plan import decode_step
 from dtensor_ring.decode.run import MERGES, Combine, first_round
 from dtensor_ring.ops import boundaries, nodes
@@ -59,13 +60,15 @@ class DecodeBatch(NamedTuple):
 class DecodePlace(NamedTuple):
     """Where the keys are: sharded over the ranks of a group, or all on this rank.
 
-    For DTensors, the placements and the axis decide, and only `merge` is given.
+    For DTensors, the placements and the axis decide, and only `merge` is given. `block` has the
+    tokens of a block if sums have a fixed order.
     """
 
     layout: str | None = Contiguous.name
     seq_len: Length | None = None
     group_name: str | None = None
     merge: str | None = None
+    block: int | None = None
 
 
 class DecodeRequest(NamedTuple):
@@ -170,7 +173,8 @@ class DecodeCall(NamedTuple):
             or request.mask.chunk is not None
             or len(request.starts) > 1
         )
-        return kernel_of(self.scores, query, value, is_packed, request.slices)
+        by_block = self.place.block is not None
+        return kernel_of(self.scores, query, value, is_packed, request.slices, by_block=by_block)
 
 
 _ARGUMENTS = Arguments(DecodeCall, DecodeBatch, Scores, DecodePlace, Mask)
@@ -200,7 +204,10 @@ def forward(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> tuple[T
         # Within the context: an error of this rank is reported to the others.
         step, kernel = request.step(key), call.select(query, value, request)
         query, key, value = loadable(query, key, value)
-        return decode(query, (key, value), step, kernel, call.scores, combine)
+        if call.place.block is None:
+            return decode(query, (key, value), step, kernel, call.scores, combine)
+        pieces, kv = decode_pieces(call.place.block, *request), (key, value)
+        return decode_in_blocks(query, kv, step, pieces, kernel, call.scores, combine)
 
 
 def decode(
@@ -262,15 +269,21 @@ def checked_decode(
         query: the queries, equal on all ranks.
         value: this rank's values.
     """
-    group, merge = call.group, call.place.merge
+    group, merge, block = call.group, call.place.merge, call.place.block
     if merge is not None and merge not in MERGES:
         raise ValueError(f"unknown merge {merge!r}; known merges: {', '.join(MERGES)}")
+    if merge is not None and block is not None:
+        raise ValueError(f"merge={merge!r} has no fixed order, and the axis has; leave merge out")
     if call.batch.agree is not None:
         boundaries.check_integers(call.batch.agree, "agree")
     if group is None or request.world_size == 1:
         return nullcontext()  # nobody to agree with
     agree = _agree_text(call.batch.agree)
-    merge, size = first_round(query, value, merge, request.world_size)
+    size = None  # of nodes, which are known once the records agree
+    if block is None:
+        merge, size = first_round(query, value, merge, request.world_size)
+    else:
+        merge = f"by blocks of {block}"
     heads = query.shape[1], value.shape[1]
     attention = attention_facts("decode", query, value, call.scores, heads)
     record = _decode_record(attention, merge, agree, *request)

@@ -9,7 +9,7 @@ from functools import cached_property
 import numpy as np
 
 from dtensor_ring.planning.demand import Cols
-from dtensor_ring.planning.layout import Layout, Run
+from dtensor_ring.planning.layout import Layout, Run, WholeBlocks
 from dtensor_ring.planning.lru import cached_bytes
 from dtensor_ring.planning.mask import Documents, Mask
 from dtensor_ring.planning.plan import Step, checked_slices
@@ -142,8 +142,13 @@ class CacheTable:
         for rank, shard in enumerate(sharding.shards):
             for run in shard:
                 rows.add(rank, self.seq_len + run.start, run.length)
-        # The append step ends the current block: the next single token chooses a rank again.
-        return rows.table(None)
+        # The append step ends the current block: the next single token chooses a rank again. Only
+        # a layout of the same blocks goes on with its last one, which stays on one rank.
+        is_open = self.seq_len % self.block == 0 and num_tokens % self.block > 0
+        if not (is_open and layout == WholeBlocks(self.block)):
+            return rows.table(None)
+        end = self.seq_len + num_tokens
+        return rows.table((rows.last_owner(), end - num_tokens % self.block))
 
     def append(self, num_tokens: int = 1) -> CacheTable:
         """Return the table with `num_tokens` more single tokens.
@@ -248,6 +253,10 @@ class _Rows:
             self._runs[rank, last + 1] = start, length
             self._num_runs[rank] += 1
         self._num_local[rank] += length
+
+    def last_owner(self) -> int:
+        """Return the rank of the last position."""
+        return int(self._runs.sum(-1).max(1).argmax())
 
     def shortest(self, number: int) -> int:
         """Return the rank with the fewest tokens; ties go to the first from `number % W` on."""

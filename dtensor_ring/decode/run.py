@@ -76,6 +76,17 @@ class Combine:
         self._transport.free(buffer)
         return merged[0].view(shape), merged[1].view(shape[:-1])
 
+    def gather(self, rows: Tensor) -> Tensor:
+        """Return the rows `(R, X)` of all ranks, equally many of each, as new `(W, R, X)`."""
+        self._transport.prepare(rows.device)
+        buffer, parts = self._buffer(len(rows), rows.shape[1] - 1, rows)
+        parts[self._rank] = rows
+        flat = parts.flatten(1).unbind()
+        self._send_and_receive(flat, [flat[self._rank]] * self._size)
+        everyone = parts.clone()
+        self._transport.free(buffer)
+        return everyone
+
     def _in_two(self, parts: Tensor) -> tuple[Tensor, Tensor]:
         """Merge this rank's part of the rows, then gather the merged rows of all ranks."""
         num_rows, width = parts.shape[1:]

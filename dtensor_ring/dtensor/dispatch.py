@@ -42,6 +42,7 @@ from dtensor_ring.ops.boundaries import on_host
 from dtensor_ring.ops.options import LEAVES, Call, Place, flatten, unflatten
 from dtensor_ring.ops.ring_op import ring_backward_op, ring_op
 from dtensor_ring.planning.layout import shard_length
+from dtensor_ring.transport.transport import block_of_decoding
 
 
 def ring_forward_dtensor(
@@ -137,7 +138,7 @@ def decode_dtensor(
     """Run the decode op on DTensors, whose placements and axis give the call's place."""
     batch = call.batch
     ring = ring_of_keys(query, key, value, batch.key_runs is not None)
-    ring.config.policy.refuse_order("decode_attention")
+    block = block_of_decoding(ring.config.policy)
     starts = batch.query_starts
     if starts is not None and len(starts) != 1:
         starts = _local_rows("query_starts", starts, query, ring, 1)
@@ -148,7 +149,9 @@ def decode_dtensor(
             query_starts=starts,
         ),
         _local_scores(call.scores, query, ring),
-        DecodePlace(ring.config.spec, key.shape[SEQUENCE], ring.group.group_name, call.place.merge),
+        DecodePlace(
+            *(ring.config.spec, key.shape[SEQUENCE], ring.group.group_name, call.place.merge), block
+        ),
     )
     # The query is not sharded over the axis: its local tensor has all query tokens.
     tensors = query._local_tensor, local_of(key, ring), local_of(value, ring)

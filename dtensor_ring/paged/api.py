@@ -374,7 +374,7 @@ class PagedBatch:
         like = blocks or self._cache._memory.like
         scores = self._scores(layer, query, mask, scale, softcap, sinks, like)
         batch = DecodeBatch(agree=self._plan.agreed(layer))
-        call = DecodeCall(batch, scores, placed(query, mesh, True, merge)[0])
+        call = DecodeCall(batch, scores, placed(query, mesh, True, merge, "PagedBatch.decode")[0])
         here = partial(self._attend, layer, query, scores, kernel, blocks)
         # Ranks compare only heads and head dim of values, which the blocks have.
         values = like[1].transpose(1, 2)

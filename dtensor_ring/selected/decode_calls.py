@@ -81,7 +81,7 @@ def decode_select_keys(
     given = call_check.batch_of(cu_seqlens, None, None, slices)
     batch = DecodeBatch(given.cu_seqlens, given.slices, key_runs, query_starts, agree)
     scores = call_check.scores_of(query, mask, scale, 0.0, None, None)
-    place, _ = placed(query, mesh, key_runs is not None, None)
+    place, _ = placed(query, mesh, key_runs is not None, None, "decode_select_keys")
     call = DecodeCall(batch, scores, place)
     call_check.check_options(query, call)
     arguments = query, key, weights, as_count("k", k, 1, MAX_SELECTED), *flatten_decode(call)
@@ -147,7 +147,7 @@ def decode_selected_attention(
     selected = selected.unsqueeze(1) if selected.ndim == 3 else selected
     batch = DecodeBatch(key_runs=key_runs, agree=agree)
     scores = call_check.scores_of(query, FULL, scale, 0.0, sinks, None)
-    place, _ = placed(query, mesh, key_runs is not None, None)
+    place, _ = placed(query, mesh, key_runs is not None, None, "decode_selected_attention")
     call = DecodeCall(batch, scores, place)
     call_check.check_options(query, call)
     inputs = query, key, values, selected, value_dim

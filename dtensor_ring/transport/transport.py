@@ -417,6 +417,20 @@ def eight_bits_of(policy: TransferPolicy) -> torch.dtype | None:
     return dtype if dtype in QUANTISED else None
 
 
+def block_of_decoding(policy: TransferPolicy) -> int | None:
+    """Return the tokens of a block of a fixed order for a sequence that grows; `None` without one.
+
+    Raises:
+        ValueError: if the policy leaves them to the length of the sequence.
+    """
+    if policy.order is not None and policy.block is None:
+        raise ValueError(
+            f'decoding with order="{policy.order}" needs blocks that do not change as the sequence '
+            "grows; pass TransferPolicy(block=) for its axis, such as block=1024"
+        )
+    return policy.block
+
+
 def for_rounded(policy: TransferPolicy) -> TransferPolicy:
     """Return the policy for keys and values that are rounded to eight bits already."""
     return policy if eight_bits_of(policy) is None else replace(policy, kv_dtype=None)

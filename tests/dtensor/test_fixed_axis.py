@@ -14,7 +14,7 @@ from dtensor_ring import (
     Mask,
     SequenceAxis,
     TransferPolicy,
-    decode_attention,
+    decode_selected_attention,
     ring_attention,
     shard_sequence,
     sum_over_sequence,
@@ -85,8 +85,9 @@ def test_sums_of_tokens_have_the_same_bits(pool: Pool) -> None:
     assert all(torch.equal(x, totals[0]) for x in totals)
 
 
-def _decode(mesh: Any, query: Tensor, key: Tensor) -> None:
-    decode_attention(query[:, :, :1], key, key, mesh=mesh)
+def _decode_selected(mesh: Any, query: Tensor, key: Tensor) -> None:
+    selected = torch.zeros(1, 1, 1, 1, dtype=torch.int32)
+    decode_selected_attention(query[:, :, :1], key, key, selected, mesh=mesh)
 
 
 def _copied_heads(mesh: Any, query: Tensor, key: Tensor) -> None:
@@ -99,7 +100,7 @@ def _continued(mesh: Any, query: Tensor, key: Tensor) -> None:
 
 
 REFUSED = [
-    (_decode, "decode_attention has no sums in a fixed order"),
+    (_decode_selected, "decode_selected_attention has no sums in a fixed order"),
     (_copied_heads, "needs a key head for each of the 2 ranks"),
     (_continued, "key_runs are for queries that continue one"),
 ]

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from dtensor_ring import InBlocks, SequenceAxis, TransferPolicy
 from tests.pool import Pool
@@ -163,6 +164,24 @@ def _gradient() -> list[Tensor]:
 
 def test_gradients_are_those_of_all_tokens(pool: Pool) -> None:
     pool.run(2, _gradient)
+
+
+def _by_fsdp() -> Tensor:
+    """The gradient of a weight over all tokens, whose sum over ranks is that of FSDP2."""
+    torch.set_num_threads(1)
+    size, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
+    torch.manual_seed(0)
+    layer, x = nn.Linear(WIDTH, WIDTH, bias=False), torch.randn(2, 8 * SEQ_LEN, WIDTH)
+    fully_shard(layer, mesh=init_device_mesh("cpu", (size,)))
+    layer(x.chunk(size, dim=1)[rank]).square().sum().backward()
+    grad: Any = layer.weight.grad
+    return grad.full_tensor() * size  # it is the mean over ranks: a power of two is exact
+
+
+def test_fsdp_leaves_differences_in_the_last_bits(pool: Pool) -> None:
+    two, four = (pool.run(size, _by_fsdp)[0] for size in (2, 4))
+    assert (two != four).float().mean() > 0.5
+    assert (two - four).abs().max() < 1e-5 * two.abs().max()
 
 
 def _refused() -> None:

@@ -192,6 +192,31 @@ def _attend(folder: Path) -> None:
     assert transport_of(group) is transport
 
 
+def test_a_fixed_order(pool: Pool, tmp_path: Path) -> None:
+    """Sums in a fixed order have the bits that a process group gives them."""
+    for found, wanted in zip(
+        pool.run(3, _attend_in_order, tmp_path), pool.run(3, _attend_in_order), strict=True
+    ):
+        assert all(map(torch.equal, found, wanted))
+
+
+def _attend_in_order(folder: Path | None = None) -> list[Tensor]:
+    mesh = init_device_mesh("cpu", (3,), mesh_dim_names=("cp",))
+    group, transport = mesh.get_group(), None
+    if folder is not None:
+        transport = SymmetricTransport(group, FileMemory(folder, group.rank(), 3, True), 1000)
+    policy = TransferPolicy(order="fixed", block=8)
+    axis = SequenceAxis(mesh, "whole_blocks:8", policy=policy, transport=transport)
+    inputs, results = random_inputs(seq_len=44), []
+    for strategy in ROUTES:
+        sharded = [axis.shard(x, 2).requires_grad_() for x in inputs[:3]]
+        out = axis.attention(*sharded, strategy=strategy)
+        grads = torch.autograd.grad(out, sharded, axis.shard(inputs[3], 2))
+        results += [x.detach().to_local() for x in (out, *grads)]
+    assert isinstance(transport_of(group), SymmetricTransport) == (folder is not None)
+    return results
+
+
 @pytest.mark.gpu
 def test_on_a_gpu(pool: Pool) -> None:
     """Two processes share one GPU, whose memory each maps a second time."""

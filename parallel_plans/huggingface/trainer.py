@@ -23,6 +23,7 @@ from transformers.trainer_utils import seed_worker
 
 from parallel_plans.huggingface.core.adapters import adapters_of
 from parallel_plans.huggingface.core.modules import backbone_of
+from parallel_plans.huggingface.distributed import reduce_by_sums
 from parallel_plans.huggingface.plan import context_parallel_plan
 from parallel_plans.huggingface.sharding.sharding import shardings_of, whole_outputs
 from parallel_plans.huggingface.trainers import trainer_options
@@ -304,9 +305,8 @@ def base_of(model: Any) -> Any:
 
 
 class GlooReduction(TrainerCallback):
-    """Makes FSDP2 sum gradients and divide them itself: gloo cannot reduce to a mean."""
+    """Calls `reduce_by_sums` on CPUs, once FSDP2 has sharded the model."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        for module in kwargs["model"].modules():
-            if isinstance(module, FSDPModule) and args.device.type == "cpu":
-                module.set_force_sum_reduction_for_comms(True)
+        if args.device.type == "cpu":
+            reduce_by_sums(kwargs["model"])

@@ -19,6 +19,9 @@ from parallel_plans.huggingface.plan import context_parallel_plan
 if TYPE_CHECKING:
     from transformers.distributed import DistributedConfig
 
+# What a config says of experts, and what `from_pretrained` needs to find it.
+NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+OF_CONFIG = ("cache_dir", "local_files_only", "revision", "subfolder", "token", "trust_remote_code")
 REFUSED = (
     (
         "pp_size",
@@ -89,6 +92,9 @@ def context_parallel_model(
         "ask for the same degrees",
     )
     sizes = _sizes(asked, cp_size, {*DistributedConfig.__dataclass_fields__})
+    num_parts = asked.get("ep_size") or 1
+    if num_parts > 1:
+        _check_experts(name, options, num_parts, sizes)
     # To transformers, ranks of cp are some of those that share the weights, with other tokens.
     config = DistributedConfig.from_dict(asked | {"fsdp_size": sizes["fsdp"] * cp_size})
     model = model_class.from_pretrained(name, distributed_config=config, **options)
@@ -143,6 +149,26 @@ def _sizes(asked: dict[str, Any], cp_size: int, known: set[str]) -> dict[str, in
             f"fsdp_size * cp_size * tp_size = {of_batch}"
         )
     return sizes
+
+
+def _check_experts(
+    name: str | PathLike[str], options: dict[str, Any], num_parts: int, sizes: dict[str, int]
+) -> None:
+    """Refuse ranks that would have no experts, which transformers meets while it loads."""
+    from transformers import AutoConfig
+
+    given = {key: options[key] for key in OF_CONFIG if key in options}
+    config = AutoConfig.from_pretrained(name, **given).get_text_config()
+    known = [
+        getattr(config, key) for key in NUM_EXPERTS if isinstance(getattr(config, key, None), int)
+    ]
+    sharers = sizes["fsdp"] * sizes["cp"] * sizes["tp"] // num_parts
+    if known and (known[0] % num_parts or known[0] // num_parts < sharers):
+        raise ValueError(
+            f"the {known[0]} experts of each layer cannot be shared by ep_size={num_parts} times "
+            f"{sharers} ranks of FSDP2: ep_size must divide them, and each rank needs one; take "
+            "fewer ranks, or more of dp_replicate_size"
+        )
 
 
 def reduce_by_sums(model: nn.Module) -> None:

@@ -132,9 +132,9 @@ class ContextParallelTrainer(Trainer):
         """Apply the plan to a model, or check the plan that it is under already."""
         if getattr(model, "is_distributed_loading_by_transformers", False):
             raise ValueError(
-                "the model was sharded when it was loaded, by distributed_config, and gradients "
-                "would not be averaged over cp; leave it out, and shard by "
-                "TrainingArguments(fsdp=True)"
+                "the model was sharded when it was loaded, by distributed_config, and the trainer "
+                "shards it itself; leave it out, and say TrainingArguments(fsdp=True), or train in "
+                "a loop of your own what context_parallel_model returns"
             )
         if self.is_fsdp_enabled:  # DDP broadcasts the weights of one rank
             trainer_options.check_weights(model)

@@ -27,11 +27,10 @@ class Case(NamedTuple):
     family: str
     cp_size: int
     degrees: dict[str, Any]
-    is_tied: bool = False
+    changes: tuple[tuple[str, Any], ...] = ()
 
     def stock(self) -> Any:
-        changes = {"tie_word_embeddings": True} if self.is_tied else {}
-        return small_model(self.family, **changes)
+        return small_model(self.family, **dict(self.changes))
 
     def __str__(self) -> str:
         listed = ", ".join(f"{name} {size}" for name, size in self.degrees.items())
@@ -39,6 +38,8 @@ class Case(NamedTuple):
 
 
 EXPERTS = "Qwen3-MoE, router loss"
+# The halves of experts over ranks of tensor parallelism are multiples of 16 bytes.
+WIDE = (("moe_intermediate_size", 16),)
 CASES = [
     Case(EXPERTS, 2, {"fsdp_size": 2, "ep_size": 2}),
     Case(EXPERTS, 2, {"tp_size": 2, "ep_size": 2}),
@@ -52,8 +53,18 @@ REPEATED = [
     Case("gpt-oss", 2, {"fsdp_size": 2, "ep_size": 4}),
     Case("DeepSeek-V3", 2, {"fsdp_size": 2, "ep_size": 2}),
     Case("Llama", 2, {"fsdp_size": 2}),
-    Case("Llama", 2, {"fsdp_size": 2}, is_tied=True),
+    Case("Llama", 2, {"fsdp_size": 2}, (("tie_word_embeddings", True),)),
     Case("Llama", 2, {"dp_replicate_size": 2}),
+    Case("Llama", 2, {"tp_size": 2}),
+    Case("gpt-oss", 2, {"tp_size": 2}),
+    Case("gpt-oss", 2, {"tp_size": 2, "ep_size": 2}),
+    Case("DeepSeek-V3", 2, {"tp_size": 2}, WIDE),
+    Case("DeepSeek-V3", 2, {"tp_size": 2, "ep_size": 2}),
+    Case("Mixtral, router loss", 2, {"tp_size": 2}),
+    Case("Mixtral, router loss", 2, {"tp_size": 2, "ep_size": 2}),
+    Case(EXPERTS, 2, {"tp_size": 2}, WIDE),
+    Case(EXPERTS, 2, {"fsdp_size": 2}),
+    Case("Gemma 3", 2, {"fsdp_size": 2}),
     Case("Gemma 3", 2, {"tp_size": 2}),
     Case("LFM2", 2, {"fsdp_size": 2}),
 ]
@@ -95,6 +106,21 @@ def test_equals_one_process(pool: Pool, tmp_path: Path, case: Case) -> None:
     for of_loss, of_gradients in pool.run(4, errors, str(tmp_path), case):
         assert of_loss < 1e-6
         assert max(of_gradients.values()) < 5e-6, of_gradients
+
+
+@pytest.mark.repeats  # the axes of two cases above
+def test_all_axes(tmp_path: Path) -> None:
+    """Tensor and expert parallelism, FSDP2 and the ring, on 8 ranks."""
+    degrees = {"fsdp_size": 2, "tp_size": 2, "ep_size": 4}
+    case = Case(EXPERTS, 2, degrees, (("num_experts", 8),))
+    case.stock().save_pretrained(tmp_path)
+    pool = Pool(8)
+    try:
+        for of_loss, of_gradients in pool.run(8, errors, str(tmp_path), case):
+            assert of_loss < 1e-6
+            assert max(of_gradients.values()) < 5e-6, of_gradients
+    finally:
+        pool.close()
 
 
 def saved_and_loaded(folder: str, degrees: dict[str, Any]) -> list[float]:
@@ -144,7 +170,7 @@ def all_refused(folder: str, experts: str, few_experts: str) -> None:
     with pytest.raises(ValueError, match=r"must ask for the same degrees, .* in cp_size: 1 on .0."):
         context_parallel_model(AutoModelForCausalLM, folder, cp_size=1 + dist.get_rank())
     asked = {"cp_size": 2, "distributed_config": {"ep_size": 2}}
-    with pytest.raises(ValueError, match="Cannot evenly shard 1 experts across 2"):
+    with pytest.raises(ValueError, match=r"the 1 experts of each layer .* ep_size=2 times 1 ranks"):
         context_parallel_model(AutoModelForCausalLM, few_experts, **asked)
     with pytest.raises(ValueError, match="mlp_tile=8: experts of expert parallelism send tokens"):
         context_parallel_model(AutoModelForCausalLM, experts, plan={"mlp_tile": 8}, **asked)

@@ -68,6 +68,7 @@ def context_parallel_model(
         `context_parallel_replica` has `num_replicas` and `rank` for a sampler.
 
     Raises:
+        TypeError: if `distributed_config` is something else.
         ValueError: on every rank, if degrees do not give the number of ranks, differ between ranks,
             or are not supported (`pp_size`, `enable_sequence_parallel`), or the plan cannot be
             applied.
@@ -85,12 +86,17 @@ def context_parallel_model(
 
     _start()
     given = distributed_config or {}
-    asked = given if isinstance(given, dict) else asdict(given)
     check_agreement(
         dist.distributed_c10d._get_default_group(),
-        {"cp_size": repr(cp_size), "distributed_config": repr(asked), "plan": repr(plan)},
+        {"cp_size": repr(cp_size), "distributed_config": repr(given), "plan": repr(plan)},
         "ask for the same degrees",
     )
+    if not isinstance(given, (dict, DistributedConfig)):
+        raise TypeError(
+            "distributed_config is a DistributedConfig of transformers or a dict, got "
+            f"{type(given).__name__}; a ParallelismConfig of accelerate is for TrainingArguments"
+        )
+    asked: dict[str, Any] = given if isinstance(given, dict) else asdict(given)
     sizes = _sizes(asked, cp_size, {*DistributedConfig.__dataclass_fields__})
     num_parts = asked.get("ep_size") or 1
     if num_parts > 1:
@@ -100,6 +106,8 @@ def context_parallel_model(
     model = model_class.from_pretrained(name, distributed_config=config, **options)
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     mesh = mesh_of_sizes(accelerator.type if accelerator else "cpu", sizes)
+    if mesh.size() == 1:  # there is nothing to shard, and it is on the CPU
+        model.to(mesh.device_type)
     parallelize_module(model, mesh["cp"], context_parallel_plan(model, **plan or {}))
     if mesh.device_type == "cpu":
         reduce_by_sums(model)
@@ -127,16 +135,17 @@ def _start() -> None:
 def _sizes(asked: dict[str, Any], cp_size: int, known: set[str]) -> dict[str, int]:
     """Return the sizes of the axes, in the order of the mesh; refuse what is not supported."""
     if unknown := sorted(asked.keys() - known):
-        raise ValueError(f"DistributedConfig has no {', '.join(unknown)}; it has {sorted(known)}")
+        raise ValueError(
+            f"DistributedConfig has no {', '.join(unknown)}; it has {sorted(known)}, and cp_size "
+            "is an argument beside it"
+        )
     for name, why in REFUSED:
         if asked.get(name) not in (None, False, 1) or asked.get(name) is True:
             raise ValueError(f"{name}={asked[name]} is not supported: {why}")
-    sizes = {
-        "dp_replicate": asked.get("dp_replicate_size") or 1,
-        "fsdp": asked.get("fsdp_size") or 1,
-        "cp": cp_size,
-        "tp": asked.get("tp_size") or 1,
-    }
+    sizes = {"dp_replicate": 1, "fsdp": 1, "cp": cp_size, "tp": 1}
+    for name in ("dp_replicate", "fsdp", "tp"):
+        if asked.get(f"{name}_size") is not None:
+            sizes[name] = asked[f"{name}_size"]
     for name, size in sizes.items():
         if type(size) is not int or size < 1:
             raise ValueError(f"the degree of {name} is a number of ranks, got {size!r}")

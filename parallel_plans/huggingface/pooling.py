@@ -14,7 +14,7 @@ from dtensor_ring.extension import positions_of, tokens_of
 POOLINGS = ("last", "mean")
 
 
-class Spans(NamedTuple):
+class DocumentSpans(NamedTuple):
     """Where documents are: of each its row, its first position, and that after its last one."""
 
     rows: Tensor
@@ -64,7 +64,7 @@ def pool_documents(
     return (total / (spans.ends - spans.begins)[:, None]).to(hidden.dtype)
 
 
-def _spans(hidden: Tensor, mask: Tensor | None, cu_seq_lens: Tensor | None) -> Spans:
+def _spans(hidden: Tensor, mask: Tensor | None, cu_seq_lens: Tensor | None) -> DocumentSpans:
     num_rows, seq_len = hidden.shape[:2]
     if mask is not None and cu_seq_lens is not None:
         raise ValueError("attention_mask and cu_seq_lens both say documents; leave one out")
@@ -77,16 +77,16 @@ def _spans(hidden: Tensor, mask: Tensor | None, cu_seq_lens: Tensor | None) -> S
                 f"tokens, got {cu_seq_lens.tolist()} and {num_rows} rows"
             )
         bounds = bounds.to(hidden.device)
-        return Spans(torch.zeros_like(bounds[1:]), bounds[:-1], bounds[1:])
+        return DocumentSpans(torch.zeros_like(bounds[1:]), bounds[:-1], bounds[1:])
     rows = torch.arange(num_rows, device=hidden.device)
     if mask is None:
-        return Spans(rows, torch.zeros_like(rows), torch.full_like(rows, seq_len))
+        return DocumentSpans(rows, torch.zeros_like(rows), torch.full_like(rows, seq_len))
     if mask.shape != (num_rows, seq_len):
         raise ValueError(
             f"attention_mask must be {(num_rows, seq_len)}, (B, S), got {tuple(mask.shape)}"
         )
     begins = mask.to(hidden.device, torch.int8).argmax(1)
-    return Spans(rows, begins, begins + mask.to(hidden.device, torch.int64).sum(1))
+    return DocumentSpans(rows, begins, begins + mask.to(hidden.device, torch.int64).sum(1))
 
 
 def _own(hidden: Tensor) -> tuple[Tensor, Tensor]:
@@ -104,7 +104,7 @@ def _own(hidden: Tensor) -> tuple[Tensor, Tensor]:
     return hidden.to_local(), positions_of(runs, hidden.device)
 
 
-def _sums(states: Tensor, positions: Tensor, spans: Spans, seq_len: int) -> Tensor:
+def _sums(states: Tensor, positions: Tensor, spans: DocumentSpans, seq_len: int) -> Tensor:
     """Add up the states of each document, `(B, L, E)` to `(D, E)`, in float32 at least."""
     rows = torch.arange(len(states), device=states.device)[:, None]
     places = (rows * seq_len + positions).flatten()

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+from accelerate import ParallelismConfig
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
@@ -151,7 +152,10 @@ def test_checkpoint_of_other_degrees(pool: Pool, tmp_path: Path) -> None:
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"cp_size": 4}, r"has 4 ranks \(.* x cp 4 x .*started 2; .*as with cp_size=N beside Distrib"),
     ({"cp_size": 0}, "the degree of cp is a number of ranks, got 0"),
+    ({"distributed_config": {"fsdp_size": 0}}, "the degree of fsdp is a number .* got 0"),
     ({"distributed_config": {"fsdp": 2}}, "DistributedConfig has no fsdp; it has .*'fsdp_size'"),
+    ({"distributed_config": {"cp_size": 2}}, "has no cp_size; .* is an argument beside it"),
+    ({"distributed_config": ParallelismConfig(cp_size=2)}, "ParallelismConfig; .* for TrainingArg"),
     ({"distributed_config": {"pp_size": 2}}, "pp_size=2 is not supported: .* torchtitan trains"),
     (
         {"distributed_config": {"enable_sequence_parallel": True}},
@@ -165,7 +169,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 def all_refused(folder: str, experts: str, few_experts: str) -> None:
     for asked, message in REFUSED:
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises((TypeError, ValueError), match=message):
             context_parallel_model(AutoModelForCausalLM, folder, **{"cp_size": 2} | asked)
     with pytest.raises(ValueError, match=r"must ask for the same degrees, .* in cp_size: 1 on .0."):
         context_parallel_model(AutoModelForCausalLM, folder, cp_size=1 + dist.get_rank())
@@ -174,6 +178,11 @@ def all_refused(folder: str, experts: str, few_experts: str) -> None:
         context_parallel_model(AutoModelForCausalLM, few_experts, **asked)
     with pytest.raises(ValueError, match="mlp_tile=8: experts of expert parallelism send tokens"):
         context_parallel_model(AutoModelForCausalLM, experts, plan={"mlp_tile": 8}, **asked)
+
+
+def test_needs_a_launcher() -> None:
+    with pytest.raises(ValueError, match="needs a process group; start the script by torchrun"):
+        context_parallel_model(AutoModelForCausalLM, "none", cp_size=1)
 
 
 def test_refuses_on_every_rank(pool: Pool, tmp_path: Path) -> None:

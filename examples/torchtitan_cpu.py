@@ -13,6 +13,8 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
 
 def use_cpu() -> None:
@@ -63,9 +65,19 @@ def _summing(parallelize: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
+def all_to_all_over_gloo(outputs: list[Tensor], inputs: list[Tensor], group: Any = None) -> None:
+    """`dist.all_to_all` of tokens to experts, whose lists gloo takes only if all are as long."""
+    sizes = ([len(x) for x in given] for given in (outputs, inputs))
+    received = torch.cat(outputs)
+    dist.all_to_all_single(received, torch.cat(inputs), *sizes, group=group)
+    for output, part in zip(outputs, received.split([len(x) for x in outputs]), strict=True):
+        output.copy_(part)
+
+
 def install() -> None:
     """Let torchtitan's own entry point run on the CPU."""
     use_cpu()
+    dist.all_to_all = all_to_all_over_gloo
     from torchtitan.config import ConfigManager
 
     parse = ConfigManager.parse_args

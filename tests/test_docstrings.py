@@ -8,6 +8,7 @@ import inspect
 import io
 import pkgutil
 from functools import cache
+from tempfile import TemporaryDirectory
 from types import ModuleType
 from typing import Any
 
@@ -76,10 +77,14 @@ def _namespace() -> dict[str, Any]:
     """What the examples do not import."""
     from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 
-    from parallel_plans.huggingface import context_parallel_plan, restore_model
+    from parallel_plans.huggingface import (
+        context_parallel_model,
+        context_parallel_plan,
+        restore_model,
+    )
 
     models = LlamaConfig, LlamaForCausalLM, TrainingArguments
-    plans = context_parallel_plan, restore_model
-    helpers = (init_device_mesh, parallelize_module, *models, *plans)
+    plans = context_parallel_model, context_parallel_plan, restore_model
+    helpers = (init_device_mesh, parallelize_module, TemporaryDirectory, *models, *plans)
     named = {helper.__name__: helper for helper in helpers}
     return {"torch": torch, "nn": nn, "F": F, **named, **PUBLIC}

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from tests.pool import Pool
 from tests.scripts import run_launcher, run_script
@@ -196,6 +197,24 @@ def test_train_fsdp(tmp_path: Path) -> None:
     losses += printed_losses(1, "train_fsdp.py", *small, "--cp=1", "--steps=4", "--resume", *folder)
     assert len(losses) == 4
     assert losses == pytest.approx(expected, rel=1e-5)
+
+
+def test_train_distributed_config(tmp_path: Path) -> None:
+    """On 2 x 2 ranks, and the same script on one: losses, and the models that are saved."""
+    small = "--seq-len=64", "--steps=3", f"--model={tmp_path / 'small'}"
+    runs = {"parts": (4, ()), "whole": (1, ("--cp-size=1", "--fsdp-size=1"))}
+    losses, expected = (
+        printed_losses(
+            ranks, "train_distributed_config.py", *small, *degrees, f"--out={tmp_path / out}"
+        )
+        for out, (ranks, degrees) in runs.items()
+    )
+    assert len(losses) == 3
+    assert losses == pytest.approx(expected, abs=2e-6)
+    trained, alone = (load_file(tmp_path / out / "model.safetensors") for out in runs)
+    assert trained.keys() == alone.keys()
+    for name, x in trained.items():
+        torch.testing.assert_close(x, alone[name], atol=1e-4, rtol=0)
 
 
 def test_train_packed() -> None:

@@ -26,7 +26,7 @@ from torch._inductor.utils import clear_caches
 
 from dtensor_ring.ops import ring_op
 from examples.torchtitan_assets import write_assets
-from examples.torchtitan_cpu import sum_over_gloo, use_cpu
+from examples.torchtitan_cpu import all_to_all_over_gloo, sum_over_gloo, use_cpu
 
 RING = "parallel_plans.torchtitan"
 NUM_LAYERS = 2
@@ -160,6 +160,7 @@ def _torchtitan() -> Iterator[None]:
 
         for experts in (GroupedExperts, GptOssGroupedExperts):
             stack.enter_context(patch.object(experts, "forward", _in_float32(experts.forward)))
+        stack.enter_context(patch.object(dist, "all_to_all", all_to_all_over_gloo))
         stack.enter_context(patch.object(torchtitan.trainer, "time", impatient))
         stack.enter_context(patch.object(torch.nn.utils, "get_total_norm", _exact_norm))
         try:

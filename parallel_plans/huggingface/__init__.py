@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from parallel_plans.huggingface.activations.kept_for_backward import ring_checkpoint_contexts
 from parallel_plans.huggingface.core.modules import restore_model, stock_model
+from parallel_plans.huggingface.distributed import context_parallel_model
 from parallel_plans.huggingface.plan import context_parallel_plan
 
 if TYPE_CHECKING:
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ContextParallelCache",
+    "context_parallel_model",
     "context_parallel_plan",
     "restore_model",
     "ring_checkpoint_contexts",

@@ -66,7 +66,11 @@ from parallel_plans.huggingface.probing.probe import (
     check_head,
     check_token_mixing,
 )
-from parallel_plans.huggingface.probing.proxy_model import small_proxy
+from parallel_plans.huggingface.probing.proxy_model import (
+    needs_proxy,
+    small_proxy,
+    without_weights,
+)
 from parallel_plans.huggingface.selecting.indexers import describing_scores, select_keys_of
 from parallel_plans.huggingface.serving.continuous_batch import install_generate_batch
 from parallel_plans.huggingface.sharding.local_batch import refuse_local, why_whole
@@ -233,7 +237,8 @@ class ShardedModel(ParallelStyle):
                 f"the forward of this model was replaced already, by {by}; apply "
                 "the plan once, and before other libraries (device_map, mixed precision, trainers)"
             )
-        if any(isinstance(part, FSDPModule) for part in model.modules()):
+        is_loaded_in_shards = getattr(model, "is_distributed_loading_by_transformers", False)
+        if not is_loaded_in_shards and any(isinstance(x, FSDPModule) for x in model.modules()):
             raise ValueError("the model is sharded already; apply the plan before fully_shard")
         with changing(module):
             _own_config(module, model.config)
@@ -244,13 +249,13 @@ class ShardedModel(ParallelStyle):
         """Shard the backbone of a model, and join the inputs of a head behind it."""
         decoder = language_model_of(backbone)
         outer = None if decoder is backbone else backbone
-        # A model without weights cannot run tokens, so a small proxy is examined instead.
-        is_meta = any(x.is_meta for x in backbone.parameters())
-        examined = small_proxy(backbone) if is_meta else backbone
+        is_proxy = needs_proxy(backbone)
+        examined = small_proxy(backbone) if is_proxy else backbone
         layer_masks, states, why_not, transform, drops = _examine(examined)
-        if is_meta and states:
-            states = state_passing.specs_of(decoder)  # states of the proxy are smaller
-        if is_meta and by_layer(layer_masks):  # the proxy lacks most layers
+        if is_proxy and states:
+            # States of the proxy are smaller.
+            states = state_passing.specs_of(without_weights(decoder))
+        if is_proxy and by_layer(layer_masks):  # the proxy lacks most layers
             whole = language_model_of(small_proxy(backbone, every_layer=True))
             with describing_scores(whole):
                 layer_masks = read_patterns(whole)

@@ -23,6 +23,7 @@ from transformers.trainer_utils import seed_worker
 
 from parallel_plans.huggingface.core.adapters import adapters_of
 from parallel_plans.huggingface.core.modules import backbone_of
+from parallel_plans.huggingface.distributed import reduce_by_sums
 from parallel_plans.huggingface.plan import context_parallel_plan
 from parallel_plans.huggingface.sharding.sharding import shardings_of, whole_outputs
 from parallel_plans.huggingface.trainers import trainer_options
@@ -131,9 +132,9 @@ class ContextParallelTrainer(Trainer):
         """Apply the plan to a model, or check the plan that it is under already."""
         if getattr(model, "is_distributed_loading_by_transformers", False):
             raise ValueError(
-                "the model was sharded when it was loaded, by distributed_config, and gradients "
-                "would not be averaged over cp; leave it out, and shard by "
-                "TrainingArguments(fsdp=True)"
+                "the model was sharded when it was loaded, by distributed_config, and the trainer "
+                "shards it itself; leave it out, and say TrainingArguments(fsdp=True), or train in "
+                "a loop of your own what context_parallel_model returns"
             )
         if self.is_fsdp_enabled:  # DDP broadcasts the weights of one rank
             trainer_options.check_weights(model)
@@ -304,9 +305,8 @@ def base_of(model: Any) -> Any:
 
 
 class GlooReduction(TrainerCallback):
-    """Makes FSDP2 sum gradients and divide them itself: gloo cannot reduce to a mean."""
+    """Calls `reduce_by_sums` on CPUs, once FSDP2 has sharded the model."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        for module in kwargs["model"].modules():
-            if isinstance(module, FSDPModule) and args.device.type == "cpu":
-                module.set_force_sum_reduction_for_comms(True)
+        if args.device.type == "cpu":
+            reduce_by_sums(kwargs["model"])

@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torchtitan.components.validate import Validator
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.activation_checkpoint import ActivationCheckpointingConfig
+from torchtitan.models.common.moe import GroupedExperts
 from torchtitan.tools.utils import device_type
 from torchtitan.trainer import Trainer
 
@@ -49,6 +50,26 @@ def ring_layout(config: Any) -> str:
             f"{sorted(found) or 'no ring'}"
         )
     return found.pop()
+
+
+def check_experts(config: Any, ep: int) -> None:
+    """Refuse experts that the ranks of expert parallelism do not divide.
+
+    Args:
+        config: of the model, `None` without one.
+        ep: the degree of expert parallelism.
+
+    Raises:
+        ValueError: with both numbers.
+    """
+    if config is None or ep == 1:
+        return
+    for name, experts, _, _ in config.traverse(GroupedExperts.Config):
+        if experts.num_experts % ep:
+            raise ValueError(
+                f"expert_parallel_degree={ep} does not divide the {experts.num_experts} experts of "
+                f"{name}: each rank has as many; take a divisor"
+            )
 
 
 class RingValidator(Validator):
@@ -97,6 +118,9 @@ class RingTrainer(Trainer):
             raise ValueError(CUDA_GRAPHS)
         spec, num_ranks = config.model_spec, config.parallelism.tensor_parallel_degree
         check_heads(None if spec is None else spec.model, num_ranks)
+        check_experts(
+            None if spec is None else spec.model, config.parallelism.expert_parallel_degree
+        )
         # torchtitan would permute the tokens a second time.
         parallelism = replace(config.parallelism, context_parallel_load_balancer=None)
         if spec is not None and parallelism.spmd_backend == PARTIAL:

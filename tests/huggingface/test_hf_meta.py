@@ -97,7 +97,9 @@ def refused() -> None:
     mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("cp",))
     model = on_meta("Llama")
     model.config.hidden_act = "unheard of"
-    with pytest.raises(ValueError, match=r"on the meta device, and .* \(KeyError: .*weights first"):
+    with pytest.raises(
+        ValueError, match=r"on the meta device or sharded, and .* \(KeyError: .*weights first"
+    ):
         parallelize_module(model, mesh, context_parallel_plan(model))
 
 

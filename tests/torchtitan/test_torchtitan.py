@@ -40,6 +40,7 @@ def _degrees(**degrees: int) -> tuple[str, ...]:
         "cp": "context_parallel",
         "tp": "tensor_parallel",
         "pp": "pipeline_parallel",
+        "ep": "expert_parallel",
     }
     return tuple(f"--parallelism.{names[k]}_degree={v}" for k, v in degrees.items())
 
@@ -70,13 +71,14 @@ class Trainings:
         self.reference = cache(self._reference)
         self._seed = cache(self._make_seed)
 
-    def run(self, run: Run, *more: str) -> Report:
+    def run(self, run: Run, *more: str, pool: Pool | None = None) -> Report:
         """What the last rank reports, which has the loss of a pipeline."""
         seed = f"--checkpoint.initial_load_path={self._seed(run.family)}/checkpoint/step-0"
         more = more or ("--checkpoint.load_only", f"--dump_folder={self.folder}/outputs")
         flags = ("--checkpoint.enable", seed, *more, *run.flags)  # subcommands come last
         run = replace(run, flags=flags)
-        return self._pool.run(run.world_size, train, run, str(self.folder), timeout=300)[-1]
+        pool = pool or self._pool
+        return pool.run(run.world_size, train, run, str(self.folder), timeout=300)[-1]
 
     def _reference(self, family: str, dp: int = 1, tp: int = 1) -> Report:
         """With experts, torchtitan's own curve depends on the ranks that heads are sharded over."""
@@ -136,7 +138,14 @@ CASES: dict[str, tuple[Run, dict[str, int]]] = {
     "gpt_oss, heads": (Run("gpt_oss", 4, _degrees(tp=2)), {"tp": 2}),
     "gpt_oss, strategies": (Run("gpt_oss", 2, _layout(strategy=BY_KIND)), {}),
     "deepseek_v3": (Run("deepseek_v3", 2), {}),
+    "experts": (Run("deepseek_v3", 4, _degrees(dp=2, ep=2)), {"dp": 2}),
+    "experts, all ranks": (Run("deepseek_v3", 4, _degrees(dp=2, ep=4)), {"dp": 2}),
+    "experts, heads": (Run("deepseek_v3", 4, _degrees(tp=2, ep=2)), {"tp": 2}),
+    "gpt_oss, experts": (Run("gpt_oss", 4, _degrees(dp=2, ep=2)), {"dp": 2}),
+    "experts, pipeline": (Run("deepseek_v3", 4, (*_degrees(pp=2), *PIPELINE)), {}),
+    "gpt_oss, pipeline": (Run("gpt_oss", 4, (*_degrees(pp=2), *PIPELINE)), {}),
     "several heads": (Run(MTP, 2), {}),
+    "several heads, experts": (Run(MTP, 4, _degrees(dp=2, ep=2)), {"dp": 2}),
     "several heads, striped": (Run(MTP, 4, (*_layout("striped"), *_degrees(cp=4))), {}),
     "several heads, balanced": (Run(MTP, 2, (*_layout("balanced"), *ACCUMULATE)), {}),
     "several heads, full dtensor": (Run(MTP, 2, _backend("full_dtensor")), {}),
@@ -182,6 +191,13 @@ REPEATED = {
     "accumulated": 'as "typechecked, accumulated"',
     "typechecked": 'as "typechecked, accumulated"',
     "not checkpointed": "counted by test_rings_of_a_step",
+    "deepseek_v3": 'as "experts"',
+    "experts, all ranks": 'as "experts"',
+    "experts, heads": 'as "experts", and heads as "typechecked, accumulated"',
+    "gpt_oss, experts": 'as "experts"',
+    "experts, pipeline": 'as "pipeline" and "experts"',
+    "gpt_oss, pipeline": 'as "pipeline"',
+    "several heads, experts": 'as "experts" and "several heads, balanced"',
     "several heads": "shards are those of one head, and heads are tested by token",
     "several heads, striped": 'as "several heads, partial dtensor", and heads are tested by token',
     "several heads, balanced": 'as "several heads, partial dtensor" and "balanced"',
@@ -206,6 +222,17 @@ TRAININGS = [
 def test_training(trainings: Trainings, run: Run, degrees: dict[str, int]) -> None:
     validated = VALIDATE[0] in run.flags
     _check(trainings.run(run), trainings.reference(run.family, **degrees), validated=validated)
+
+
+@pytest.mark.repeats  # axes of "pipeline" and of "partial dtensor, replicas"
+def test_pipeline_of_batches(trainings: Trainings) -> None:
+    flags = (*_degrees(pp=2, dp=2, cp=2), *PIPELINE)
+    pool = Pool(8)
+    try:
+        report = trainings.run(Run("llama3", 8, flags), pool=pool)
+    finally:
+        pool.close()
+    _check(report, trainings.reference("llama3", dp=2))
 
 
 def test_documents_matter(trainings: Trainings) -> None:

@@ -145,8 +145,12 @@ def _check_configs() -> dict[str, tuple[int, int, set[float]]]:
 
     from parallel_plans.torchtitan import RingSelectiveAC, RingTrainer, RingValidator
     from parallel_plans.torchtitan import config_registry as registry
-    from parallel_plans.torchtitan.training import ring_layout
+    from parallel_plans.torchtitan.training import check_experts, ring_layout
 
+    for ep in (3, 16):  # of 8 experts
+        refused = f"expert_parallel_degree={ep} does not divide the 8 experts of layers.*divisor"
+        with pytest.raises(ValueError, match=refused):
+            check_experts(registry.gpt_oss_debugmodel_ring().model_spec.model, ep)
     found = {}
     for name in [name for name in vars(registry) if "model_ring" in name or "b_ring" in name]:
         config = getattr(registry, name)()
@@ -160,6 +164,7 @@ def _check_configs() -> dict[str, tuple[int, int, set[float]]]:
         assert ring_layout(model) == "zigzag"
         ranks = parallelism.context_parallel_degree * parallelism.tensor_parallel_degree
         assert ranks % parallelism.expert_parallel_degree == 0
+        check_experts(model, parallelism.expert_parallel_degree)
         assert config.training.seq_len % (2 * ranks) == 0
         bases = {rope.theta for _, rope, *_ in model.traverse(RoPE.Config)}
         found[name] = config.training.seq_len, parallelism.context_parallel_degree, bases

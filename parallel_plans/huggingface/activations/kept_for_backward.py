@@ -37,7 +37,7 @@ from parallel_plans.huggingface.activations.token_tiles import (
     tokenwise_modules,
 )
 from parallel_plans.huggingface.core.modules import language_model_of
-from parallel_plans.huggingface.probing.proxy_model import small_proxy
+from parallel_plans.huggingface.probing.proxy_model import needs_proxy, small_proxy
 
 # The output that has the logits of routers.
 OF_ROUTER = "router_logits"
@@ -68,9 +68,14 @@ class KeptForBackward(NamedTuple):
             offload(decoder.base_model, HostMemory())
 
     def _tile(self, model: Any, decoder: Any, num_tokens: int) -> None:
-        # A model without weights cannot run tokens. Its proxy has the same modules.
-        is_meta = any(x.is_meta for x in model.parameters())
-        examined = language_model_of(small_proxy(model, every_layer=True)) if is_meta else decoder
+        if any(getattr(module, "_is_expert_parallel", False) for module in model.modules()):
+            raise ValueError(
+                f"mlp_tile={num_tokens}: experts of expert parallelism send tokens in each call, "
+                "and ranks may have different numbers of tiles; leave one of them out"
+            )
+        examined = decoder
+        if needs_proxy(model):  # it has the same modules
+            examined = language_model_of(small_proxy(model, every_layer=True))
         names = tokenwise_modules(examined)
         if not names:
             raise ValueError(

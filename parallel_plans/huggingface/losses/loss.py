@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.utils.parametrize import is_parametrized
 
@@ -244,8 +245,15 @@ def install_head(model: Any, transform: LogitsTransform) -> None:
     """Let the model's head compute losses; see `find_logits_transform`."""
     head, known = model.get_output_embeddings(), _numbers_of(model)
     # Set the class, not a method: then copies of the model and wrappers of the head work.
-    head.__class__ = LossHead
+    head.__class__ = _of_class(LossHead, head)
     head.transform, head.known, head.labels, head.losses = transform, known, None, None
+
+
+def _of_class(new: type[nn.Module], module: nn.Module) -> type[nn.Module]:
+    """Return a class for a module, which FSDP2 may have given one of its own, as it does that."""
+    if not isinstance(module, FSDPModule):
+        return new
+    return type(f"FSDP{new.__name__}", (FSDPModule, new), {})
 
 
 def _numbers_of(model: Any) -> KnownNumbers:

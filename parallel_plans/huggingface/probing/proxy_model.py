@@ -7,6 +7,8 @@ import sys
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 HEADS, HEAD_DIM, WIDTH, VOCABULARY = 4, 8, 32, 64
 # Sizes by the name of an option: the first pattern that matches counts.
@@ -92,6 +94,23 @@ def small_config(config: Any, num_of_kind: int = 1, **changes: Any) -> Any:
     return type(config).from_dict(small | parts | changes)
 
 
+def needs_proxy(model: nn.Module) -> bool:
+    """Return whether a model cannot run tokens yet: it has no weights, or FSDP2 has sharded it.
+
+    The first forward of FSDP2 decides which module is its root, and it is not to be a part.
+    """
+    is_meta = any(x.is_meta for x in model.parameters())
+    return is_meta or any(isinstance(part, FSDPModule) for part in model.modules())
+
+
+def without_weights(model: Any) -> Any:
+    """Return a model of the same sizes on the meta device; the model itself, if it is there."""
+    if any(x.is_meta for x in model.parameters()):
+        return model
+    with torch.device("meta"):
+        return type(model)(model.config)
+
+
 def small_proxy(model: Any, every_layer: bool = False) -> Any:
     """Return a small model of the same class, with random weights on the CPU.
 
@@ -110,8 +129,8 @@ def small_proxy(model: Any, every_layer: bool = False) -> Any:
             proxy = type(model)(small_config(model.config, num_of_kind))
         except Exception as error:  # model code may raise anything
             raise ValueError(
-                f"{type(model).__name__} is on the meta device, and the plan cannot build a small "
-                "proxy of it from its config, to run a few tokens through "
+                f"{type(model).__name__} is on the meta device or sharded, and the plan cannot "
+                "build a small proxy of it from its config, to run a few tokens through "
                 f"({type(error).__name__}: {error}); give it weights first, by from_pretrained or "
                 "to_empty"
             ) from error

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from math import prod
 from typing import Any
 
 import torch.distributed as dist
 from accelerate import Accelerator, ParallelismConfig
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
-from dtensor_ring.extension import axis_group_options, check_agreement
+from dtensor_ring.extension import check_agreement
 from parallel_plans.huggingface.core.adapters import check_adapters
+from parallel_plans.huggingface.core.meshes import check_sizes, mesh_of_sizes
 from parallel_plans.huggingface.sharding.agreement import checksum_of_weights
 
 # The order of accelerate, whose data loaders assume that ranks that share a batch are adjacent.
@@ -87,13 +87,7 @@ def _mesh_of(config: ParallelismConfig, device_type: str) -> DeviceMesh:
     sizes = _sizes(config)
     _check_ranks(sizes, "parallelism config")
     kept = {name: size for name, size in sizes.items() if size > 1 or name == "cp"}
-    options = axis_group_options(device_type)
-    return init_device_mesh(
-        device_type,
-        tuple(kept.values()),
-        mesh_dim_names=tuple(kept),
-        backend_override=None if options is None else {"cp": options},
-    )
+    return mesh_of_sizes(device_type, kept)
 
 
 def _check_ranks(sizes: dict[str, int], what: str) -> None:
@@ -102,14 +96,12 @@ def _check_ranks(sizes: dict[str, int], what: str) -> None:
             "a context-parallel trainer needs a process group; start the script by torchrun or "
             "accelerate launch, with one process for each device"
         )
-    if prod(sizes.values()) != dist.get_world_size():
-        listed = " x ".join(f"{name} {size}" for name, size in sizes.items())
-        raise ValueError(
-            f"the {what} has {prod(sizes.values())} ranks ({listed}), and the launcher started "
-            f"{dist.get_world_size()}; their product must be that number, as with cp_size=N for N "
-            "ranks that share a sequence: TrainingArguments(parallelism_config=ParallelismConfig("
-            "cp_size=N)), or a mesh=... of the trainer"
-        )
+    check_sizes(
+        sizes,
+        what,
+        "as with cp_size=N for N ranks that share a sequence: TrainingArguments("
+        "parallelism_config=ParallelismConfig(cp_size=N)), or a mesh=... of the trainer",
+    )
 
 
 def flattened(mesh: DeviceMesh, axes: tuple[str, ...], name: str) -> DeviceMesh | None:

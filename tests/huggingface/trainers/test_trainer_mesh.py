@@ -21,6 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor.parallel import parallelize_module
 
 from parallel_plans.huggingface import context_parallel_plan
+from parallel_plans.huggingface.core import meshes
 from parallel_plans.huggingface.trainers import trainer_options
 from tests.families import small_model
 from tests.huggingface.trainers.test_trainer import BATCH, arguments, packed_rows, under_torchrun
@@ -263,11 +264,11 @@ def test_meshes_that_are_made_here_take_them(
     """`init_device_mesh` gives them to the axis of the ring only."""
     made: list[Any] = []
     config = ParallelismConfig(**RING_CONFIG)
-    monkeypatch.setattr(trainer_options, "axis_group_options", lambda device_type: options)
+    monkeypatch.setattr(meshes, "axis_group_options", lambda device_type: options)
     monkeypatch.setattr(trainer_options, "_check_ranks", lambda sizes, what: None)
-    takes = signature(trainer_options.init_device_mesh)
+    takes = signature(meshes.init_device_mesh)
     monkeypatch.setattr(
-        trainer_options,
+        meshes,
         "init_device_mesh",
         lambda *args, **more: made.append(takes.bind(*args, **more)),
     )

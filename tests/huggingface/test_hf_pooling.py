@@ -1,0 +1,172 @@
+"""Embeddings of documents, and losses of two models, over a sharded sequence."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import parallelize_module
+
+from dtensor_ring import shard_sequence
+from parallel_plans.huggingface import context_parallel_plan
+from parallel_plans.huggingface.pooling import pool_documents
+from tests.families import VOCABULARY, small_model
+from tests.pool import Pool
+
+SEQUENCE, CUTS = 23, (0, 1, 9, 14, 23)
+TOKENS = torch.randint(2, VOCABULARY, (4, SEQUENCE), generator=torch.Generator().manual_seed(0))
+LENGTHS = torch.tensor([23, 5, 17, 1])[:, None]
+
+
+def _mask(side: str) -> Tensor:
+    places = torch.arange(SEQUENCE)
+    return ((places < LENGTHS) if side == "right" else (places >= SEQUENCE - LENGTHS)).long()
+
+
+def _packed() -> dict[str, Any]:
+    cuts = torch.tensor(CUTS, dtype=torch.int32)
+    starts = cuts[:-1].repeat_interleave(cuts.diff())
+    positions = torch.arange(SEQUENCE) - starts
+    return {"input_ids": TOKENS[:1], "position_ids": positions[None], "use_cache": False}
+
+
+# The arguments of a model, and how its documents are said to `pool_documents`.
+BATCHES: dict[str, tuple[dict[str, Any], dict[str, Tensor]]] = {
+    "whole rows": ({"input_ids": TOKENS}, {}),
+    "padded left": (
+        {"input_ids": TOKENS, "attention_mask": _mask("left")},
+        {"attention_mask": _mask("left")},
+    ),
+    "padded right": (
+        {"input_ids": TOKENS, "attention_mask": _mask("right")},
+        {"attention_mask": _mask("right")},
+    ),
+    "packed": (_packed(), {"cu_seq_lens": torch.tensor(CUTS)}),
+}
+
+
+def _contrast(embeddings: Tensor) -> Tensor:
+    """A document is near to itself, and far from the others."""
+    near = F.normalize(embeddings, dim=-1)
+    return F.cross_entropy(near @ near.roll(1, 0).T / 0.1, torch.arange(len(near)))
+
+
+def _expected(hidden: Tensor, said: dict[str, Tensor], pooling: str) -> Tensor:
+    """One document after the other."""
+    if "cu_seq_lens" in said:
+        parts = [hidden[0, begin:end] for begin, end in pairwise(CUTS)]
+    else:
+        masks = said.get("attention_mask", torch.ones_like(TOKENS)).bool()
+        parts = [row[mask] for row, mask in zip(hidden, masks, strict=True)]
+    return torch.stack([x[-1] if pooling == "last" else x.mean(0) for x in parts])
+
+
+def embedded(layout: str) -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    ring, stock = small_model("Llama").model, small_model("Llama").model
+    parallelize_module(ring, mesh, context_parallel_plan(ring, layout))
+    for batch, said in BATCHES.values():
+        for pooling in ("last", "mean"):
+            hidden = [model(**batch).last_hidden_state for model in (ring, stock)]
+            expected = _expected(hidden[1], said, pooling)
+            found = pool_documents(hidden[0], pooling, **said)
+            torch.testing.assert_close(found, expected, atol=2e-6, rtol=1e-5)
+            alone = pool_documents(hidden[1], pooling, **said)
+            torch.testing.assert_close(alone, expected, atol=1e-6, rtol=1e-6)
+            _check_gradients((ring, stock), [_contrast(x) for x in (found, expected)])
+
+
+def _check_gradients(models: tuple[Any, Any], losses: list[Tensor]) -> None:
+    """Of the first model those of all ranks, averaged."""
+    torch.testing.assert_close(losses[0], losses[1], atol=1e-6, rtol=1e-6)
+    found, expected = (
+        torch.autograd.grad(loss, [*model.parameters()], allow_unused=True)
+        for loss, model in zip(losses, models, strict=True)
+    )
+    for x, y in zip(found, expected, strict=True):
+        assert (x is None) == (y is None)
+        if x is not None:
+            dist.all_reduce(x)
+            error = (x / dist.get_world_size() - y).norm() / y.norm()
+            assert error < 5e-6
+
+
+@pytest.mark.parametrize(
+    ("ranks", "layout"),
+    [
+        (2, "zigzag"),
+        pytest.param(4, "striped", marks=pytest.mark.repeats),
+        pytest.param(3, "contiguous", marks=pytest.mark.repeats),
+        pytest.param(4, "balanced", marks=pytest.mark.repeats),
+    ],
+)
+def test_embeddings(pool: Pool, ranks: int, layout: str) -> None:
+    pool.run(ranks, embedded, layout)
+
+
+def distilled(layout: str) -> None:
+    """A student learns the distribution of a teacher of another family and its own labels."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    teachers = [small_model("Qwen3") for _ in range(2)]
+    students = [small_model("Mistral, short window") for _ in range(2)]
+    for model in (teachers[0], students[0]):
+        parallelize_module(model, mesh, context_parallel_plan(model, layout))
+    for batch, is_token in (
+        ({"input_ids": TOKENS, "attention_mask": _mask("right")}, _mask("right")),
+        (_packed(), torch.ones_like(TOKENS[:1])),
+    ):
+        losses = []
+        for teacher, student in zip(teachers, students, strict=True):
+            with torch.no_grad():
+                target = teacher(**batch).logits.log_softmax(-1)
+            logits = student(**batch).logits
+            of_token = F.kl_div(
+                logits.log_softmax(-1), target, reduction="none", log_target=True
+            ).sum(-1)
+            losses.append((of_token * is_token).sum() / is_token.sum())
+        _check_gradients((students[0], students[1]), losses)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "layout"),
+    [(2, "zigzag"), pytest.param(4, "zigzag", marks=pytest.mark.repeats)],
+)
+def test_distillation(pool: Pool, ranks: int, layout: str) -> None:
+    pool.run(ranks, distilled, layout)
+
+
+WHOLE = torch.zeros(1, 8, 2)
+
+
+@pytest.mark.parametrize(
+    ("given", "match"),
+    [
+        ({"pooling": "first"}, "unknown pooling 'first'; known ones are last, mean"),
+        (
+            {"attention_mask": torch.ones(1, 8), "cu_seq_lens": torch.tensor([0, 8])},
+            "both say documents; leave one out",
+        ),
+        ({"attention_mask": torch.ones(1, 7)}, r"must be \(1, 8\), \(B, S\), got \(1, 7\)"),
+        ({"cu_seq_lens": torch.tensor([0, 4, 4])}, r"ascending .* one row of 8 .* \[0, 4, 4\]"),
+        ({"cu_seq_lens": torch.tensor([0, 9])}, r"ascending boundaries .* got \[0, 9\] and 1 row"),
+    ],
+)
+def test_refuses(given: dict[str, Any], match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        pool_documents(WHOLE, **given)
+
+
+def of_others() -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    with pytest.raises(ValueError, match=r"outputs of a model under a plan, .* unshard_sequence"):
+        pool_documents(shard_sequence(WHOLE, mesh, 1), "mean")
+
+
+def test_refuses_what_no_model_made(pool: Pool) -> None:
+    pool.run(2, of_others)

@@ -78,7 +78,8 @@ class Outputs:
             del parts["logits"]
         # See Note [Gradients of compiled outputs].
         detaches = "loss" in parts and torch.compiler.is_compiling()
-        results, made = {}, Made()
+        results: dict[str, Any] = {}
+        made: Made = []
         for name, x in parts.items():
             if name == "loss":
                 results[name] = self.axis.sum(x)
@@ -103,7 +104,7 @@ class Outputs:
             results["aux_loss"] = load_balancing_loss(by_layer, router, self.axis.sum)
         if "router_logits" in parts:
             by_token = tuple(router.by_token(x) for x in by_layer)
-            logits = self._output("router_logits", by_token, spec, detaches, Made())
+            logits = self._output("router_logits", by_token, spec, detaches, [])
             # Whole router logits have the shape of the model, (B * S, E).
             whole = tuple(x.flatten(0, 1) for x in logits) if self.unshards else logits
             results["router_logits"] = whole

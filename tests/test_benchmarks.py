@@ -37,6 +37,7 @@ def test_benchmark_of_the_loss(folder: Path) -> None:
     assert costs[0]["logits"] > 1, "they were counted"
 
 
+@pytest.mark.repeats  # it starts processes for seconds
 def test_benchmark_of_a_fixed_order(folder: Path) -> None:
     measurements = measured("fixed_order", folder)["measurements"]
     assert [m["case"]["dtype"] for m in measurements] == ["float32", "bfloat16"]

@@ -197,7 +197,7 @@ REPEATED = {
     "gpt_oss, experts": 'as "experts"',
     "experts, pipeline": 'as "pipeline" and "experts"',
     "gpt_oss, pipeline": 'as "pipeline"',
-    "several heads, experts": 'as "experts" and "several heads, balanced"',
+    "several heads, experts": 'as "experts" and "several heads, partial dtensor"',
     "several heads": "shards are those of one head, and heads are tested by token",
     "several heads, striped": 'as "several heads, partial dtensor", and heads are tested by token',
     "several heads, balanced": 'as "several heads, partial dtensor" and "balanced"',

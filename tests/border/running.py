@@ -31,7 +31,7 @@ OURS = "/dtensor_ring/", "/parallel_plans/"
 SECONDS, COMPILING = 60, 300
 """A program takes less than one, unless it compiles."""
 TOLERANCE = {torch.float64: 1e-4, torch.float32: 5e-4}
-"""Of the largest number. Norms of transformers round doubles to float32, which a step may enlarge."""
+"""Of the largest number. Norms of transformers round to float32, which a step may enlarge."""
 NOISE = {torch.float64: 1e-9, torch.float32: 5e-6}
 """Where all numbers are small."""
 LOW = 6e-2

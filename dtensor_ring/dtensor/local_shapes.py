@@ -18,14 +18,14 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from dtensor_ring.compute.memory import strides
 from dtensor_ring.dtensor.annotation import tokens_of
-from dtensor_ring.dtensor.sequence_order import local_tokens, order_of, sequence_dim
+from dtensor_ring.dtensor.sequence_order import own_tokens, refusal, same_order, sequence_dim
 from dtensor_ring.planning.layout import Padded
 
 aten = torch.ops.aten
 
 
 def of_own_shard(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Return the result of one of `SHAPED` on a padded sequence; `NotImplemented` if it is none."""
+    """Compute an operation of `SHAPED` on a padded sequence; on others, return `NotImplemented`."""
     x = next((x for x in args if isinstance(x, DTensor) and x.placements[0].is_shard()), None)
     if x is None or not _is_padded(x) or sequence_dim(x) < 0:
         return NotImplemented
@@ -117,12 +117,14 @@ def _scattered(x: DTensor, dim: int, into: Any, along: int, *others: Any) -> Fou
 
 
 def _own(given: Any, x: DTensor, dim: int) -> Any:
-    """Return this rank's tokens of an argument: a sharded sequence, or a whole tensor."""
+    """Return this rank's tokens of an argument: a sequence in the same order, or a whole tensor."""
     if not isinstance(given, DTensor):
         return given
-    if given.placements[0].is_shard():
-        return given._local_tensor
-    return local_tokens(given._local_tensor, order_of(x).mesh, dim, order_of(x).layout)
+    if not given.placements[0].is_shard():
+        return own_tokens(given._local_tensor, x, dim)
+    if not same_order(given, x) or sequence_dim(given) != dim:
+        raise refusal(x, "scatter of sequences in two orders")
+    return given._local_tensor
 
 
 SHAPED: dict[Any, Callable[..., Found]] = {

@@ -164,7 +164,7 @@ def _differs(found: Any, expected: Any) -> str | None:
         largest = (found.detach().double() - expected.detach().double()).abs().max()
         return f"other numbers, by {largest:.2g}"
     if isinstance(expected, float):
-        is_same = abs(found - expected) <= 1e-5 * (1 + abs(expected)) or found != found
+        is_same = abs(found - expected) <= 1e-6 * (1 + abs(expected)) or found != found
         return None if is_same else f"{found}, not {expected}"
     if type(expected).__name__ == "ndarray":
         return _differs(torch.as_tensor(found), torch.as_tensor(expected))

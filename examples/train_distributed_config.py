@@ -40,7 +40,7 @@ def report(step: int, loss: torch.Tensor) -> None:
 
 
 def make_model(folder: Path) -> None:
-    """Write a small model with random weights, if there is none: any name of a model will do."""
+    """Write a small model with random weights, unless the folder has a model."""
     if dist.get_rank() == 0 and not folder.exists():
         torch.manual_seed(0)
         sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
@@ -52,7 +52,7 @@ def make_model(folder: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--cp-size", type=int, default=2, help="ranks that share a sequence")
-    parser.add_argument("--fsdp-size", type=int, default=2, help="ranks with rows of their own")
+    parser.add_argument("--fsdp-size", type=int, default=2, help="ranks that differ in their rows")
     parser.add_argument("--seq-len", type=int, default=1024, help="tokens of a sequence")
     parser.add_argument("--steps", type=int, default=10, help="steps of 4 sequences")
     parser.add_argument("--model", type=Path, default=Path("out/small"), help="what is trained")

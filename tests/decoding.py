@@ -11,7 +11,8 @@ from torch import Tensor
 
 from dtensor_ring import Mask
 from dtensor_ring.compute.kernels import Scores
-from dtensor_ring.decode.op import DecodeRequest, decode
+from dtensor_ring.decode.op import decode
+from dtensor_ring.decode.plan import DecodeRequest
 from dtensor_ring.decode.run import Combine
 from dtensor_ring.ops.options import kernel_of
 from dtensor_ring.planning.layout import Layout
@@ -111,7 +112,7 @@ class Decode:
         combine = None
         if transport is not None and self.merge is not None:
             combine = Combine(transport, rank, self.world_size, self.merge)
-        return decode(query, kv, request.step(kv[0]), kernel, scores, combine)
+        return decode(query, kv, request.step(kv[0].shape[2]), kernel, scores, combine)
 
     def played(self) -> list[Outputs]:
         """What each rank computes."""

@@ -15,11 +15,11 @@ from dtensor_ring.decode.op import (
     DecodeBatch,
     DecodeCall,
     DecodePlace,
-    DecodeRequest,
     checked_decode,
     decode_op,
     flatten_decode,
 )
+from dtensor_ring.decode.plan import DecodeRequest
 from dtensor_ring.dtensor import call_check
 from dtensor_ring.dtensor.annotation import annotation_of, axis_group, config_of_call
 from dtensor_ring.ops.checks import called_by_user, check_sinks
@@ -223,4 +223,5 @@ def placed(
     if unordered is not None:
         config.policy.refuse_order(unordered)
     block = block_of_decoding(config.policy)
-    return DecodePlace(layout, None, group.group_name, merge, block), config.kernel
+    place = DecodePlace(layout, group_name=group.group_name, merge=merge, block=block)
+    return place, config.kernel

@@ -15,16 +15,14 @@ from dtensor_ring.compute.execute import Pair
 from dtensor_ring.compute.kernels import Kernel, Scores
 from dtensor_ring.compute.ordered import Mean, OrderedOutput
 from dtensor_ring.compute.trace import Label
-from dtensor_ring.decode.plan import decode_step
+from dtensor_ring.decode.plan import DecodeRequest, decode_step
 from dtensor_ring.decode.run import Combine
 from dtensor_ring.planning.block_order import BlockOrder, BlockPair, Node, nodes_of
 from dtensor_ring.planning.layout import Layout, Run
 from dtensor_ring.planning.lru import cached_bytes
-from dtensor_ring.planning.mask import Documents, Mask
 from dtensor_ring.planning.plan import Step
 from dtensor_ring.planning.ranges import length, moved
 from dtensor_ring.planning.run_table import RunTable, shard_table
-from dtensor_ring.planning.slices import Slices
 from dtensor_ring.planning.tile import Tile
 
 
@@ -48,34 +46,25 @@ class _Held(NamedTuple):
 
 
 @cached_bytes(2**22, lambda pieces: 2000 + 500 * len(pieces.order.keys_of[0]))
-def decode_pieces(
-    block: int,
-    layout: Layout,
-    mask: Mask,
-    rank: int,
-    world_size: int,
-    seq_len: int,
-    starts: tuple[int, ...],
-    num_queries: int,
-    documents: Documents | None = None,
-    slices: Slices | None = None,
-) -> DecodePieces:
-    """Return the pieces of a rank; the arguments after `block` are those of `decode_step`.
+def decode_pieces(block: int, request: DecodeRequest) -> DecodePieces:
+    """Return the pieces of a rank for blocks of so many positions.
 
     Raises:
         ValueError: if several ranks hold parts of a block, or documents or slices do not fit.
     """
-    held = [_blocks(x, block) for x in _shards(layout, world_size, seq_len)]
+    shards = _shards(request.layout, request.world_size, request.seq_len)
+    held = [_blocks(shard, block) for shard in shards]
     _check_whole(held, block)
-    of_queries = starts, num_queries, documents, slices
+    alone = request._replace(rank=0, world_size=1)
     tiles = {
-        number: decode_step(RunTable([of_block.runs]), mask, 0, 1, seq_len, *of_queries).tiles
+        number: decode_step(*alone._replace(layout=RunTable([of_block.runs]))).tiles
         for of_rank in held
         for number, of_block in of_rank.items()
     }
+    num_queries = request.num_queries
     leaves = tuple(sorted(number for number, found in tiles.items() if found))
     nodes = tuple(_nodes([x for x in leaves if x in own], leaves) for own in held)
-    own = {number: x for number, x in held[rank].items() if tiles[number]}
+    own = {number: x for number, x in held[request.rank].items() if tiles[number]}
     pieces = tuple(_piece(x, own[x].col, tiles[x], num_queries) for x in sorted(own))
     order = BlockOrder(
         rows={0: (0, num_queries)},
@@ -149,7 +138,7 @@ def _blocks(shard: tuple[Run, ...], block: int) -> dict[int, _Held]:
     found: dict[int, _Held] = {}
     col = 0
     for run in shard:
-        # Of a run with gaps, each position is a run of its own.
+        # In a run with gaps no two positions are neighbours: each counts as a run.
         size = run.length if run.stride == 1 else 1
         for index in range(0, run.length, size):
             start = run.position(index)

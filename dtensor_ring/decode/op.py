@@ -23,7 +23,7 @@ from dtensor_ring.compute.kernels import Kernel, Scores
 from dtensor_ring.compute.memory import empty, in_order, order_of
 from dtensor_ring.compute.trace import Label
 from dtensor_ring.decode.in_blocks import decode_in_blocks, decode_pieces
-from dtensor_ring.decode.plan import decode_step
+from dtensor_ring.decode.plan import DecodeRequest
 from dtensor_ring.decode.run import MERGES, Combine, first_round
 from dtensor_ring.ops import boundaries, nodes
 from dtensor_ring.ops.attention_record import (
@@ -38,10 +38,9 @@ from dtensor_ring.ops.options import Arguments, Length, kernel_of
 from dtensor_ring.ops.ring_op import check_batch, number_of
 from dtensor_ring.planning.layout import Contiguous, Layout
 from dtensor_ring.planning.lru import cached_bytes
-from dtensor_ring.planning.mask import Documents, Mask
+from dtensor_ring.planning.mask import Mask
 from dtensor_ring.planning.plan import Step
-from dtensor_ring.planning.run_table import RunTable, as_layout
-from dtensor_ring.planning.slices import Slices
+from dtensor_ring.planning.run_table import as_layout
 
 # The largest number of query tokens. With more, a ring is as fast, and repeats no work.
 MAX_QUERIES = 64
@@ -69,40 +68,6 @@ class DecodePlace(NamedTuple):
     group_name: str | None = None
     merge: str | None = None
     block: int | None = None
-
-
-class DecodeRequest(NamedTuple):
-    """The planner's arguments, in the order of the parameters of `decode_step`."""
-
-    layout: Layout
-    mask: Mask
-    rank: int
-    world_size: int
-    seq_len: int
-    starts: tuple[int, ...]
-    num_queries: int
-    documents: Documents | None
-    slices: Slices | None
-
-    def step(self, key: Tensor) -> Step:
-        """Plan this rank's step.
-
-        Raises:
-            ValueError: if the rank holds more or fewer columns than its runs, or options do not
-                fit.
-        """
-        step = decode_step(*self)
-        if len(step.cols) != key.shape[2]:
-            raise ValueError(
-                f"key must hold the {len(step.cols)} tokens that {self._runs()} gives rank "
-                f"{self.rank} of {self.world_size}, got {key.shape[2]}"
-            )
-        return step
-
-    def _runs(self) -> str:
-        if isinstance(self.layout, RunTable):
-            return self.layout.argument
-        return f"the layout {self.layout.spec} of {self.seq_len} positions"
 
 
 class DecodeCall(NamedTuple):
@@ -202,11 +167,11 @@ def forward(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> tuple[T
     request = call.request(query, key)
     with checked_decode(call, request, query, value) as combine:
         # Within the context: an error of this rank is reported to the others.
-        step, kernel = request.step(key), call.select(query, value, request)
+        step, kernel = request.step(key.shape[2]), call.select(query, value, request)
         query, key, value = loadable(query, key, value)
         if call.place.block is None:
             return decode(query, (key, value), step, kernel, call.scores, combine)
-        pieces, kv = decode_pieces(call.place.block, *request), (key, value)
+        pieces, kv = decode_pieces(call.place.block, request), (key, value)
         return decode_in_blocks(query, kv, step, pieces, kernel, call.scores, combine)
 
 
@@ -368,6 +333,6 @@ def _decode_flops(query: Tensor, key: Tensor, value: Tensor, *rest: Any, **_: An
     is_whole = runs is None or len(runs) == 1
     is_known = not any(isinstance(x, FakeTensor) for x in (query, *call.batch))
     if is_known and (is_whole or call.place.group_name is not None):
-        tiles = call.request(query, key).step(key).tiles
+        tiles = call.request(query, key).step(key.shape[2]).tiles
         pairs = sum(tile.area * (batch if tile.batch is None else 1) for tile in tiles)
     return 2 * heads * pairs * (head_dim + number_of(value.shape[3]))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
@@ -331,6 +332,40 @@ def decode_step(
         seen = _seen(mask, world_size, longest, documents, slices)
         tiles = list(_tiles(columns, rows_of(seen), starts, num_queries))
     return Step(0, rank, Cols(spans), tuple(tiles))
+
+
+class DecodeRequest(NamedTuple):
+    """The planner's arguments, in the order of the parameters of `decode_step`."""
+
+    layout: Layout
+    mask: Mask
+    rank: int
+    world_size: int
+    seq_len: int
+    starts: tuple[int, ...]
+    num_queries: int
+    documents: Documents | None
+    slices: Slices | None
+
+    def step(self, num_columns: int) -> Step:
+        """Plan this rank's step, whose key has so many tokens.
+
+        Raises:
+            ValueError: if the rank holds more or fewer columns than its runs, or options do not
+                fit.
+        """
+        step = decode_step(*self)
+        if len(step.cols) != num_columns:
+            raise ValueError(
+                f"key must hold the {len(step.cols)} tokens that {self._runs()} gives rank "
+                f"{self.rank} of {self.world_size}, got {num_columns}"
+            )
+        return step
+
+    def _runs(self) -> str:
+        if isinstance(self.layout, RunTable):
+            return self.layout.argument
+        return f"the layout {self.layout.spec} of {self.seq_len} positions"
 
 
 def _sees_all(mask: Mask, first_query: int, seq_len: int) -> bool:

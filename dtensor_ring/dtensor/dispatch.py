@@ -150,7 +150,11 @@ def decode_dtensor(
         ),
         _local_scores(call.scores, query, ring),
         DecodePlace(
-            *(ring.config.spec, key.shape[SEQUENCE], ring.group.group_name, call.place.merge), block
+            layout=ring.config.spec,
+            seq_len=key.shape[SEQUENCE],
+            group_name=ring.group.group_name,
+            merge=call.place.merge,
+            block=block,
         ),
     )
     # The query is not sharded over the axis: its local tensor has all query tokens.

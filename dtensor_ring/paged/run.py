@@ -15,8 +15,7 @@ from dtensor_ring.compute.accumulate import RunningOutput
 from dtensor_ring.compute.kernels.kernel import PagedKernel, Pages, Scores
 from dtensor_ring.compute.kernels.reference import attend_visible
 from dtensor_ring.compute.memory import Numbers, columns, region
-from dtensor_ring.decode.op import DecodeRequest
-from dtensor_ring.decode.plan import decode_step
+from dtensor_ring.decode.plan import DecodeRequest, decode_step
 from dtensor_ring.paged.block_pool import BlockPool
 from dtensor_ring.paged.blocks import PooledSequence
 from dtensor_ring.paged.plan import (

@@ -26,10 +26,10 @@ from dtensor_ring.decode.op import (
     DECODE_SCHEMA,
     MAX_QUERIES,
     DecodeCall,
-    DecodeRequest,
     checked_decode,
     unflatten_decode,
 )
+from dtensor_ring.decode.plan import DecodeRequest
 from dtensor_ring.ops import boundaries, nodes
 from dtensor_ring.ops.attention_record import (
     AttentionFacts,
@@ -162,7 +162,7 @@ def decode_keys(
     request, choice = call.request(query, key), KeyChoice(k, call.scores.scale)
     with _checked_select(call, request, query, key, (k, weights is not None)) as transport:
         # Within the context: an error of this rank is reported to the others.
-        step = request.step(key)
+        step = request.step(key.shape[2])
         at = own_positions(request.layout, request.rank, request.world_size, request.seq_len)
         # Blocks alone need the positions of queries, and are not decoded.
         own = IndexQueries(query, weights, query.new_empty(0, dtype=torch.int32))
@@ -197,7 +197,7 @@ def decode_attend(
     _check_decode(query, key, values, selected, call)
     request, sinks = call.request(query, values), call.scores.sinks
     with checked_decode(call, request, query, values) as combine:
-        request.step(values)  # refuses columns that do not fit the runs
+        request.step(values.shape[2])  # refuses columns that do not fit the runs
         rank, size = request.rank, request.world_size
         at = torch.from_numpy(own_positions(request.layout, rank, size, request.seq_len))
         columns = columns_at(selected, at.to(selected.device))

@@ -117,10 +117,9 @@ class RingTrainer(Trainer):
         if device_type == "cuda" and not config.training.disable_cuda_graphs:
             raise ValueError(CUDA_GRAPHS)
         spec, num_ranks = config.model_spec, config.parallelism.tensor_parallel_degree
-        check_heads(None if spec is None else spec.model, num_ranks)
-        check_experts(
-            None if spec is None else spec.model, config.parallelism.expert_parallel_degree
-        )
+        model = None if spec is None else spec.model
+        check_heads(model, num_ranks)
+        check_experts(model, config.parallelism.expert_parallel_degree)
         # torchtitan would permute the tokens a second time.
         parallelism = replace(config.parallelism, context_parallel_load_balancer=None)
         if spec is not None and parallelism.spmd_backend == PARTIAL:

@@ -22,7 +22,7 @@ from dtensor_ring import (
     decode_attention,
 )
 from dtensor_ring.decode.in_blocks import decode_in_blocks, decode_pieces
-from dtensor_ring.decode.op import DecodeRequest
+from dtensor_ring.decode.plan import DecodeRequest
 from dtensor_ring.decode.run import Combine
 from dtensor_ring.ops.options import kernel_of
 from dtensor_ring.planning.mask import as_documents
@@ -86,8 +86,8 @@ def of_rank(case: Decode, rank: int, transport: PlayedTransport) -> Outputs:
     combine = None
     if case.world_size > 1:
         combine = Combine(transport, rank, case.world_size, "one_shot")
-    pieces = decode_pieces(BLOCK, *request)
-    return decode_in_blocks(query, kv, request.step(kv[0]), pieces, kernel, scores, combine)
+    pieces, step = decode_pieces(BLOCK, request), request.step(kv[0].shape[2])
+    return decode_in_blocks(query, kv, step, pieces, kernel, scores, combine)
 
 
 def results_of(case: Decode) -> list[Outputs]:

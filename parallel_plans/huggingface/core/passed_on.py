@@ -49,11 +49,14 @@ class _MaskAndKeyword(NamedTuple):
     keyword: Any
 
 
-def pass_on(model: nn.Module) -> None:
-    """Make these blocks hand the plan's keyword on from now on, beside the mask."""
+def pass_on(model: nn.Module) -> list[nn.Module]:
+    """Make these blocks hand the plan's keyword on beside the mask; return changed modules."""
+    changed: list[nn.Module] = []
     for block, attention in deaf_attention(model):
         for module, change in ((block, _joined), (attention, _parted)):
             module.forward = MethodType(_forward(type(module).forward, change), module)
+            changed.append(module)
+    return changed
 
 
 def _forward(plain: Callable[..., Any], change: Callable[[dict[str, Any]], None]) -> Any:
@@ -77,8 +80,7 @@ def _parted(kwargs: dict[str, Any]) -> None:
 @contextmanager
 def passing_on(model: nn.Module) -> Iterator[None]:
     """Open a context in which these blocks hand the plan's keyword on."""
-    changed = [module for pair in deaf_attention(model) for module in pair]
-    pass_on(model)
+    changed = pass_on(model)
     try:
         yield
     finally:

@@ -250,7 +250,7 @@ def install_head(model: Any, transform: LogitsTransform) -> None:
 
 
 def _of_class(new: type[nn.Module], module: nn.Module) -> type[nn.Module]:
-    """Return a class for a module, which FSDP2 may have given one of its own, as it does that."""
+    """Return the class that a module is to have: FSDP2 adds its own to the bases, and so do we."""
     if not isinstance(module, FSDPModule):
         return new
     return type(f"FSDP{new.__name__}", (FSDPModule, new), {})

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -21,15 +23,20 @@ def test_blocks_are_found_by_their_code() -> None:
     assert deaf_attention(model) == [(layer, layer.self_attn) for layer in layers]
 
 
+def _models() -> tuple[Any, Any]:
+    """A model under its plan, and the stock model."""
+    model, stock = small_model("Nemotron"), small_model("Nemotron")
+    plan = context_parallel_plan(model, "zigzag")
+    return parallelize_module(model, init_device_mesh("cpu", (2,)), plan), stock
+
+
 def test_trains_as_one_process(pool: Pool) -> None:
     pool.run(2, _check_training)
 
 
 def _check_training() -> None:
     """Two batches before one backward, checkpointed: each block has what its own batch gave it."""
-    model, stock = small_model("Nemotron"), small_model("Nemotron")
-    mesh = init_device_mesh("cpu", (2,))
-    model = parallelize_module(model, mesh, context_parallel_plan(model, "zigzag"))
+    model, stock = _models()
     tokens = torch.randint(2, VOCABULARY, (2, 21), generator=torch.Generator().manual_seed(1))
     packed = torch.cat([torch.arange(9), torch.arange(12)]).expand(2, -1)
     batches = ({"input_ids": tokens}, {"input_ids": tokens.flip(1), "position_ids": packed})
@@ -54,9 +61,7 @@ def test_compiled_in_one_graph(pool: Pool) -> None:
 
 
 def _check_compiled() -> None:
-    model, stock = small_model("Nemotron"), small_model("Nemotron")
-    mesh = init_device_mesh("cpu", (2,))
-    model = parallelize_module(model, mesh, context_parallel_plan(model, "zigzag"))
+    model, stock = _models()
     tokens = torch.randint(2, VOCABULARY, (1, 16), generator=torch.Generator().manual_seed(1))
     given = {"input_ids": tokens, "labels": tokens}
     loss = torch.compile(model, backend="aot_eager", fullgraph=True)(**given).loss

@@ -47,12 +47,13 @@ def ring_forward(
             label = Label("forward", step.number, step.source)
             in_flight = plan.shards[step.number].moves
             dropout = None if dropped is None else dropped.of_keys(step.runs, step.cols)
-            with shards.moving(step, label) as kv:
-                if isinstance(running, OrderedOutput):
-                    running.step(step, kv, kernel, scores, label, in_flight)
-                else:
-                    how = running, kernel, scores, label
-                    forward_step(step, query, kv, *how, in_flight=in_flight, dropout=dropout)
+            kv = shards.begin_step(step, label)
+            if isinstance(running, OrderedOutput):
+                running.step(step, kv, kernel, scores, label, in_flight)
+            else:
+                how = running, kernel, scores, label
+                forward_step(step, query, kv, *how, in_flight=in_flight, dropout=dropout)
+            shards.end_step(step, label)
     last = plan.steps[-1]
     with Label("forward", last.number, last.source)("merge"):
         return running.result()
@@ -80,13 +81,14 @@ def ring_backward(
         for step in plan.steps:
             label = Label("backward", step.number, step.source)
             dropout = None if dropped is None else dropped.of_keys(step.runs, step.cols)
-            with shards.moving(step, label) as kv:
-                grads.compute(step, saved, kv, kernel, scores, label, dropout)
-                if step.number:
-                    _collect(sums, grads, step.number - 1, label)
-                    grads.contribute(sums, step, label)
-                    # After the kernels: on the ring, a sum travels one hop after its shard.
-                    sums.post(step, label)
+            kv = shards.begin_step(step, label)
+            grads.compute(step, saved, kv, kernel, scores, label, dropout)
+            if step.number:
+                _collect(sums, grads, step.number - 1, label)
+                grads.contribute(sums, step, label)
+                # After the kernels: on the ring, a sum travels one hop after its shard.
+                sums.post(step, label)
+            shards.end_step(step, label)
         last = len(plan.steps) - 1
         _collect(sums, grads, last, Label("backward", last, plan.rank))
     return grads.result()

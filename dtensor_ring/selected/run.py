@@ -204,11 +204,12 @@ def ring_select(
     with ShardRotation(transport, plan, (key, key[..., :0])) as shards:
         for step in plan.steps:
             label = Label("select", step.number, step.source)
-            with shards.moving(step, label) as (keys, _):
-                at = columns_in(positions.of(step.source), step.cols)
-                with label("tile"):
-                    for tile in step.tiles:
-                        score_tile(found, own, keys, tile, choice, at[slice(*tile.cols)])
+            keys, _ = shards.begin_step(step, label)
+            at = columns_in(positions.of(step.source), step.cols)
+            with label("tile"):
+                for tile in step.tiles:
+                    score_tile(found, own, keys, tile, choice, at[slice(*tile.cols)])
+            shards.end_step(step, label)
     return found.result()
 
 

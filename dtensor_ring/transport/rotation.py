@@ -45,7 +45,6 @@ that does. `tests/transport/test_streams.py` checks both notes for all routes.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from math import prod
 from typing import Any, Self
 
@@ -275,20 +274,22 @@ class ShardRotation(Rotation):
         super().__init__(transport, plan, plan.shards, shard, kv_dtype or shard[0].dtype)
         self._shard = shard
 
-    @contextmanager
-    def moving(self, step: Step, label: Label) -> Iterator[Pair]:
-        """Yield the keys and values of a step, while messages for later steps are in flight."""
+    def begin_step(self, step: Step, label: Label) -> Pair:
+        """Start the messages of a step, and return the keys and values that it uses meanwhile."""
         self._transport.at(label)
         hop = self._hops[step.number]
-        moves = any(hop)  # false if nothing is sent, received or released, as in the last step
-        outgoing = self._outgoing(hop.sends, label) if moves else []
-        with label("send"):
-            if moves:
+        if any(hop):  # false if nothing is sent, received or released, as in the last step
+            outgoing = self._outgoing(hop.sends, label)
+            with label("send"):
                 self._start(hop, outgoing)
         self._transport.at(label)
-        yield self._kv(step)
-        with label("wait"):
-            if moves:
+        return self._kv(step)
+
+    def end_step(self, step: Step, label: Label) -> None:
+        """Wait for the messages of a step, after its kernels are launched."""
+        hop = self._hops[step.number]
+        if any(hop):
+            with label("wait"):
                 self._finish(hop)
 
     def _kv(self, step: Step) -> Pair:

@@ -134,8 +134,9 @@ def _rotate_apart(ring: Ring) -> list[tuple[Step, list[float]]]:
         ShardRotation(ProcessGroupTransport(dist.group.WORLD), plan, pair) as shards,
     ):
         for step in plan.steps:
-            with shards.moving(step, Label("forward", step.number, step.source)) as kv:
-                moved.append((step, _positions(kv)))
+            label = Label("forward", step.number, step.source)
+            moved.append((step, _positions(shards.begin_step(step, label))))
+            shards.end_step(step, label)
     return moved
 
 
@@ -170,11 +171,12 @@ def _rotate_large(ring: Ring, is_dense: bool, rank: int, transport: PlayedTransp
     own = {x.untyped_storage().data_ptr() for x in (key, value)}
     with ShardRotation(transport, plan, (key, value)) as shards:
         for step in plan.steps:
-            with shards.moving(step, Label("forward", step.number, step.source)) as kv:
-                held = _positions(kv)
-                whole = step if step.cols else plan.steps[0]
-                seen = ring.positions(whole.source)[indices_of(whole.cols)].tolist()
-                assert held == seen, f"in step {step.number}"
+            label = Label("forward", step.number, step.source)
+            held = _positions(shards.begin_step(step, label))
+            whole = step if step.cols else plan.steps[0]
+            seen = ring.positions(whole.source)[indices_of(whole.cols)].tolist()
+            assert held == seen, f"in step {step.number}"
+            shards.end_step(step, label)
     planned = [hop for hop in plan.shards if hop.moves]
     moved = [sides for sides in transport.hops if any(sides)]
     for hop, (receives, sends) in zip(planned, moved, strict=True):
@@ -202,8 +204,10 @@ def _rotate(ring: Ring) -> tuple[list[list[Message]], list[list[float]], int]:
     held = []
     with recorded() as hops, ShardRotation(transport, plan, shard_of(ring, plan.rank)) as shards:
         for step in plan.steps:
-            with shards.moving(step, Label("forward", step.number, step.source)) as kv:
-                held.append(_positions(kv))
+            label = Label("forward", step.number, step.source)
+            kv = shards.begin_step(step, label)
+            held.append(_positions(kv))
+            shards.end_step(step, label)
             assert _positions(kv) == held[-1], "what is computed on stays"
     assert transport.allocated == transport.freed, "all buffers were given back"
     return hops, held, len(transport.allocated)
@@ -263,9 +267,11 @@ def _raise_in(number: int, transport: Counting) -> None:
     plan = ring.plans()[dist.get_rank()]
     with ShardRotation(transport, plan, shard_of(ring, plan.rank)) as shards:
         for step in plan.steps:
-            with shards.moving(step, Label("forward", step.number, step.source)):
-                if step.number == number:
-                    raise RuntimeError("a kernel")
+            label = Label("forward", step.number, step.source)
+            shards.begin_step(step, label)
+            if step.number == number:
+                raise RuntimeError("a kernel")
+            shards.end_step(step, label)
 
 
 @pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.float64])
@@ -282,11 +288,13 @@ def _rotate_in(kv_dtype: torch.dtype) -> set[torch.dtype]:
     shard, transport = (key + 2**-12, value + 2**-12), ProcessGroupTransport(dist.group.WORLD)
     with recorded() as hops, ShardRotation(transport, plan, shard, kv_dtype) as shards:
         for step in plan.steps:
-            with shards.moving(step, Label("forward", step.number, step.source)) as kv:
-                whole = ring.positions(step.source).float() + 2**-12
-                expected = whole.to(kv_dtype).float() if step.number else whole
-                assert kv[0].dtype == torch.float32
-                assert _positions(kv) == expected.tolist()
+            label = Label("forward", step.number, step.source)
+            kv = shards.begin_step(step, label)
+            whole = ring.positions(step.source).float() + 2**-12
+            expected = whole.to(kv_dtype).float() if step.number else whole
+            assert kv[0].dtype == torch.float32
+            assert _positions(kv) == expected.tolist()
+            shards.end_step(step, label)
     return {message.dtype for hop in hops for message in hop}
 
 

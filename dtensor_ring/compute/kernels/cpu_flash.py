@@ -33,7 +33,9 @@ from dtensor_ring.compute.merge import merge_
 from dtensor_ring.planning.mask import Mask
 from dtensor_ring.planning.tile import CAUSAL, FULL
 
-aten = torch.ops.aten
+# Overloads: PyTorch would look for the one that fits at each call of the op.
+FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 
 class BlockSizes(NamedTuple):
@@ -154,7 +156,7 @@ def _attend(
     bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return `(out, lse)` of query, key and value."""
-    kernel = partial(aten._scaled_dot_product_flash_attention_for_cpu, scale=scale)
+    kernel = partial(FORWARD, scale=scale)
     if sizes.is_padded:
         return padded_attend(kernel, inputs, is_causal, bias)
     return kernel(*inputs, is_causal=is_causal, attn_mask=bias)
@@ -248,7 +250,7 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return gradients of query, key, value from (grad_out, query, out, lse) and (key, value)."""
     grad_out, query, out, lse = by_row
-    kernel = partial(aten._scaled_dot_product_flash_attention_for_cpu_backward, scale=scale)
+    kernel = partial(BACKWARD, scale=scale)
     if sizes.is_padded:
         return padded_backward(kernel, by_row, by_col, is_causal, bias)
     return kernel(grad_out, query, *by_col, out, lse, 0.0, is_causal, attn_mask=bias)

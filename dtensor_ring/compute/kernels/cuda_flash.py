@@ -94,7 +94,7 @@ class CudaFlash(VarlenKernel):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, band: Band) -> Result:
         lengths = _lengths(q, k, band.segments)
-        out, lse, *_ = aten._flash_attention_forward(
+        out, lse, *_ = aten._flash_attention_forward.default(
             q, k, v, *lengths, 0.0, band.is_causal, False, **_options(band)
         )
         return out, lse
@@ -103,7 +103,7 @@ class CudaFlash(VarlenKernel):
         self, saved: Saved, q: Tensor, k: Tensor, v: Tensor, band: Band
     ) -> Gradients:
         unused = torch.empty(2, dtype=torch.uint64, device=q.device)  # dropout's random state
-        dq, dk, dv = aten._flash_attention_backward(
+        dq, dk, dv = aten._flash_attention_backward.default(
             saved.grad_out,
             q,
             k,

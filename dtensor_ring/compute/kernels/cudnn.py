@@ -78,7 +78,7 @@ class Cudnn(Kernel):
         if _is_thin(q, k):
             return _for_thin(q, v).forward(q, k, v, launch, scores)
         is_causal = _is_causal(launch.mask)
-        out, lse, *_ = aten._scaled_dot_product_cudnn_attention(
+        out, lse, *_ = aten._scaled_dot_product_cudnn_attention.default(
             q, k, v, None, True, 0.0, is_causal, False, scale=scores.scale
         )
         return out, lse.squeeze(3)
@@ -92,7 +92,7 @@ class Cudnn(Kernel):
         # Use the query's memory order: see Note [cuDNN's attention] on PyTorch's cache.
         grad_out, out = (in_order(x, order_of(q), x.dtype) for x in (saved.grad_out, saved.out))
         unused = torch.empty((), dtype=torch.int64, device=q.device)
-        return aten._scaled_dot_product_cudnn_attention_backward(
+        return aten._scaled_dot_product_cudnn_attention_backward.default(
             grad_out,
             *tensors,
             out,

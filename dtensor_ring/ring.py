@@ -99,7 +99,7 @@ def _dropped(query: Tensor, plan: Plan, scores: Scores) -> ShardDropout | None:
     seed = scores.dropout_seed
     if seed is None:
         return None
-    return ShardDropout(scores.dropout_p, seed, scores.first, query, plan.runs)
+    return ShardDropout(scores.dropout_p, seed, scores.first or (0, 0), query, plan.runs)
 
 
 def ring_sinks(saved: Saved, sinks: Tensor | None, plan: Plan, transport: Transport) -> Tensor:

@@ -175,7 +175,7 @@ class HeadExchange:
             call = call._replace(batch=self._ordered.batch, place=self._ordered.place)
         sinks, place = call.scores.sinks, call.place
         if call.scores.dropout_p:
-            row, head = call.scores.first
+            row, head = call.scores.first or (0, 0)
             first = row, head + self._span.start
             call = call._replace(scores=call.scores._replace(first=first))
         if rounded is not None:

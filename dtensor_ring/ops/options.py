@@ -36,6 +36,7 @@ _SCHEMA_TYPES = {
     "str | None": "str?",
     "int": "int",
     "tuple[int, ...]": "int[]",
+    "tuple[int, ...] | None": "int[]?",
     "bool": "bool",
     "float": "float",
     "torch.dtype": "ScalarType",
@@ -65,6 +66,7 @@ class Arguments(Generic[T]):
     Args:
         owner: type of the value.
         nested: types of all values within it: named tuples, or classes that check their fields.
+            A class with a `spec` is one argument, that text, from which its `of_spec` makes it.
 
     Attributes:
         leaves: the arguments, in the order of `flatten`.
@@ -94,8 +96,11 @@ class Arguments(Generic[T]):
 
     def _leaves(self, owner: Any, path: str = "") -> Iterator[Leaf]:
         for name, kind in _members(owner):
-            if kind in self._nested:
-                yield from self._leaves(self._nested[kind], f"{path}{name}.")
+            nested = self._nested.get(kind)
+            if nested is not None and hasattr(nested, "of_spec"):
+                yield Leaf(name, f"{path}{name}.spec", "str")
+            elif nested is not None:
+                yield from self._leaves(nested, f"{path}{name}.")
             else:
                 yield Leaf(name, path + name, _SCHEMA_TYPES[kind])
 
@@ -109,6 +114,10 @@ class Arguments(Generic[T]):
         for _, kind in _members(owner):
             nested = self._nested.get(kind)
             if nested is None:
+                begin += 1
+                continue
+            if hasattr(nested, "of_spec"):
+                values = [(lru_cache(maxsize=256)(nested.of_spec), begin, begin + 1), *values]
                 begin += 1
                 continue
             # Checking costs, and layers pass the same values in every call: make each one once.

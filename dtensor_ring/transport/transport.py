@@ -5,10 +5,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, fields, replace
 from datetime import timedelta
 from threading import Lock
-from typing import NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -328,6 +328,10 @@ class TransferPolicy:
             it depends on the length of the sequence: the power of two that makes 16 to 32 blocks,
             from 16 to 4,096 tokens.
 
+    Attributes:
+        spec: the fields other than the defaults, as a text. An op takes it as one argument, since
+            each argument costs the host time.
+
     Raises:
         TypeError: if a dtype is not a `torch.dtype`, or `num_parts` or `block` is not an integer.
         ValueError: if a dtype is not floating, or has fewer than 16 bits, other than those two; if
@@ -346,6 +350,7 @@ class TransferPolicy:
     transport: str | None = None
     order: str | None = None
     block: int | None = None
+    spec: str = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if isinstance(self.kv_dtype, str):
@@ -367,6 +372,9 @@ class TransferPolicy:
         if self.transport not in (None, "symmetric"):
             raise ValueError(f'transport must be None or "symmetric", got {self.transport!r}')
         self._check_order()
+        given = ((x.name, getattr(self, x.name), x.default) for x in fields(self) if x.init)
+        texts = [f"{name}={value}" for name, value, default in given if value != default]
+        object.__setattr__(self, "spec", " ".join(texts))
 
     def _check_order(self) -> None:
         if self.order not in (None, "fixed"):
@@ -395,6 +403,22 @@ class TransferPolicy:
                 f'{what} has no sums in a fixed order, and the policy has order="{self.order}"; '
                 "use ring_attention or SequenceAxis.attention, or a policy without it"
             )
+
+    @classmethod
+    def of_spec(cls, spec: str) -> TransferPolicy:
+        """Return the policy that has this `spec`.
+
+        >>> TransferPolicy.of_spec(TransferPolicy(num_parts=2).spec).num_parts
+        2
+        """
+        values: dict[str, Any] = {}
+        for name, text in (part.split("=") for part in spec.split()):
+            if name in ("num_parts", "block"):
+                values[name] = int(text)
+            else:
+                is_dtype = text.startswith("torch.")
+                values[name] = getattr(torch, text.removeprefix("torch.")) if is_dtype else text
+        return cls(**values)
 
     def dtype_of_keys(self, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype in which keys and values of `dtype` are sent."""

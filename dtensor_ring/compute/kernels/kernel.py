@@ -109,7 +109,7 @@ class Scores(NamedTuple):
         dropout_p: the probability that a weight is dropped after the softmax.
         dropout_seed: int64, `()`, with `dropout_p`, see Note [Counters].
         first: numbers of the first batch row and head of the tensors in the whole batch, which
-            dropout counts.
+            dropout counts; `None` for 0 and 0.
     """
 
     mask: Mask
@@ -119,7 +119,7 @@ class Scores(NamedTuple):
     kernel: str | None = None
     dropout_p: float = 0.0
     dropout_seed: Tensor | None = None
-    first: tuple[int, ...] = (0, 0)
+    first: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

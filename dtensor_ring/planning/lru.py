@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from functools import update_wrapper
 from threading import Lock
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
+
+
+class _Kept(Generic[T]):
+    """A value, its bytes, and when it was used last, in a count of uses."""
+
+    __slots__ = "num_bytes", "used", "value"
+
+    def __init__(self, value: T, num_bytes: int, used: int) -> None:
+        self.value, self.num_bytes, self.used = value, num_bytes, used
 
 
 class ByteStore(Generic[T]):
@@ -24,8 +32,8 @@ class ByteStore(Generic[T]):
     def __init__(self, max_bytes: int, size_of: Callable[[T], int]) -> None:
         self.max_bytes = max_bytes
         self._size_of = size_of
-        self._kept: OrderedDict[Hashable, tuple[T, int]] = OrderedDict()
-        self._num_bytes = 0
+        self._kept: dict[Hashable, _Kept[T]] = {}
+        self._num_bytes = self._num_uses = 0
         self._lock = Lock()
 
     @property
@@ -48,25 +56,38 @@ class ByteStore(Generic[T]):
             found = self._kept.get(key)
             if found is None:
                 return None
-            # The order of the dict is the order of use: the first is evicted.
-            self._kept.move_to_end(key)
-            return found[0]
+            # A count, since moving a key in an ordered dict hashes it once more: a plan has a
+            # mask, layouts and boundaries.
+            self._num_uses += 1
+            found.used = self._num_uses
+            return found.value
 
     def put(self, key: Hashable, value: T, key_bytes: int = 0) -> T:
         """Keep a value, which replaces the one that the key had, and return it."""
         # Outside of the lock: an estimate may walk through the value.
         size = self._size_of(value) + key_bytes
         with self._lock:
-            _, before = self._kept.pop(key, (None, 0))
-            self._num_bytes -= before
+            self._drop(key)
             # A value that is too large would evict all others, and then itself.
             if size <= self.max_bytes:
-                self._kept[key] = value, size
+                self._num_uses += 1
+                self._kept[key] = _Kept(value, size, self._num_uses)
                 self._num_bytes += size
-            while self._num_bytes > self.max_bytes:
-                _, (_, oldest) = self._kept.popitem(last=False)
-                self._num_bytes -= oldest
+            if self._num_bytes > self.max_bytes:
+                self._evict()
         return value
+
+    def _evict(self) -> None:
+        """Forget the values that were not used for longest, until the others fit."""
+        for key in sorted(self._kept, key=lambda key: self._kept[key].used):
+            if self._num_bytes <= self.max_bytes:
+                break
+            self._drop(key)
+
+    def _drop(self, key: Hashable) -> None:
+        kept = self._kept.pop(key, None)
+        if kept is not None:
+            self._num_bytes -= kept.num_bytes
 
 
 class ByteCache(ByteStore[T]):

@@ -10,7 +10,7 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 
-class _Kept(Generic[T]):
+class _Entry(Generic[T]):
     """A value, its bytes, and when it was used last, in a count of uses."""
 
     __slots__ = "num_bytes", "used", "value"
@@ -32,7 +32,7 @@ class ByteStore(Generic[T]):
     def __init__(self, max_bytes: int, size_of: Callable[[T], int]) -> None:
         self.max_bytes = max_bytes
         self._size_of = size_of
-        self._kept: dict[Hashable, _Kept[T]] = {}
+        self._kept: dict[Hashable, _Entry[T]] = {}
         self._num_bytes = self._num_uses = 0
         self._lock = Lock()
 
@@ -71,7 +71,7 @@ class ByteStore(Generic[T]):
             # A value that is too large would evict all others, and then itself.
             if size <= self.max_bytes:
                 self._num_uses += 1
-                self._kept[key] = _Kept(value, size, self._num_uses)
+                self._kept[key] = _Entry(value, size, self._num_uses)
                 self._num_bytes += size
             if self._num_bytes > self.max_bytes:
                 self._evict()

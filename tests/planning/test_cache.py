@@ -85,7 +85,7 @@ def test_threads_keep_the_count_right() -> None:
         found = list(threads.map(text_of, list(range(40)) * 25))
     assert found == [str(number) * 5 for number in range(40)] * 25
     assert text_of.num_bytes <= 50
-    assert text_of.num_bytes == sum(len(x) for x, _ in text_of._kept.values())
+    assert text_of.num_bytes == sum(len(x.value) for x in text_of._kept.values())
 
 
 def test_plans_are_bounded_in_bytes() -> None:

@@ -126,7 +126,7 @@ class Cut(torch.autograd.Function):
 class MarkedSource:
     """Gives a layer states as a scan would, and notes when."""
 
-    continues = True
+    continues, steps = True, False
 
     def __init__(self, marks: list[float]) -> None:
         self.marks, self.maps = marks, list[StateMap]()

@@ -1,11 +1,12 @@
-"""Runs the simulator on published measurements of context parallelism, for docs/simulator.md.
+"""Runs the simulator on published measurements of context parallelism.
 
     python -m benchmarks.published --write
 
 `benchmarks/published.json` has the measurements, their sources and why some are missed. Constants
 are those of the presets, which no measurement of context parallelism was used for. `--write` runs
-all of them, keeps what was simulated in `benchmarks/results/published.json`, and replaces the
-tables of the page. A test compares the page with the file.
+all of them, keeps what was simulated in `benchmarks/results/published.json`, writes the rows to
+`benchmarks/results/published.md`, and replaces the summary in docs/simulator.md. A test compares
+both pages with the file.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from dtensor_ring.planning.strategy import as_strategy
 FOLDER = Path(__file__).parent
 MEASURED = FOLDER / "published.json"
 SIMULATED = FOLDER / "results" / "published.json"
+ROWS = FOLDER / "results" / "published.md"
 PAGE = FOLDER.parent / "docs" / "simulator.md"
 MARKERS = "<!-- published: written by benchmarks/published.py -->\n", "<!-- end of published -->\n"
 
@@ -327,25 +329,32 @@ def _list(x: Any) -> list[Any]:
     return x if isinstance(x, list) else [x]
 
 
-def tables(content: dict[str, Any], found: Simulated) -> Iterator[str]:
-    """Yield the lines of the page: summaries, a table for each source, and the reasons."""
-    values, plain = (values_of(content, found, x) for x in ("adapted", "plain"))
-    yield from _summary(content, values)
+def rows(content: dict[str, Any], found: Simulated) -> Iterator[str]:
+    """Yield the lines of the rows: a table for each source, wrong comparisons, and the reasons."""
+    values = values_of(content, found, "adapted")
+    yield "# Published and simulated"
     yield ""
-    yield from _plain(plain)
+    yield "Written by `python -m benchmarks.published --write`; docs/simulator.md says what counts."
     for name, source in content["sources"].items():
         of_source = [x for x in values if x.setting.source == name]
         if of_source:
             yield from _of_source(content, source, of_source)
     yield from _wrong(content, values)
     yield ""
-    yield "### Why they are missed"
+    yield "## Why they are missed"
     yield ""
     for number, miss in enumerate(content["misses"], 1):
         yield f"{number}. {miss['why']}"
 
 
-def _summary(content: dict[str, Any], values: Sequence[Value]) -> Iterator[str]:
+def summary(content: dict[str, Any], found: Simulated) -> Iterator[str]:
+    """Yield the lines of the page: hits by source, and those without adaptations."""
+    yield from _counted(content, values_of(content, found, "adapted"))
+    yield ""
+    yield from _plain(values_of(content, found, "plain"))
+
+
+def _counted(content: dict[str, Any], values: Sequence[Value]) -> Iterator[str]:
     yield table_row("source", "comparisons", "right", "values", "within 15 %", "median error")
     yield table_row("---", *["---:"] * 5)
     for name in (*content["sources"], None):
@@ -380,7 +389,7 @@ def _of_source(
     content: dict[str, Any], source: dict[str, str], values: Sequence[Value]
 ) -> Iterator[str]:
     yield ""
-    yield f"### {source['title']}"
+    yield f"## {source['title']}"
     yield ""
     yield f"[Source]({source['link']}), read {source['read']}. Values are {values[0].setting.unit}."
     yield ""
@@ -410,7 +419,7 @@ def _number(x: float) -> str:
 def _wrong(content: dict[str, Any], values: Sequence[Value]) -> Iterator[str]:
     """Yield the comparisons that are wrong."""
     yield ""
-    yield "### Comparisons that are wrong"
+    yield "## Comparisons that are wrong"
     yield ""
     yield table_row("setting", "published as better", "than", "")
     yield table_row("---", "---", "---", "---")
@@ -430,13 +439,16 @@ def reason_of(misses: Sequence[dict[str, Any]], pair: Comparison) -> int | None:
 def main() -> None:
     """Print the tables, or write them."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--write", action="store_true", help="simulate, and replace the page's")
-    if parser.parse_args().write:
-        SIMULATED.write_text(_lines(simulate_all(measured())))
-    lines = list(tables(measured(), json.loads(SIMULATED.read_text())))
-    if parser.parse_args().write:
-        write_part(PAGE, *MARKERS, lines)
-    print("\n".join(lines))
+    parser.add_argument("--write", action="store_true", help="simulate, and replace the pages")
+    is_new, content = parser.parse_args().write, measured()
+    if is_new:
+        SIMULATED.write_text(_lines(simulate_all(content)))
+    found = json.loads(SIMULATED.read_text())
+    lines, short = [*rows(content, found)], [*summary(content, found)]
+    if is_new:
+        ROWS.write_text("".join(f"{line}\n" for line in lines))
+        write_part(PAGE, *MARKERS, short)
+    print("\n".join(short + lines))
 
 
 def simulate_all(content: dict[str, Any]) -> Simulated:

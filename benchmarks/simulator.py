@@ -6,8 +6,7 @@ network.py). Then it measures attentions that no calibration saw, by every strat
 compares each time with the simulated one, and each choice with the fastest. The tables go to
 ``benchmarks/results``, with every single time and all machine files. Not run by root, it does
 without hosts. With ``--quick`` it measures a few small cases and writes to ``out`` instead;
-``--again FILE`` simulates again what a file has, and ``--write`` replaces the tables of
-docs/simulator.md. Leave the machine alone meanwhile.
+``--again FILE`` simulates again what a file has. Leave the machine alone meanwhile.
 
 Where ranks outnumber cores, the kernel waits instead of computing, see paced.py.
 """
@@ -19,7 +18,6 @@ import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from io import SEEK_END, StringIO
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -28,8 +26,6 @@ import paced
 import torch
 from harness import (
     HEAD_DIM,
-    ROOT,
-    WIDTH,
     origin,
     publish,
     spawn,
@@ -70,8 +66,6 @@ LENGTHS = 0.24, 0.27, 0.235, 0.255
 CALIBRATED_HEADS = 8, 4
 """Of queries and keys, unlike any case's."""
 STAGES = "forward", "with backward"
-PAGE = ROOT / "docs" / "simulator.md"
-MARKERS = "<!-- here: written by benchmarks/simulator.py -->\n", "<!-- end of here -->\n"
 CLOSE = 0.05
 """The largest regret of a choice that counts as right."""
 
@@ -318,37 +312,10 @@ def report(console: Console, rows: list[Row], choices: list[Choice]) -> None:
     console.print(case_table(rows, choices))
 
 
-ON_PAGE = f"""
-## Against measurements here
-
-`benchmarks/simulator.py` calibrates 2 and 4 ranks of one machine, and 2 and 4 hosts (network
-namespaces) on links of three rates. Then it measures attentions that no calibration saw: causal,
-windows, documents and full, of 8 query and 2 or 8 key heads, forward and with backward, by every
-strategy that differs. Where ranks outnumber cores, the kernel waits as long as a real one takes on
-a free core: with real kernels, a rank that waits for a message would give its core to another rank,
-which no real machine does. Errors are without sign. A choice is right within {CLOSE:.0%} of the
-fastest strategy; regret is what it takes over that one, forward and backward.
-"""
-"""The text of the page before its tables."""
-
-
-def write_page(rows: list[Row], choices: list[Choice]) -> None:
-    """Replace the part of the page that is about measurements here."""
-    text = StringIO(ON_PAGE)
-    text.seek(0, SEEK_END)
-    for table in (place_table(rows, choices), rule_table(choices)):
-        Console(file=text, width=WIDTH).print(table)
-    lines = [line.rstrip() for line in text.getvalue().splitlines()]
-    before, _, rest = PAGE.read_text().partition(MARKERS[0])
-    part = "\n".join(lines).strip()
-    PAGE.write_text(before + MARKERS[0] + part + "\n" + MARKERS[1] + rest.partition(MARKERS[1])[2])
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="a few small cases, in a minute")
     parser.add_argument("--again", type=Path, help="simulate what this JSON file has")
-    parser.add_argument("--write", action="store_true", help="replace the tables of the page")
     options = parser.parse_args()
     if options.again:
         kept = json.loads(options.again.read_text())
@@ -362,8 +329,6 @@ def main() -> None:
     measured = {"measurements": [asdict(m) for m in measurements]}
     folder = options.again.parent if options.again else None
     publish("simulator", "Simulated and measured", options.quick, about, measured, show, folder)
-    if options.write:
-        write_page(rows, choices)
 
 
 if __name__ == "__main__":

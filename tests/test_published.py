@@ -13,6 +13,7 @@ from benchmarks.published import (
     MARKERS,
     MASKS,
     PAGE,
+    ROWS,
     SIMULATED,
     Comparison,
     Setting,
@@ -24,10 +25,11 @@ from benchmarks.published import (
     machine_of,
     measured,
     reason_of,
+    rows,
     setting_of,
     simulate_all,
     simulated,
-    tables,
+    summary,
     values_of,
     why,
 )
@@ -102,9 +104,11 @@ def test_at_least_five_sources() -> None:
     assert len({x.setting.source for x in _values()}) >= 5
 
 
-def test_the_page_is_what_the_script_writes() -> None:
-    content = tables(measured(), json.loads(SIMULATED.read_text()))
-    assert parts(PAGE.read_text(), *MARKERS)[1] == "".join(f"{line}\n" for line in content)
+def test_the_pages_are_what_the_script_writes() -> None:
+    content = measured(), json.loads(SIMULATED.read_text())
+    on_page = parts(PAGE.read_text(), *MARKERS)[1]
+    for text, lines in ((on_page, summary(*content)), (ROWS.read_text(), rows(*content))):
+        assert text == "".join(f"{line}\n" for line in lines)
 
 
 def _near(found: list[float], kept: list[float]) -> bool:

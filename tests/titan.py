@@ -58,6 +58,8 @@ class Run:
     """With the config and the trainer of torchtitan."""
     dense: bool = False
     """With torchtitan's trainer, and attention that holds all scores."""
+    num_replicas: int = 1
+    """Of a dense run: data-parallel ranks whose batches it accumulates."""
     ignore_documents: bool = False
 
 
@@ -125,7 +127,7 @@ def _config(run: Run, folder: str) -> Any:
     config = ConfigManager().parse_args(arguments(run, Path(folder)))
     config.validator.dataloader = replace(config.dataloader)
     _shrink(config.model_spec.model)
-    config = use_dense(config) if run.dense else config
+    config = use_dense(config, run.num_replicas) if run.dense else config
     config = ignore_documents(config) if run.ignore_documents else config
     return sum_over_gloo(config)
 

@@ -88,8 +88,10 @@ class Trainings:
 
     def _reference(self, family: str, dp: int = 1, tp: int = 1) -> Report:
         """With experts, torchtitan's own curve depends on the ranks that heads are sharded over."""
-        flags = (*_degrees(dp=dp, tp=tp, cp=1), *(VALIDATE if family == "llama3" else ()))
-        return self.run(Run(family, dp * tp, flags, dense=True))
+        validate = VALIDATE if family == "llama3" and dp == 1 else ()
+        batch = f"--training.global_batch_size={4 * dp}"
+        flags = (*_degrees(tp=tp, cp=1), batch, *validate)
+        return self.run(Run(family, tp, flags, dense=True, num_replicas=dp))
 
     def _make_seed(self, family: str) -> Path:
         folder = self.folder / family
@@ -158,7 +160,7 @@ CASES: dict[str, tuple[Run, dict[str, int]]] = {
     "deepseek_v3": (Run("deepseek_v3", 2), {}),
     "experts": (Run("deepseek_v3", 4, _degrees(dp=2, ep=2)), {"dp": 2}),
     "experts, all ranks": (Run("deepseek_v3", 4, _degrees(dp=2, ep=4)), {"dp": 2}),
-    "experts, heads": (Run("deepseek_v3", 4, _degrees(tp=2, ep=2)), {"tp": 2}),
+    "experts, heads": (Run("deepseek_v3", 4, _degrees(tp=2, ep=2)), {}),
     "gpt_oss, experts": (Run("gpt_oss", 4, _degrees(dp=2, ep=2)), {"dp": 2}),
     "experts, pipeline": (Run("deepseek_v3", 4, (*_degrees(pp=2), *PIPELINE)), {}),
     "gpt_oss, pipeline": (Run("gpt_oss", 4, (*_degrees(pp=2), *PIPELINE)), {}),

@@ -87,7 +87,7 @@ class Trainings:
         return replace(reports[-1], gradients={k: x for stage in stages for k, x in stage.items()})
 
     def _reference(self, family: str, dp: int = 1, tp: int = 1) -> Report:
-        """With experts, torchtitan's own curve depends on the ranks that heads are sharded over."""
+        """One process, but for heads of gpt_oss: torchtitan's curve depends on their ranks."""
         validate = VALIDATE if family == "llama3" and dp == 1 else ()
         batch = f"--training.global_batch_size={4 * dp}"
         flags = (*_degrees(tp=tp, cp=1), batch, *validate)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import os
 import random
+import re
 import time
 import warnings
 from collections import Counter
@@ -20,9 +21,11 @@ from types import FunctionType, SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch._inductor.utils import clear_caches
+from torch.distributed.tensor import DTensor
 
 from dtensor_ring.ops import ring_op
 from examples.torchtitan_assets import write_assets
@@ -33,6 +36,7 @@ NUM_LAYERS = 2
 NUM_HEADS = 3
 """Of multi-token prediction: some documents are shorter."""
 WINDOW = 8
+WRAPPERS = re.compile(r"\b(_checkpoint_wrapped_module|_orig_mod)\.")
 LENGTHS = (1, 2, 5, 11, 23, 47, 150)
 
 
@@ -54,6 +58,8 @@ class Run:
     """With the config and the trainer of torchtitan."""
     dense: bool = False
     """With torchtitan's trainer, and attention that holds all scores."""
+    num_replicas: int = 1
+    """Of a dense run: data-parallel ranks whose batches it accumulates."""
     ignore_documents: bool = False
 
 
@@ -68,6 +74,8 @@ class Report:
     """Rings so far, forward and backward."""
     num_graphs: list[int] = field(default_factory=list)
     """Compiled so far."""
+    gradients: dict[str, np.ndarray] = field(default_factory=dict)
+    """Of the first step, whole, of the parameters that this rank has a part of."""
 
 
 def train(run: Run, folder: str) -> Report:
@@ -85,7 +93,8 @@ def train(run: Run, folder: str) -> Report:
 
         trainer.metrics_processor.log = log
         trainer.metrics_processor.log_validation = lambda loss, step: report.validation.append(loss)
-        trainer.train()
+        with _first_gradients(trainer, report):
+            trainer.train()
         trainer.close()
     return report
 
@@ -118,7 +127,7 @@ def _config(run: Run, folder: str) -> Any:
     config = ConfigManager().parse_args(arguments(run, Path(folder)))
     config.validator.dataloader = replace(config.dataloader)
     _shrink(config.model_spec.model)
-    config = use_dense(config) if run.dense else config
+    config = use_dense(config, run.num_replicas) if run.dense else config
     config = ignore_documents(config) if run.ignore_documents else config
     return sum_over_gloo(config)
 
@@ -168,6 +177,34 @@ def _torchtitan() -> Iterator[None]:
         finally:
             gc.enable()  # torchtitan takes it over
             spmd_types._MESH_TLS.__dict__.clear()  # or it holds this run's groups
+
+
+@contextmanager
+def _first_gradients(trainer: Any, report: Report) -> Iterator[None]:
+    """Report the gradients of the first step, after backward and before they are clipped."""
+    from torchtitan.distributed import utils
+
+    clip = utils.clip_grad_norm_
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        if not report.gradients:
+            for part in trainer.model_parts:
+                report.gradients |= _whole_gradients(part)
+        return clip(*args, **kwargs)
+
+    with patch.object(utils, "clip_grad_norm_", noted):
+        yield
+
+
+def _whole_gradients(model: torch.nn.Module) -> dict[str, np.ndarray]:
+    """By the name that a parameter has without wrappers; as arrays, which are sent by value."""
+    whole = {}
+    for name, parameter in model.named_parameters():
+        grad = parameter.grad
+        if grad is not None:
+            grad = grad.full_tensor() if isinstance(grad, DTensor) else grad
+            whole[WRAPPERS.sub("", name)] = grad.numpy().copy()  # clipping writes into it
+    return whole
 
 
 def _exact_norm(tensors: Any, *args: Any, norm: Any = torch.nn.utils.get_total_norm) -> Any:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -76,9 +78,25 @@ class DenseValidator(GivesMasks, Validator):
 
 
 class DenseTrainer(GivesMasks, Trainer):
+    """One process that reads what data-parallel ranks would, a batch of each rank in turn."""
+
     @dataclass(kw_only=True, slots=True)
     class Config(Trainer.Config):
-        pass
+        num_replicas: int = 1
+
+    def batch_generator(self, data_iterable: Any) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
+        num_replicas, training = self.config.num_replicas, self.config.training
+        loaders = [
+            self.config.dataloader.build(
+                dp_world_size=num_replicas,
+                dp_rank=rank,
+                tokenizer=self.tokenizer,
+                seq_len=training.seq_len,
+                local_batch_size=training.local_batch_size,
+            )
+            for rank in range(num_replicas)
+        ]
+        yield from super().batch_generator(chain.from_iterable(zip(*loaders, strict=True)))
 
 
 class ForgetfulTrainer(RingTrainer):
@@ -97,7 +115,7 @@ class ForgetfulTrainer(RingTrainer):
         return inputs, labels, extra | {"attention_masks": replace(documents, cu_seqlens=whole)}
 
 
-def use_dense(config: Trainer.Config) -> Trainer.Config:
+def use_dense(config: Trainer.Config, num_replicas: int) -> Trainer.Config:
     for _, attention, _, _ in config.model_spec.model.traverse(BaseAttention.Config):
         attention.inner_attention = derive(attention.inner_attention, DenseAttention.Config)
     if isinstance(config.loss, MTPLoss.Config):
@@ -105,6 +123,7 @@ def use_dense(config: Trainer.Config) -> Trainer.Config:
     return derive(
         config,
         DenseTrainer.Config,
+        num_replicas=num_replicas,
         activation_checkpoint=None,
         validator=derive(config.validator, DenseValidator.Config),
     )

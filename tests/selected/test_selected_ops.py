@@ -390,7 +390,7 @@ SHARE = Slope(tensors=8, objects=16)
 for all layers. Index key and latent of a real model take 1,408 in bfloat16."""
 
 
-@pytest.mark.parametrize("what", ["select", "attend"])
+@pytest.mark.parametrize("what", [pytest.param("select", marks=pytest.mark.repeats), "attend"])
 def test_memory_beside_the_keys_of_others(pool: Pool, what: str) -> None:
     """It grows little with the ranks: index keys come by turns, and only what is chosen comes."""
     (slope,) = pool.run(1, _slope, what)

@@ -222,7 +222,7 @@ def _check_seeds() -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("is_checkpointed", [False, True])
+@pytest.mark.parametrize("is_checkpointed", [pytest.param(False, marks=pytest.mark.repeats), True])
 def test_compiled_models_drop_by_rank(pool: Pool, backend: str, is_checkpointed: bool) -> None:
     pool.run(2, _check_compiled, backend, is_checkpointed)
 

@@ -41,7 +41,7 @@ class Case(NamedTuple):
 
 
 CASES = [
-    Case("llama", MemorySetting("full", TILE, ("checkpoints",))),
+    Case("llama", MemorySetting("full", TILE, ("checkpoints",)), lengths=(512, 1024, 2048)),
     *(
         pytest.param(case, marks=pytest.mark.repeats)
         for case in (

@@ -382,9 +382,12 @@ class _Groups(dict[int, tuple[str, Any]]):
 
     Attributes:
         world: the default group in which the mesh was first used.
+        is_of_world: whether a group of the mesh was seen to be one of that world. Then all are, and
+            stay so: names are used again by later worlds only.
     """
 
     world: ref[ProcessGroup] | None = None
+    is_of_world: bool = False
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _Groups, ()
@@ -427,12 +430,18 @@ def _check_world(mesh: DeviceMesh) -> None:
     if world is None:
         return
     root = mesh._get_root_mesh()
-    kept = root.__dict__.setdefault("_dtensor_ring_groups", _Groups())
+    kept = root.__dict__.get("_dtensor_ring_groups")
+    if kept is None:
+        kept = root.__dict__["_dtensor_ring_groups"] = _Groups()
     if kept.world is None:
         kept.world = ref(world)
+    if kept.is_of_world and kept.world() is world:
+        return
     # A new world gives its groups the names of the one before.
     ours = {name: root._pg_registry.get(name) for name in mesh._dim_group_names}
-    is_renamed = any(x and _registered(name) not in (None, x) for name, x in ours.items())
+    found = [(x, _registered(name)) for name, x in ours.items() if x]
+    is_renamed = any(group not in (None, x) for x, group in found)
+    kept.is_of_world = any(group is x for x, group in found) and not is_renamed
     if is_renamed or kept.world() is not world:
         raise ValueError(
             f"{mesh} was made before dist.destroy_process_group() and a new init_process_group: "

@@ -47,7 +47,7 @@ class _Held(NamedTuple):
 
 @cached_bytes(2**22, lambda pieces: 2000 + 500 * len(pieces.order.keys_of[0]))
 def decode_pieces(block: int, request: DecodeRequest) -> DecodePieces:
-    """Return the pieces of a rank for blocks of so many positions.
+    """Return the pieces of a rank; a block has `block` positions.
 
     Raises:
         ValueError: if several ranks hold parts of a block, or documents or slices do not fit.

@@ -348,7 +348,7 @@ class DecodeRequest(NamedTuple):
     slices: Slices | None
 
     def step(self, num_columns: int) -> Step:
-        """Plan this rank's step, whose key has so many tokens.
+        """Plan the step of this rank, which holds `num_columns` keys.
 
         Raises:
             ValueError: if the rank holds more or fewer columns than its runs, or options do not

@@ -331,7 +331,7 @@ def group_of(mesh: DeviceMesh, axis: int) -> ProcessGroup:
     if tokens is not None:
         mesh = tokens.mesh
     # Cached on the mesh: looking up the name takes longer than resolving its group.
-    kept = mesh.__dict__.setdefault("_dtensor_ring_groups", _Groups())
+    kept = _groups_of(mesh)
     if axis in kept:
         name, known = kept[axis]
         group = _registered(name)
@@ -393,6 +393,14 @@ class _Groups(dict[int, tuple[str, Any]]):
         return _Groups, ()
 
 
+def _groups_of(mesh: DeviceMesh) -> _Groups:
+    """Return what is kept on a mesh of its groups."""
+    kept = mesh.__dict__.get("_dtensor_ring_groups")
+    if kept is None:
+        kept = mesh.__dict__["_dtensor_ring_groups"] = _Groups()
+    return kept
+
+
 def layout_of(mesh: DeviceMesh, axis: int) -> Layout | None:
     """Return the layout that an axis was annotated with, `None` without one or without a group.
 
@@ -430,9 +438,7 @@ def _check_world(mesh: DeviceMesh) -> None:
     if world is None:
         return
     root = mesh._get_root_mesh()
-    kept = root.__dict__.get("_dtensor_ring_groups")
-    if kept is None:
-        kept = root.__dict__["_dtensor_ring_groups"] = _Groups()
+    kept = _groups_of(root)
     if kept.world is None:
         kept.world = ref(world)
     if kept.is_of_world and kept.world() is world:

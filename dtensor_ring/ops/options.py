@@ -39,9 +39,7 @@ _SCHEMA_TYPES = {
     "tuple[int, ...] | None": "int[]?",
     "bool": "bool",
     "float": "float",
-    "torch.dtype": "ScalarType",
     "torch.dtype | None": "ScalarType?",
-    "torch.dtype | str | None": "ScalarType?",  # a policy has the dtype of a name
 }
 
 

@@ -411,14 +411,8 @@ class TransferPolicy:
         >>> TransferPolicy.of_spec(TransferPolicy(num_parts=2).spec).num_parts
         2
         """
-        values: dict[str, Any] = {}
-        for name, text in (part.split("=") for part in spec.split()):
-            if name in ("num_parts", "block"):
-                values[name] = int(text)
-            else:
-                is_dtype = text.startswith("torch.")
-                values[name] = getattr(torch, text.removeprefix("torch.")) if is_dtype else text
-        return cls(**values)
+        given = (part.split("=") for part in spec.split())
+        return cls(**{name: _value_of(text) for name, text in given})
 
     def dtype_of_keys(self, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype in which keys and values of `dtype` are sent."""
@@ -458,6 +452,13 @@ def block_of_decoding(policy: TransferPolicy) -> int | None:
 def for_rounded(policy: TransferPolicy) -> TransferPolicy:
     """Return the policy for keys and values that are rounded to eight bits already."""
     return policy if eight_bits_of(policy) is None else replace(policy, kv_dtype=None)
+
+
+def _value_of(text: str) -> Any:
+    """Return the number, dtype or name of which this is the text."""
+    if text.isdigit():
+        return int(text)
+    return getattr(torch, text.removeprefix("torch.")) if text.startswith("torch.") else text
 
 
 def _dtype_of(name: str) -> torch.dtype:

@@ -45,6 +45,7 @@ CASES = [
     *(
         pytest.param(case, marks=pytest.mark.repeats)
         for case in (
+            Case("llama", MemorySetting("full", TILE, ("checkpoints",))),
             # What FSDP2 gathers of so small a model is as large as activations of fewer tokens.
             Case("llama", MemorySetting("full"), lengths=(2048, 4096, 8192), is_sharded=True),
             Case("llama", MemorySetting()),

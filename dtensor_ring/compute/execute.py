@@ -30,7 +30,7 @@ from dtensor_ring.compute.kernels.kernel import (
 from dtensor_ring.compute.memory import Region, cols_of, part_of, rows_of
 from dtensor_ring.compute.trace import Label
 from dtensor_ring.planning.mask import Mask
-from dtensor_ring.planning.plan import Step
+from dtensor_ring.planning.plan import Plan, Step
 from dtensor_ring.planning.ranges import Span, length
 from dtensor_ring.planning.tile import CAUSAL, FULL, Tile
 
@@ -408,6 +408,27 @@ def backward_step(
             sums, (launch.rows, launch.cols, launch.cols), grads, strict=True
         ):
             one.add(region, grad)
+
+
+def sole_launch(plan: Plan, query: Tensor, key: Tensor, has_segments: bool) -> Launch | None:
+    """Return the launch that is all of a ring, `None` if there are more, or messages.
+
+    Its results are those of the call: nothing is merged, and no sum is wider than its dtype.
+
+    Args:
+        plan: the plan of this rank.
+        query: local queries `(B, N, L, H)`.
+        key: this rank's keys `(B, Nkv, L, H)`.
+        has_segments: whether the kernel takes segments.
+    """
+    if plan.num_steps > 1 or plan.order is not None:
+        return None
+    found = _launches(plan.steps[0], query, key, has_segments)
+    if len(found) != 1 or found[0].segments is not None:
+        return None
+    (launch,) = found
+    is_whole = part_of(query, launch.rows) is query and part_of(key, launch.cols) is key
+    return launch if is_whole else None
 
 
 def _launches(

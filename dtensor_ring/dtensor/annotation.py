@@ -29,6 +29,7 @@ from dtensor_ring.planning.strategy import AUTO, as_strategy
 
 if TYPE_CHECKING:
     from dtensor_ring.dtensor.laboratory import Machine
+    from dtensor_ring.ops.bound import BoundCall
 
 
 @dataclass
@@ -42,6 +43,7 @@ class Annotation:
         group_name: the group that was last used over these ranks.
         num_layers: the number of modules that attend over the axis; ranks call them by number.
         choices: the configuration that "auto" has chosen by, and what, see `choice_of`.
+        calls: bound calls that were made over it, see `known_calls`.
         machines: those read for the axis, by the names that were given, and "" for the default.
         token_meshes: those of its sequences that live, by device type and name, see `token_mesh`.
     """
@@ -52,6 +54,7 @@ class Annotation:
     group_name: str | None = None
     num_layers: int = 0
     choices: tuple[AxisConfig | None, dict[Any, Any]] = field(default_factory=lambda: (None, {}))
+    calls: dict[Any, BoundCall] = field(default_factory=dict)
     machines: dict[str, Machine] = field(default_factory=dict)
     token_meshes: WeakValueDictionary[tuple[str, str], DeviceMesh] = field(
         default_factory=WeakValueDictionary
@@ -169,6 +172,7 @@ def annotate(mesh: DeviceMesh, layout: Layout, **how: Any) -> AxisConfig:
     if before is not None and differ(before, config):
         drop_graphs()  # graphs have what they were traced with as constants
     here.config, here.is_assumed = config, False
+    here.calls.clear()
     return config
 
 

@@ -209,7 +209,7 @@ def _num_slices(request: PlanRequest) -> int:
     return sum(row.size - 1 for row in documents.arrays) if documents else 1
 
 
-_LOG = logging.getLogger("dtensor_ring")
+LOG = logging.getLogger("dtensor_ring")
 
 
 def announce(
@@ -225,17 +225,15 @@ def announce(
         key: `(B, Nkv, L, H)`.
         value: `(B, Nkv, L, Hv)`.
     """
-    if not _LOG.isEnabledFor(logging.INFO):
-        return
     state = group_state_of(call.group)
     level = logging.DEBUG if state.is_announced else logging.INFO
     state.is_announced = True
-    if not _LOG.isEnabledFor(level):
+    if not LOG.isEnabledFor(level):
         return
     per_token = sum(x.shape[0] * x.shape[1] * x.shape[3] * x.itemsize for x in (key, value))
     ranks = list(state.ranks)
     rank = ranks[request.rank]
-    _LOG.log(
+    LOG.log(
         level,
         "ring attention on rank %d of %s: kernel %s, layout %s, strategy %s, %s tokens, "
         "%d steps, receives %s tokens (%.1f MiB) forward",

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch._functorch.utils import enable_single_level_autograd_function
 from torch._subclasses.fake_tensor import is_fake
-from torch.autograd import forward_ad
+from torch.autograd import forward_ad, profiler
 from torch.autograd.forward_ad import _set_fwd_grad_enabled
 from torch.autograd.function import _SingleLevelFunction
 from torch.utils import _pytree as pytree
@@ -175,10 +175,32 @@ def cast(x: Tensor, device_type: str, dtype: torch.dtype) -> Tensor:
 
 T = TypeVar("T")
 
-_PLAIN = tuple(
-    torch._C.DispatchKeySet(key).raw_repr()
-    for key in (torch._C.DispatchKey.CPU, torch._C.DispatchKey.CUDA)
+_KEYS, _KeySet = torch._C.DispatchKey, torch._C.DispatchKeySet
+_PLAIN = tuple(_KeySet(key).raw_repr() for key in (_KEYS.CPU, _KEYS.CUDA))
+
+# The keys of a call outside of any mode, above autograd.
+_EAGER = tuple(
+    (_KeySet(device) | _KeySet(autograd) | _KeySet(_KEYS.ADInplaceOrView)).raw_repr()
+    for device, autograd in ((_KEYS.CPU, _KEYS.AutogradCPU), (_KEYS.CUDA, _KEYS.AutogradCUDA))
 )
+_SELECT = _KeySet(_KEYS.BackendSelect)
+
+# Stands for the keys of a call that is plain, see `is_plain`.
+PLAIN = _KeySet(_KEYS.CPU)
+
+
+def is_plain(*tensors: Tensor) -> bool:
+    """Return whether the dispatcher would run the kernels of an op on these tensors as they are.
+
+    They have content on a CPU or GPU, and no mode, transform, autocast or profiler sees the call.
+    Then calling the op would only convert each argument twice.
+    """
+    keys = torch._C._dispatch_tls_local_include_set()
+    for x in tensors:
+        keys = keys | torch._C._dispatch_keys(x)
+    keys = keys - torch._C._dispatch_tls_local_exclude_set() - _SELECT
+    is_seen = profiler._is_profiler_enabled or torch._C._is_torch_function_mode_enabled()
+    return keys.raw_repr() in _EAGER and not is_seen
 
 
 def below_autograd(

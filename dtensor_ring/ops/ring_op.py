@@ -26,21 +26,25 @@ from dtensor_ring.ops.attention_record import (
     record_of,
     runs_text,
 )
+from dtensor_ring.ops.bound import TENSORS, BoundCall, bound_call
 from dtensor_ring.ops.boundaries import check_integers
 from dtensor_ring.ops.checks import (
     CALLER,
-    announce,
     check_inputs,
     loadable,
     unit_stride,
-    warn_of_boundaries,
-    warn_of_tiles,
 )
 from dtensor_ring.ops.options import LEAVES, SCHEMA, Call, PlanRequest, unflatten
 from dtensor_ring.planning.lru import cached_bytes
 from dtensor_ring.planning.slices import slices_of
-from dtensor_ring.ring import ring_backward, ring_forward, ring_sinks
-from dtensor_ring.transport.transport import TransferPolicy, transport_of
+from dtensor_ring.ring import (
+    ring_backward,
+    ring_forward,
+    ring_sinks,
+    sole_backward,
+    sole_forward,
+)
+from dtensor_ring.transport.transport import TransferPolicy, Transport, transport_of
 
 FORWARD = "dtensor_ring::ring_attention"
 BACKWARD = "dtensor_ring::ring_attention_backward"
@@ -60,24 +64,35 @@ ring_backward_op = torch.ops.dtensor_ring.ring_attention_backward.default
 
 def forward(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
     """Run the ring op on plain tensors."""
-    call = unflatten(options)
-    check_inputs(query, key, value, call.scores.sinks)
-    request = call.request(query.shape[0])
-    with checked_call(call, request, query, value) as transport:
+    return run_forward(bound_call(options, query, key, value), query, key, value)
+
+
+def run_forward(
+    bound: BoundCall, query: Tensor, key: Tensor, value: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Run a bound call on plain tensors."""
+    if not bound.is_shared:  # nobody to agree with
+        return _forward(bound, query, key, value, None)
+    with checked_call(bound.call, bound.request, query, value) as transport:
         # Within the context: an error of this rank is reported to the others.
-        if call.scores.dropout_p:
-            call.place.policy.refuse_order("dropout")
-        plan, kernel = request.plan(query, key), call.select(query, value, request.slices)
-        warn_of_tiles(plan, request)
-        if request.documents is not None:
-            warn_of_boundaries(request)
-        announce(call, request, plan, kernel.name, key, value)
-        query, key, value = loadable(query, key, value)
-        how = plan, kernel, call.scores, transport, call.place.policy, call.rounded
-        out, lse = ring_forward(query, (key, value), *how)
-    if request.world_size > 1:
-        group_state_of(call.group).remember(lse)
+        out, lse = _forward(bound, query, key, value, transport)
+    group_state_of(bound.call.group).remember(lse)
     return out, lse
+
+
+def _forward(
+    bound: BoundCall, query: Tensor, key: Tensor, value: Tensor, transport: Transport | None
+) -> tuple[Tensor, Tensor]:
+    """Run the forward of a call; its `transport` may be `None` on a ring of one rank."""
+    call = bound.call
+    kernel = call.select(query, value, bound.request.slices)
+    launch = bound.sole(kernel, query, key)
+    bound.announce(kernel, query, key, value)
+    query, key, value = loadable(query, key, value)
+    if launch is not None:
+        return sole_forward(query, (key, value), launch, kernel, call.scores, bound.rank)
+    how = bound.plan(query, key), kernel, call.scores, transport or transport_of(call.group)
+    return ring_forward(query, (key, value), *how, call.place.policy, call.rounded)
 
 
 torch.library.impl(FORWARD, "CompositeExplicitAutograd")(forward)
@@ -94,17 +109,41 @@ def backward(
     *options: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Run the ring's backward op on plain tensors."""
-    call = unflatten(options)
-    request = call.request(query.shape[0])
-    with checked_call(call, request, query, value, lse) as transport:
-        plan = request.plan(query, key)
-        kernel = call.select(query, value, request.slices, grad_lse is not None)
-        grad_out, query, key, value, out = loadable(grad_out, query, key, value, out)
-        saved = Saved(grad_out, out, lse, grad_lse)
-        how = plan, kernel, call.scores, transport, call.place.policy, call.rounded
-        grads = ring_backward(saved, query, (key, value), *how)
-        grad_sinks = ring_sinks(saved, call.scores.sinks, plan, transport)
-    return *grads, grad_sinks
+    saved = Saved(grad_out, out, lse, grad_lse)
+    return run_backward(bound_call(options, query, key, value), saved, query, key, value)
+
+
+def run_backward(
+    bound: BoundCall, saved: Saved, query: Tensor, key: Tensor, value: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Run the backward of a bound call on plain tensors."""
+    if not bound.is_shared:
+        return _backward(bound, saved, query, key, value, None)
+    with checked_call(bound.call, bound.request, query, value, saved.lse) as transport:
+        return _backward(bound, saved, query, key, value, transport)
+
+
+def _backward(
+    bound: BoundCall,
+    saved: Saved,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    transport: Transport | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Run the backward of a call, see `_forward`."""
+    call = bound.call
+    kernel = call.select(query, value, bound.request.slices, saved.grad_lse is not None)
+    launch = bound.sole(kernel, query, key)
+    grad_out, query, key, value, out = loadable(saved.grad_out, query, key, value, saved.out)
+    saved = Saved(grad_out, out, saved.lse, saved.grad_lse)
+    if launch is not None:
+        how = launch, kernel, call.scores, bound.rank
+        return *sole_backward(saved, query, (key, value), *how), query.new_empty(0)
+    plan, transport = bound.plan(query, key), transport or transport_of(call.group)
+    how = plan, kernel, call.scores, transport, call.place.policy, call.rounded
+    grads = ring_backward(saved, query, (key, value), *how)
+    return *grads, ring_sinks(saved, call.scores.sinks, plan, transport)
 
 
 torch.library.impl(BACKWARD, "CompositeExplicitAutograd")(backward)
@@ -199,7 +238,6 @@ def ring_record(
     return record_of(attention, request, own)
 
 
-_TENSORS = [i for i, leaf in enumerate(LEAVES) if leaf.schema_type == "Tensor?"]
 _SINKS = nodes.place_of_sinks(LEAVES)
 
 
@@ -213,15 +251,26 @@ class _RingFunction(_SingleLevelFunction):
 
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Any, keyset: Any, options: Any
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sinks: Any,
+        keyset: Any,
+        options: Any,
+        bound: BoundCall | None,
     ) -> tuple[Tensor, Tensor]:
-        inputs = query, key, value, *options
-        output = nodes.below_autograd(ring_op, forward, keyset, *inputs, of_node=True)
+        if bound is None:
+            inputs = query, key, value, *options
+            output = nodes.below_autograd(ring_op, forward, keyset, *inputs, of_node=True)
+        else:
+            output = _below_autograd(bound, query, key, value)
         # Tensors are saved, so that hooks (offloading, checkpointing) see them.
-        ctx.save_for_backward(query, key, value, *output, *[options[i] for i in _TENSORS])
-        ctx.options = list(options)
-        for i in _TENSORS:
-            ctx.options[i] = None
+        tensors = [(i, options[i]) for i in TENSORS if options[i] is not None]
+        ctx.save_for_backward(query, key, value, *output, *[x for _, x in tensors])
+        ctx.options, ctx.places, ctx.bound = options, [i for i, _ in tensors], bound
+        if tensors:
+            ctx.options = [None if i in ctx.places else x for i, x in enumerate(options)]
         ctx.set_materialize_grads(False)
         return output
 
@@ -229,20 +278,57 @@ class _RingFunction(_SingleLevelFunction):
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
         grad_out, grad_lse = grads
         if grad_out is None and grad_lse is None:
-            return (None,) * 6
-        query, key, value, out, lse, *saved = ctx.saved_tensors
-        options = list(ctx.options)
-        for i, x in zip(_TENSORS, saved, strict=True):
-            options[i] = x
+            return (None,) * 7
+        query, key, value, out, lse, *others = ctx.saved_tensors
+        options = ctx.options
+        if others:
+            options = list(options)
+            for i, x in zip(ctx.places, others, strict=True):
+                options[i] = x
         # Only lse was used: the formula still takes a gradient of out.
         if grad_out is None:
             grad_out = torch.zeros_like(out)
         inputs = grad_out, grad_lse, query, key, value, out, lse, *options
         # Without `create_graph` nothing is recorded, and autograd need not look at the arguments.
-        with nullcontext() if torch.is_grad_enabled() else torch._C._AutoDispatchBelowAutograd():
+        if torch.is_grad_enabled():
             *of_inputs, grad_sinks = ring_backward_op(*inputs)
+        elif nodes.is_plain(grad_out, query, out):
+            bound = ctx.bound or bound_call(options, query, key, value)
+            saved = Saved(grad_out, out, lse, grad_lse)
+            with torch._C._AutoDispatchBelowADInplaceOrView():
+                *of_inputs, grad_sinks = run_backward(bound, saved, query, key, value)
+        else:
+            with torch._C._AutoDispatchBelowAutograd():
+                *of_inputs, grad_sinks = ring_backward_op(*inputs)
         # Without sinks their gradient is an empty tensor.
-        return *of_inputs, None if options[_SINKS] is None else grad_sinks, None, None
+        return *of_inputs, None if options[_SINKS] is None else grad_sinks, None, None, None
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+    """Run the ring op: by the dispatcher, unless that would only convert the arguments."""
+    sinks = options[_SINKS]
+    inputs = (query, key, value) if sinks is None else (query, key, value, sinks)
+    if torch.compiler.is_compiling() or not nodes.is_plain(*inputs):
+        return ring_op(query, key, value, *options)
+    return _autograd(nodes.PLAIN, query, key, value, *options)
+
+
+def attend_bound(
+    bound: BoundCall, query: Tensor, key: Tensor, value: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Run a bound call as `attend` does."""
+    if forward_ad._current_level >= 0 or not nodes.is_plain(query, key, value):
+        return ring_op(query, key, value, *bound.options)
+    if torch.is_grad_enabled() and torch._C._any_requires_grad(query, key, value):
+        return _RingFunction.apply(query, key, value, None, None, bound.options, bound)
+    return _below_autograd(bound, query, key, value)
+
+
+def _below_autograd(
+    bound: BoundCall, query: Tensor, key: Tensor, value: Tensor
+) -> tuple[Tensor, Tensor]:
+    with torch._C._AutoDispatchBelowADInplaceOrView():  # see `nodes.below_autograd`
+        return run_forward(bound, query, key, value)
 
 
 def _autograd(
@@ -253,7 +339,7 @@ def _autograd(
     if forward_ad._current_level >= 0:
         nodes.refuse_tangents(inputs)
     if torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs):
-        return nodes.recorded(_RingFunction, *inputs, keyset, options)
+        return nodes.recorded(_RingFunction, *inputs, keyset, options, None)
     return nodes.below_autograd(ring_op, forward, keyset, query, key, value, *options)
 
 
@@ -269,14 +355,14 @@ class _BackwardFunction(_SingleLevelFunction):
         raise NotImplementedError(nodes.ONCE)
 
 
-def _backward(keyset: Any, *inputs: Any) -> tuple[Tensor, ...]:
+def _backward_autograd(keyset: Any, *inputs: Any) -> tuple[Tensor, ...]:
     if torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs):
         return nodes.recorded(_BackwardFunction, keyset, *inputs)
     return nodes.below_autograd(ring_backward_op, backward, keyset, *inputs)
 
 
 nodes.LIBRARY.impl("ring_attention", _autograd, "Autograd", with_keyset=True)
-nodes.LIBRARY.impl("ring_attention_backward", _backward, "Autograd", with_keyset=True)
+nodes.LIBRARY.impl("ring_attention_backward", _backward_autograd, "Autograd", with_keyset=True)
 nodes.register_samples(FORWARD)
 nodes.register_samples(BACKWARD)
 nodes.register_autocast(FORWARD, ring_op)

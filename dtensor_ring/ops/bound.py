@@ -1,0 +1,127 @@
+"""Calls of the ring op whose options, shapes and group are known: what is left are their tensors.
+
+Note [Bound calls]: layers of a model make the same call again and again. What follows from the
+options, the shapes and the group of a call is found at its first time and kept: the checks of its
+inputs, the arguments of its plan, and whether one launch is all of it. Plans have a cache of their
+own, bounded by bytes. Calls with tensors beside query, key and value, such as boundaries of
+documents, are bound each time: their content may differ.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+from weakref import ref
+
+from torch import Tensor
+
+from dtensor_ring.compute.execute import sole_launch
+from dtensor_ring.compute.kernels import Kernel, Launch
+from dtensor_ring.ops.checks import LOG, announce, check_inputs, warn_of_boundaries, warn_of_tiles
+from dtensor_ring.ops.options import LEAVES, unflatten
+from dtensor_ring.planning.plan import Plan
+
+# The most calls that are kept; a model has a few.
+MAX_BOUND = 256
+
+# Places of tensors among the arguments of the op.
+TENSORS = [i for i, leaf in enumerate(LEAVES) if leaf.schema_type == "Tensor?"]
+
+
+class BoundCall:
+    """A call of the ring op on this rank.
+
+    Attributes:
+        options: the arguments of the op after query, key and value.
+        call: the same options as one value.
+        request: the arguments of the planner.
+        rank: this rank in the ring.
+        is_shared: whether the ring has several ranks.
+    """
+
+    def __init__(
+        self,
+        options: tuple[Any, ...],
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        is_kept: bool = False,
+    ) -> None:
+        self.options, self.call = options, unflatten(options)
+        check_inputs(query, key, value, self.call.scores.sinks)
+        self.request = self.call.request(query.shape[0])
+        self.rank, self.is_shared = self.request.rank, self.request.world_size > 1
+        self._group = ref(self.call.group) if is_kept else None
+        self._plan: Plan | None = None  # of a call that is not kept
+        self._is_planned = False
+        self._soles: dict[bool, Launch | None] = {}
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether its group is still the one of its name."""
+        return self._group is not None and self._group() is self.call.group
+
+    def plan(self, query: Tensor, key: Tensor) -> Plan:
+        """Return this rank's plan.
+
+        Raises:
+            ValueError: as `PlanRequest.plan`; call it where other ranks hear of it.
+        """
+        if self._plan is not None:
+            return self._plan
+        planned = self.request.plan(query, key)
+        if self._group is None:
+            self._plan = planned
+        if not self._is_planned:
+            if self.call.scores.dropout_p:
+                self.call.place.policy.refuse_order("dropout")
+            warn_of_tiles(planned, self.request)
+            if self.request.documents is not None:
+                warn_of_boundaries(self.request)
+            self._is_planned = True
+        return planned
+
+    def announce(self, kernel: Kernel, query: Tensor, key: Tensor, value: Tensor) -> None:
+        """Log the call, see `ops.checks.announce`."""
+        if LOG.isEnabledFor(logging.INFO):
+            plan = self.plan(query, key)
+            announce(self.call, self.request, plan, kernel.name, key, value)
+
+    def sole(self, kernel: Kernel, query: Tensor, key: Tensor) -> Launch | None:
+        """Return the launch that is all of the call, `None` if there is more to do."""
+        has_segments = kernel.has_segments
+        if has_segments not in self._soles:
+            plan, scores = self.plan(query, key), self.call.scores
+            is_plain = scores.sinks is None and not scores.dropout_p
+            found = sole_launch(plan, query, key, has_segments) if is_plain else None
+            self._soles[has_segments] = found
+        return self._soles[has_segments]
+
+
+# By options, shapes and dtypes. Each call knows whether its group is still there.
+_BOUND: dict[Any, BoundCall] = {}
+
+
+def bound_call(
+    options: tuple[Any, ...] | list[Any], query: Tensor, key: Tensor, value: Tensor
+) -> BoundCall:
+    """Return the bound call of the op's arguments.
+
+    Raises:
+        ValueError: if the op does not take such inputs.
+    """
+    for i in TENSORS:
+        if options[i] is not None:
+            return BoundCall(tuple(options), query, key, value)
+    shapes = query.shape, key.shape, value.shape, query.device, key.device, value.device
+    asked = *options, *shapes, query.dtype, key.dtype, value.dtype
+    # Of another memory layout there is no bound call, as the checks refuse it.
+    asked = *asked, query.layout, key.layout, value.layout
+    found = _BOUND.get(asked)
+    if found is not None and found.is_alive:
+        return found
+    found = BoundCall(tuple(options), query, key, value, is_kept=True)
+    if len(_BOUND) >= MAX_BOUND:
+        _BOUND.clear()
+    _BOUND[asked] = found
+    return found

@@ -196,7 +196,7 @@ def decode(
         wide = torch.promote_types(query.dtype, torch.float32)
         running = RunningOutput(query, value_head_dim, dtype=wide)
     # Without segments: a varlen kernel packs the batch into one dim, which would copy the keys.
-    forward_step(step, query, kv, running, kernel, scores, label, with_segments=False)
+    forward_step(step, query, kv, running, kernel, scores, label, joins_tiles=False)
     out, lse = running.result()
     if combine is None:
         return out, lse

@@ -139,7 +139,8 @@ class DecodeCall(NamedTuple):
             or len(request.starts) > 1
         )
         by_block = self.place.block is not None
-        return kernel_of(self.scores, query, value, is_packed, request.slices, by_block=by_block)
+        how = {"by_block": by_block, "fleeting": True}
+        return kernel_of(self.scores, query, value, is_packed, request.slices, **how)
 
 
 _ARGUMENTS = Arguments(DecodeCall, DecodeBatch, Scores, DecodePlace, Mask)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from importlib import import_module
 from itertools import pairwise
+from threading import Lock
 from types import ModuleType
 from typing import ClassVar, Literal, NamedTuple
 
@@ -209,6 +210,7 @@ class Problem:
         packed: whether the sequence has documents; then a step may have any number of tiles.
         dropout: whether weights are dropped.
         by_block: whether launches are `by_block`.
+        fleeting: whether each call has tiles of its own, as those to a cache have.
         determinism: PyTorch's setting, by default the current one.
         capability: compute capability of the current GPU, `None` for tensors on a CPU.
     """
@@ -225,6 +227,7 @@ class Problem:
     packed: bool = False
     dropout: bool = False
     by_block: bool = False
+    fleeting: bool = False
     determinism: Determinism = field(default_factory=determinism)
     capability: tuple[int, int] | None = field(init=False, default=None)
 
@@ -327,6 +330,13 @@ class Kernel(ABC):
         The result is cached. It must depend only on the problem, because all ranks must agree.
         """
 
+    def yields(self, problem: Problem) -> str | None:
+        """Return why others come first for a problem that this kernel supports, or `None`.
+
+        It is asked if no kernel is named. The kernel then comes after all but the reference.
+        """
+        return None
+
     @abstractmethod
     def forward(self, q: Tensor, k: Tensor, v: Tensor, launch: Launch, scores: Scores) -> Result:
         """Return `(out, lse)` of the queries over the keys of this launch."""
@@ -336,6 +346,10 @@ class Kernel(ABC):
         self, saved: Saved, q: Tensor, k: Tensor, v: Tensor, launch: Launch, scores: Scores
     ) -> Gradients:
         """Return the gradients of query, key and value from the scores of this launch."""
+
+
+# The compiler of kernels in Python fails where two threads of a process compile at once.
+COMPILER = Lock()
 
 
 def no_gpu(*majors: int) -> str | None:

@@ -20,6 +20,7 @@ from torch import Tensor
 from dtensor_ring.compute.kernels.cpu_flash import CpuFlash
 from dtensor_ring.compute.kernels.cuda_flash import CudaFlash
 from dtensor_ring.compute.kernels.cudnn import Cudnn
+from dtensor_ring.compute.kernels.cudnn_flex import CudnnFlex
 from dtensor_ring.compute.kernels.emulated import WidenedKernel
 from dtensor_ring.compute.kernels.flash_attn2 import FlashAttn2
 from dtensor_ring.compute.kernels.flash_attn3 import FlashAttn3
@@ -87,6 +88,9 @@ class CheckedKernel(Kernel):
     def supports(self, problem: Problem) -> str | None:
         return self.wrapped.supports(problem)
 
+    def yields(self, problem: Problem) -> str | None:
+        return self.wrapped.yields(problem)
+
     def forward(self, q: Tensor, k: Tensor, v: Tensor, launch: Launch, scores: Scores) -> Result:
         result = self.wrapped.forward(q, k, v, launch, scores)
         kind = "forward", launch.segments is None, q.dtype
@@ -150,6 +154,7 @@ def _described(result: object) -> str:
 
 
 _ORDER = (
+    CudnnFlex(),
     FlashAttn3(),
     FlashAttn4(),
     Cudnn(),
@@ -159,9 +164,10 @@ _ORDER = (
     Reference(),
 )
 
-# The kernels by name, in order of preference, which follows published speed. Flash attention 3 runs
-# on Hopper only. So 4 leads on Blackwell, and on Hopper if 3 is not installed. cuDNN comes next on
-# both, and flash attention 2 serves older GPUs. A kernel that cannot run gives a reason in
+# The kernels by name, in order of preference, which follows published speed. The first one needs a
+# launch where others need many, and yields to them elsewhere, see `Kernel.yields`. Flash attention
+# 3 runs on Hopper only. So 4 leads on Blackwell, and on Hopper if 3 is not installed. cuDNN comes
+# next on both, and flash attention 2 serves older GPUs. A kernel that cannot run gives a reason in
 # `missing()` and is skipped.
 KERNELS: dict[str, Kernel] = {kernel.name: kernel for kernel in _ORDER}
 
@@ -304,7 +310,7 @@ def _kernel_for(name: str | None, gpu: int | None, setting: Determinism, *facts:
 @lru_cache(maxsize=1024)
 def _select(name: str | None, problem: Problem, device: int | None) -> Kernel:
     check_kernel(name)
-    asked = KERNELS.values() if name is None else (named_kernel(name),)
+    asked = preferred(problem) if name is None else [named_kernel(name)]
     # `supports` comes first: it is cheap, while `missing` may import a package.
     answers = (
         (able, reason or _missing(kernel, device))
@@ -312,6 +318,12 @@ def _select(name: str | None, problem: Problem, device: int | None) -> Kernel:
         for able, reason in (able_kernel(kernel, problem),)
     )
     return first_able(name, answers, "serve this attention")
+
+
+def preferred(problem: Problem) -> list[Kernel]:
+    """Return all kernels in the order in which they are asked to serve a problem."""
+    *kernels, reference = KERNELS.values()
+    return [*sorted(kernels, key=lambda x: x.yields(problem) is not None), reference]
 
 
 def first_able(

@@ -99,30 +99,31 @@ OPTIONS = {
 }
 
 
-def check_intervals(kernel: Kernel, given: IntervalsCase) -> None:
+def check_intervals(kernel: Kernel, given: IntervalsCase, device: str = "cpu") -> None:
     """Output, lse and gradients are those of dense attention; rows without keys are (0, -inf)."""
     torch.manual_seed(0)
     case, seen, launch = given.case, given.seen(), given.launch
     (heads, kv_heads), (head_dim, value_dim) = case.heads, case.head_dims
-    query = case.tensor(heads, case.rows, head_dim, "cpu")
-    key = case.tensor(kv_heads, case.cols, head_dim, "cpu")
-    value = case.tensor(kv_heads, case.cols, value_dim, "cpu")
-    grad_out = case.tensor(heads, case.rows, value_dim, "cpu")
+    query = case.tensor(heads, case.rows, head_dim, device)
+    key = case.tensor(kv_heads, case.cols, head_dim, device)
+    value = case.tensor(kv_heads, case.cols, value_dim, device)
+    grad_out = case.tensor(heads, case.rows, value_dim, device)
     grad_lse = torch.randn(case.batch, heads, case.rows) if case.grad_lse else None
     scores = case.scores
     out, lse = kernel.forward(query, key, value, launch, scores)
     how = {"scale": case.scale, "softcap": case.softcap, "seen": seen}
-    expected = dense_attention(query, key, value, FULL, **how)
+    expected = dense_attention(*(x.cpu() for x in (query, key, value)), FULL, **how)
     eps = torch.finfo(case.dtype).eps
     assert (out.dtype, lse.dtype) == (case.dtype, torch.float32)
-    is_empty = ~seen.any(-1).unsqueeze(1).expand_as(lse)
-    assert (lse[is_empty] == -torch.inf).all()
-    assert (out[is_empty] == 0).all()
+    is_empty = ~seen.any(-1).unsqueeze(1).expand(lse.shape)
+    assert (lse.cpu()[is_empty] == -torch.inf).all()
+    assert (out.cpu()[is_empty] == 0).all()
     assert_near(out, expected.out, eps, "out")
-    assert_near(lse[~is_empty], expected.lse[~is_empty], 1e-5, "lse")
-    saved = Saved(grad_out, out, lse, grad_lse)
+    assert_near(lse.cpu()[~is_empty], expected.lse[~is_empty], 1e-5, "lse")
+    saved = Saved(grad_out, out, lse, None if grad_lse is None else grad_lse.to(device))
     grads = kernel.backward(saved, query, key, value, launch, scores)
     # The gradient of an lse of -inf is 0, and is not asked for.
     slope = None if grad_lse is None else grad_lse.masked_fill(is_empty, 0)
-    for name, grad, whole in zip("qkv", grads, expected.backward(grad_out, slope), strict=True):
+    wholes = expected.backward(grad_out.cpu(), slope)
+    for name, grad, whole in zip("qkv", grads, wholes, strict=True):
         assert_near(grad, whole, eps, f"gradient of {name}")

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from dtensor_ring import Balanced, Contiguous, Mask, Striped, ZigZag, register_kernel
@@ -22,6 +23,7 @@ from dtensor_ring.compute.whole_step import whole_step
 from dtensor_ring.planning.slices import Slices
 from dtensor_ring.planning.tile import CAUSAL, FULL
 from tests.intervals import CASES, OPTIONS, IntervalsCase, OneLaunch, check_intervals
+from tests.pool import Pool
 from tests.rings import Case, Ring
 from tests.test_played import Played, check_ring
 
@@ -87,6 +89,40 @@ def test_rings(
     for launches in (one_launch.forwards, one_launch.backwards):
         assert len(launches) == len(steps)
         assert sum(x.intervals is None for x in launches) == sum(len(x.tiles) == 1 for x in steps)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("seen", ["window", "window and documents by row"])
+def test_ops_with_a_gradient_of_lse(pool: Pool, size: int, seen: str) -> None:
+    """By processes, and named in the call."""
+    mask, documents = SEEN[seen]
+    ring = Ring(ZigZag(), size, SEQ_LEN, mask, documents)
+    case = Case(ring, torch.float64, kernel="one_launch", grad_lse=True, sinks=(0.5, -1.0, 2.0, 0))
+    for rank, (found, num_launches) in enumerate(pool.run(size, of_op, case)):
+        steps = [step for step in ring.plans()[rank].steps if step.tiles]
+        assert num_launches == (len(steps), len(steps))
+        for what, actual, whole in zip(NAMES, found, case.expected(), strict=True):
+            here = whole if what == "sinks" else whole[:, :, ring.positions(rank)]
+            torch.testing.assert_close(actual, here, msg=lambda m, what=what: f"{what}: {m}")
+
+
+NAMES = "out", "lse", "dq", "dk", "dv", "sinks"
+
+
+def of_op(case: Case) -> tuple[list[Tensor], tuple[int, int]]:
+    """Results of this rank, those of sinks summed over all; launches of forward and backward."""
+    kernel, rank = OneLaunch(), dist.get_rank()
+    register_kernel(kernel)
+    try:
+        shards = case.shards(rank)
+        results = case.attend(*shards)
+        slopes = [x[:, :, case.ring.positions(rank)] for x in case.grads()]
+        *grads, of_sinks = torch.autograd.grad(results, shards, slopes)
+    finally:
+        unregister_kernel(kernel.name)
+    dist.all_reduce(of_sinks)
+    found = [x.detach() for x in (*results, *grads, of_sinks)]
+    return found, (len(kernel.forwards), len(kernel.backwards))
 
 
 @pytest.mark.parametrize("strategy", ["all_gather", "ulysses:2"])

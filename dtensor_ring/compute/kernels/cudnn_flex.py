@@ -12,7 +12,8 @@ Note [cuDNN's intervals]. This is read from the sources of version 1.32.0; no GP
   256 on Blackwell.
 - Grouped queries need no copies. On Hopper, gradients of them need one head dim, and some pairs of
   different head dims have no gradients at all.
-- The functions that allocate results are private, and compile a kernel for each new shape.
+- The functions that allocate results are private. They compile a kernel for each dtype, head dims,
+  group of heads and kind of plan, whatever the lengths are.
 """
 
 from __future__ import annotations

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import ast
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from importlib.machinery import PathFinder
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dtensor_ring import Mask, ZigZag
 from dtensor_ring.compute.kernels import KERNELS, Problem, Saved, cudnn_flex
 from dtensor_ring.compute.kernels.cuda_flash import CudaFlash
 from dtensor_ring.compute.kernels.kernel import Intervals
+from dtensor_ring.planning.intervals import intervals_of
 from dtensor_ring.planning.plan import Step
 from dtensor_ring.planning.tile import CAUSAL
 from tests import flex_package
@@ -218,14 +221,56 @@ def test_head_dims_are_those_of_the_package() -> None:
     assert set(known["SUPPORTED_HEAD_DIMS"]) == set(flex_package.HEAD_DIMS)
 
 
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("name", CASES)
+def test_the_package_accepts_what_it_gets(
+    name: str, batch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By its own checks, of tensors without content."""
+    known: dict[str, Any] = {"__name__": "validation"}
+    arch = ModuleType("arch")
+    arch.get_device_arch = lambda index: 90  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "cudnn.flex_attention.runtime.arch", arch)
+    monkeypatch.setitem(sys.modules, "validation", ModuleType("validation"))
+    exec(compile(source_of("plan/validation.py"), "validation.py", "exec"), known)
+    lengths = dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"))
+    found: list[Any] = []
+
+    def create(*tensors: Tensor, build_backward: bool) -> None:
+        found.append(known["validate_create_mask_plan_inputs"](*tensors, **lengths))
+
+    monkeypatch.setattr(sys.modules[flex_package.BUILDER], "create_mask_plan", create)
+    monkeypatch.setattr(sys.modules[flex_package.EXECUTION], "_plan_tensors", lambda *x, **y: ())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    stream = SimpleNamespace(synchronize=lambda: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    case, tiles = CASES[name].case, CASES[name].tiles
+    intervals = Intervals(intervals_of(tiles, 2).ends[:batch])
+    with FakeTensorMode():
+        ends = torch.empty(intervals.ends.shape, dtype=torch.int32, device="cuda")
+        monkeypatch.setattr(Intervals, "on", lambda self, device: ends)
+        q, k = (
+            torch.empty(batch, heads, size, 64, dtype=torch.bfloat16, device="cuda").transpose(1, 2)
+            for heads, size in ((4, case.rows), (2, case.cols))
+        )
+        cudnn_flex._made(intervals, q, k, k, True)
+    (geometry,) = found
+    assert (geometry.total_q, geometry.total_k) == (batch * case.rows, batch * case.cols)
+    assert (geometry.hmask, geometry.nfunc) == (1, intervals.ends.shape[1])
+
+
 def parsed(file: str) -> ast.Module:
+    return ast.parse(source_of(file))
+
+
+def source_of(file: str) -> str:
     """A source file of the package; skips where it is not installed."""
     spec = PathFinder.find_spec("cudnn")  # which does not find the stand-in
     places = [Path(x) for x in (spec.submodule_search_locations or ())] if spec else []
     found = [x / "flex_attention" / file for x in places]
     if not found:
         pytest.skip("nvidia-cudnn-frontend is not installed")
-    return ast.parse(found[0].read_text())
+    return found[0].read_text()
 
 
 @pytest.mark.parametrize("head_dim", [8, 64, 128, 192, 256])

@@ -18,8 +18,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dtensor_ring import Mask, ZigZag
 from dtensor_ring.compute.kernels import KERNELS, Problem, Saved, cudnn_flex
-from dtensor_ring.compute.kernels.cuda_flash import CudaFlash
 from dtensor_ring.compute.kernels.kernel import Intervals
+from dtensor_ring.compute.kernels.reference import Reference
 from dtensor_ring.planning.intervals import intervals_of
 from dtensor_ring.planning.plan import Step
 from dtensor_ring.planning.tile import CAUSAL
@@ -77,9 +77,14 @@ def test_gradient_of_lse_of_a_small_tile(grad_lse: bool) -> None:
 def test_few_queries_make_no_plan(made: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
     """As those to a cache, whose keys are others for each token."""
     called: list[object] = []
-    monkeypatch.setattr(CudaFlash, "missing", lambda self: called.append(self))
+
+    def for_thin(query: Tensor, value: Tensor) -> Reference:
+        called.append(query)
+        return Reference()
+
+    monkeypatch.setattr(cudnn_flex, "for_thin", for_thin)
     check_tile(FLEX, Case(cudnn_flex.THIN, 300), "cpu")
-    assert called
+    assert len(called) == 2, "forward and backward"
     assert not made
     check_tile(FLEX, Case(cudnn_flex.THIN + 1, 300), "cpu")
     assert made == [False, True]

@@ -9,7 +9,7 @@ it to earlier downloads.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
 from types import ModuleType
 from typing import Any, NamedTuple, TypeVar
@@ -323,7 +323,26 @@ def _select(name: str | None, problem: Problem, device: int | None) -> Kernel:
 def preferred(problem: Problem) -> list[Kernel]:
     """Return all kernels in the order in which they are asked to serve a problem."""
     *kernels, reference = KERNELS.values()
-    return [*sorted(kernels, key=lambda x: x.yields(problem) is not None), reference]
+    kernels.sort(key=lambda x: x.yields(problem) is not None)
+    for rate in () if problem.fleeting else _RATES:
+        kernels.sort(key=lambda x: -(rate(x.name, problem) or 0.0))
+    return [*kernels, reference]
+
+
+# FLOPs per second of a named kernel at a problem, `None` if nobody has measured it.
+Rate = Callable[[str, Problem], float | None]
+
+# What `follow_rates` was given: nothing, or one function.
+_RATES: list[Rate] = []
+
+
+def follow_rates(rate: Rate | None) -> None:
+    """Prefer kernels by their rates, the fastest first; `None` goes back to the usual order.
+
+    Kernels without a rate come after those that have one. Attention to a cache keeps the order.
+    """
+    _RATES[:] = [] if rate is None else [rate]
+    clear_kernel_cache()
 
 
 def first_able(

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from gpu_steps.any_mask import any_mask
 from gpu_steps.bandwidth import bandwidth
 from gpu_steps.bound import bound
 from gpu_steps.by_processes import by_processes
@@ -58,6 +59,7 @@ ALONE = {
     "eight_bits": Planned("keys and values in eight bits: speed, rings", 20, eight_bits),
     "bound": Planned("the tiles of 8 x 8k tokens by kernel, arrivals there", 40, bound),
     "tiles": Planned("tiles next to one launch", 20, tiles),
+    "masks": Planned("windows, documents: one launch for a step, or many", 90, any_mask),
     "messages": Planned("a rank's messages to itself, beside attention", 20, messages),
     "processes": Planned("4 processes on one GPU: every call, agreement", 90, by_processes),
     "inference": Planned("pools, selected keys, a model that serves", 30, inference),

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from dtensor_ring.lab.choose import choose_layout
     from dtensor_ring.lab.comparison import compare_strategies
     from dtensor_ring.lab.machine import Machine
+    from dtensor_ring.lab.preference import prefer_measured
     from dtensor_ring.lab.schedule import compare_layouts, describe_schedule
     from dtensor_ring.lab.simulated_attention import simulate_attention
     from dtensor_ring.lab.training.longest import longest_sequences
@@ -84,6 +85,7 @@ __all__ = [
     "longest_sequences",
     "merge_attention",
     "next_token_labels",
+    "prefer_measured",
     "register_kernel",
     "relayout",
     "ring_attention",
@@ -108,6 +110,7 @@ _LABORATORY = {
     "compare_strategies": "dtensor_ring.lab.comparison",
     "describe_schedule": "dtensor_ring.lab.schedule",
     "longest_sequences": "dtensor_ring.lab.training.longest",
+    "prefer_measured": "dtensor_ring.lab.preference",
     "simulate_attention": "dtensor_ring.lab.simulated_attention",
     "simulate_step": "dtensor_ring.lab.training.step",
 }

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from dtensor_ring.compute.kernels import registry as kernels_of_the_hub
-from tests import hub
+from tests import flex_package, hub
 from tests.package_calls import (
     CudnnOps,
     Run,
@@ -162,12 +162,16 @@ def aten_operators() -> dict[str, tuple[Run, dict[str, str]]]:
 @pytest.fixture
 def packages(monkeypatch: pytest.MonkeyPatch) -> Iterator[hub.Hub]:
     """All of them, as long as a test runs; what it gives counts downloads."""
-    for package in ("flash_attn", "flash_attn.cute"):
+    for package in ("flash_attn", "flash_attn.cute", *flex_package.PACKAGES):
         monkeypatch.setitem(sys.modules, package, ModuleType(package))
     for module, functions in {
         "flash_attn.flash_attn_interface": FLASH_ATTN,
         "flash_attn.cute.interface": FLASH_ATTN_CUTE,
         "flash_attn_interface": {},
+        **{
+            module: {name: function(*of) for name, of in functions.items()}
+            for module, functions in flex_package.FUNCTIONS.items()
+        },
     }.items():
         monkeypatch.setitem(sys.modules, module, ModuleType(module))
         for name, run in functions.items():

@@ -16,8 +16,11 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from dtensor_ring import register_kernel
+from dtensor_ring.compute.kernels.registry import unregister_kernel
 from tests import dry_gpu_check, roofline
 from tests.fake_cuda import Event, fake_cuda
+from tests.intervals import OneLaunch
 from tests.pool import Pool
 from tests.test_public import ROOT
 
@@ -30,11 +33,12 @@ def modules(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     monkeypatch.chdir(tmp_path)
     import gpu_check
-    from gpu_steps import findings, installed, machine, processes, skips, suite, traces
+    from gpu_steps import any_mask, findings, installed, machine, processes, skips, suite, traces
 
     return SimpleNamespace(
         **{"check": gpu_check, "findings": findings, "installed": installed, "skips": skips},
         **{"suite": suite, "machine": machine, "processes": processes, "traces": traces},
+        any_mask=any_mask,
     )
 
 
@@ -67,6 +71,7 @@ def test_every_step_runs(pool: Pool, modules: Any, capsys: pytest.CaptureFixture
     assert len(found["processes"]) == 9
     assert len(found["eight_bits"]) == 1 + 2 * (4 + 1), "a copy; each format's speeds, and a ring"
     assert len(found["bound"]) == 5
+    assert len(found["masks"]) == 2 * (1 + 2) + 5, "causal and windows; rings"
     measured = json.loads((folder / "gpu.json").read_text())
     assert [row["torch"] is not None for row in measured["rows"]] == [True, False]
     assert all(len(row[what]) == 2 for row in measured["rows"] for what in ("single", "there"))
@@ -77,6 +82,24 @@ def test_every_step_runs(pool: Pool, modules: Any, capsys: pytest.CaptureFixture
     assert dry_gpu_check.checked(["--sanitize"], folder, run=None, run_ranks=None) == 0
     assert "to do  nothing" in capsys.readouterr().out, "each step has a result"
     assert json.loads((folder / "gpu.json").read_text())["steps"] == measured["steps"]
+
+
+def test_masks_by_kernels_of_whole_steps(modules: Any) -> None:
+    """One launch for each source of keys, and no other result than that of many."""
+    kernel = OneLaunch()
+    register_kernel(kernel, before="cpu_flash")
+    try:
+        machine = modules.machine.Machine("cpu", side=32, repeats=1, is_dry=True)
+        with fake_cuda():
+            found = list(modules.any_mask.any_mask(machine))
+    finally:
+        unregister_kernel("one_launch")
+    assert not [x for x in found if x.is_wrong]
+    assert sum("next to cpu_flash" in x.what for x in found) == 4 + 5
+    rings = [x for x in found if " 2 x 32, " in x.what and "launches" in x.found]
+    numbers = [(x.what.split(",")[0], int(x.found.split()[-3])) for x in rings]
+    assert [x for kernel, x in numbers if kernel == "one_launch"] == [2, 2, 4, 4, 4]
+    assert [x for kernel, x in numbers if kernel == "cpu_flash"] == [16, 16, 49, 20, 5]
 
 
 def test_every_step_of_several_ranks(pool: Pool, modules: Any, tmp_path: Path) -> None:
@@ -96,7 +119,7 @@ def test_as_a_script(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=tmp_path, timeout=300, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
-    assert len(lines) == 2 + 14 + 5
+    assert len(lines) == 2 + 15 + 5
     assert lines[1] == "  installed     5 s  versions, and kernels that run"
 
 

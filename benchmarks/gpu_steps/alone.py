@@ -17,6 +17,7 @@ from torch import Tensor
 from dtensor_ring import Contiguous
 from dtensor_ring.compute.accumulate import RunningOutput
 from dtensor_ring.compute.kernels import KERNELS, Launch, Problem, Saved, Scores
+from dtensor_ring.compute.kernels.registry import preferred
 from dtensor_ring.compute.memory import WHOLE
 from dtensor_ring.ops.options import default_scale
 from dtensor_ring.planning.demand import Cols
@@ -266,9 +267,9 @@ def best_kernels(device: str) -> list[str]:
     """Kernels that run here, best first, but for the reference."""
     plain = Attention("", 1, 1, Contiguous(), Mask.causal(), device=device).problem()
     return [
-        name
-        for name, kernel in KERNELS.items()
-        if name != "reference" and (kernel.missing() or kernel.supports(plain)) is None
+        kernel.name
+        for kernel in preferred(plain)
+        if kernel.name != "reference" and (kernel.missing() or kernel.supports(plain)) is None
     ]
 
 

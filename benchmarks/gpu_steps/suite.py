@@ -29,8 +29,8 @@ def suite(machine: Machine) -> Iterator[Finding]:
     if reason := without_pytest():
         yield Finding("tests", f"left out: {reason}")
         return
-    # Flash attention 4 apart: its compiler is young, and a test that hangs ends all after it.
-    for which in ("not flash_attn4", "flash_attn4"):
+    # Kernels in Python apart: their compiler is young, and a test that hangs ends all after it.
+    for which in ("not flash_attn4 and not cudnn_flex", "flash_attn4", "cudnn_flex"):
         command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-k", which, *files()]
         yield _finding(f"tests, {which}", machine, command, min(MAX_SECONDS, machine.left - 5))
 

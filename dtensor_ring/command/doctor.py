@@ -14,7 +14,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from dtensor_ring.compute.kernels import Scores, available_kernels, kernel_for, missing_kernel
+from dtensor_ring.compute.kernels import (
+    Problem,
+    Scores,
+    available_kernels,
+    kernel_for,
+    missing_kernel,
+    named_kernel,
+)
 from dtensor_ring.dtensor.attention import ring_attention
 from dtensor_ring.dtensor.axis import SequenceAxis
 from dtensor_ring.dtensor.sequence import shard_sequence, unshard_sequence
@@ -246,7 +253,9 @@ def _kernels(asked: str | None) -> list[Finding]:
         except ValueError as error:
             return [Finding(f"kernel {asked}", str(error), is_bad=True)]
     findings = [
-        Finding(f"kernel {name}", reason or "runs", is_bad=name == asked and reason is not None)
+        Finding(
+            f"kernel {name}", reason or _runs(name), is_bad=name == asked and reason is not None
+        )
         for name, reason in found.items()
     ]
     findings += [Finding(f"paged kernel {x.name}", x.missing() or "runs") for x in PAGED]
@@ -255,6 +264,12 @@ def _kernels(asked: str | None) -> list[Finding]:
         advice = "pip install flash-attn, or test a prebuilt one: --kernel " + PREBUILT
         findings.append(Finding("kernels for this GPU", "only the slow reference", advice))
     return findings
+
+
+def _runs(name: str) -> str:
+    """Return that a kernel runs, and why others come before it for most problems."""
+    reason = named_kernel(name).yields(Problem("cuda", torch.bfloat16, 64, 64))
+    return "runs" if reason is None else f"runs; {reason}"
 
 
 def _is_fast(found: dict[str, str | None]) -> bool:

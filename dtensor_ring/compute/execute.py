@@ -29,6 +29,7 @@ from dtensor_ring.compute.kernels.kernel import (
 )
 from dtensor_ring.compute.memory import Region, cols_of, part_of, rows_of
 from dtensor_ring.compute.trace import Label
+from dtensor_ring.compute.whole_step import whole_step
 from dtensor_ring.planning.mask import Mask
 from dtensor_ring.planning.plan import Plan, Step
 from dtensor_ring.planning.ranges import Span, length
@@ -179,7 +180,7 @@ _MADE: WeakKeyDictionary[Step, dict[_Key, tuple[Launch, ...]]] = WeakKeyDictiona
 def launches(
     step: Step, shape: Shape, has_segments: bool, in_flight: bool = False
 ) -> tuple[Launch, ...]:
-    """Return the launches of a step, which are made once for each shape.
+    """Return the launches of a step, which are made once for each shape, see also `whole_step`.
 
     Tiles of packed documents have one mask and ascend in both queries and keys. Such tiles form one
     launch of segments.
@@ -342,7 +343,7 @@ def forward_step(
     kernel: Kernel,
     scores: Scores,
     label: Label,
-    with_segments: bool = True,
+    joins_tiles: bool = True,
     in_flight: bool = False,
     dropout: Dropout | None = None,
 ) -> None:
@@ -356,12 +357,12 @@ def forward_step(
         kernel: the block kernel.
         scores: how a query scores a key.
         label: names this step in a profile.
-        with_segments: whether tiles may be joined to segments; this may copy keys.
+        joins_tiles: whether tiles may be joined to one launch; this may copy keys, and takes the
+            host longer at the first call of a step.
         in_flight: whether messages are in flight during the step.
         dropout: the weights that are dropped, of all queries and all resident keys.
     """
-    has_segments = with_segments and kernel.has_segments
-    for launch in _launches(step, query, kv[0], has_segments, in_flight):
+    for launch in _launches(step, query, kv[0], kernel, joins_tiles, in_flight):
         with label("merge"):
             running.make_room()
         with label("tile"):
@@ -396,7 +397,7 @@ def backward_step(
         label: names this step in a profile.
         dropout: the weights that were dropped, of all queries and all resident keys.
     """
-    for launch in _launches(step, query, kv[0], kernel.has_segments):
+    for launch in _launches(step, query, kv[0], kernel):
         sums = grad_query, *grad_kv
         with label("merge"):
             for one in sums:
@@ -432,11 +433,19 @@ def sole_launch(plan: Plan, query: Tensor, key: Tensor, has_segments: bool) -> L
 
 
 def _launches(
-    step: Step, query: Tensor, key: Tensor, has_segments: bool, in_flight: bool = False
+    step: Step,
+    query: Tensor,
+    key: Tensor,
+    kernel: Kernel,
+    joins_tiles: bool = True,
+    in_flight: bool = False,
 ) -> tuple[Launch, ...]:
     batch_size, _, num_rows, _ = query.shape
     if not batch_size:
         return ()  # some kernels refuse an empty batch, others return nothing for it
+    if kernel.has_intervals and joins_tiles and len(step.tiles) > 1:
+        return whole_step(step, batch_size, in_flight)
+    has_segments = joins_tiles and kernel.has_segments
     return launches(step, (batch_size, num_rows, key.shape[2]), has_segments, in_flight)
 
 

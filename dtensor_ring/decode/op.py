@@ -139,7 +139,8 @@ class DecodeCall(NamedTuple):
             or len(request.starts) > 1
         )
         by_block = self.place.block is not None
-        return kernel_of(self.scores, query, value, is_packed, request.slices, by_block=by_block)
+        how = {"by_block": by_block, "fleeting": True}
+        return kernel_of(self.scores, query, value, is_packed, request.slices, **how)
 
 
 _ARGUMENTS = Arguments(DecodeCall, DecodeBatch, Scores, DecodePlace, Mask)
@@ -196,7 +197,7 @@ def decode(
         wide = torch.promote_types(query.dtype, torch.float32)
         running = RunningOutput(query, value_head_dim, dtype=wide)
     # Without segments: a varlen kernel packs the batch into one dim, which would copy the keys.
-    forward_step(step, query, kv, running, kernel, scores, label, with_segments=False)
+    forward_step(step, query, kv, running, kernel, scores, label, joins_tiles=False)
     out, lse = running.result()
     if combine is None:
         return out, lse

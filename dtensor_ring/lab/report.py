@@ -47,7 +47,7 @@ def show(findings: Sequence[Finding]) -> None:
 
 # The project, the packages it needs, and the packages it works with.
 PACKAGES = (
-    *("dtensor-ring", "torch", "triton", "flash-attn", "flash-attn-4"),
+    *("dtensor-ring", "torch", "triton", "flash-attn", "flash-attn-4", "nvidia-cudnn-frontend"),
     *("transformers", "accelerate", "trl", "torchtitan"),
 )
 

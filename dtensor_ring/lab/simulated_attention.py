@@ -276,5 +276,9 @@ def timeline_of(
 
 
 def has_segments(kernel: str) -> bool:
-    """Return whether a kernel takes segments; "any" and kernels that are not known here do."""
-    return kernel not in KERNELS or KERNELS[kernel].has_segments
+    """Return whether a kernel joins tiles; "any" and kernels that are not known here do.
+
+    Tiles that one launch of intervals takes are counted as segments.
+    """
+    known = KERNELS.get(kernel)
+    return known is None or known.has_segments or known.has_intervals

@@ -394,6 +394,7 @@ def kernel_of(
     slices: Slices | None = None,
     differentiable_lse: bool = False,
     by_block: bool = False,
+    fleeting: bool = False,
 ) -> Kernel:
     """Return the kernel of an attention: the named one, or the first one that supports it.
 
@@ -405,6 +406,7 @@ def kernel_of(
         slices: what queries see, if the call has slices.
         differentiable_lse: whether backward gets a gradient of lse.
         by_block: whether sums have a fixed order, see `Kernel.bitwise_by_block`.
+        fleeting: whether each call has tiles of its own, as those to a cache.
     """
     mask, scale, softcap, _, kernel, *_ = scores
     _, num_heads, _, head_dim = query.shape
@@ -425,6 +427,7 @@ def kernel_of(
         is_packed,
         scores.dropout_p > 0,
         by_block,
+        fleeting,
     )
 
 

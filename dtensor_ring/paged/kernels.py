@@ -141,7 +141,8 @@ def _numbers(*arrays: np.ndarray) -> Numbers:
 def block_kernel(query: Tensor, value_head_dim: int, scores: Scores) -> Kernel:
     """Return the best block kernel for tiles of a query `(B, Nkv, R, H)`, one head a key head."""
     facts = query.dtype, query.shape[3], value_head_dim, scores.scale, scores.softcap
-    return kernel_for(None, query.device.type, *facts, False, True, False)
+    rest = False, False, False, True  # not packed, no dropout, no blocks; other tiles each call
+    return kernel_for(None, query.device.type, *facts, False, True, False, *rest)
 
 
 class Anywhere(PagedKernel):

@@ -208,6 +208,19 @@ def test_doctor_without_a_launcher(kernel: str | None, capsys: pytest.CaptureFix
     assert "torchrun" in capsys.readouterr().out
 
 
+def test_doctor_says_why_others_come_before_a_kernel_that_runs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from dtensor_ring.command import doctor as self_test
+
+    monkeypatch.setattr(self_test, "available_kernels", lambda: {"cudnn_flex": None, "cudnn": None})
+    found = {x.what: x.found for x in self_test._kernels(None)}
+    assert found["kernel cudnn"] == "runs"
+    assert (
+        "runs; nobody has measured it, so it comes first for windows" in found["kernel cudnn_flex"]
+    )
+
+
 def test_doctor_of_two_ranks() -> None:
     first, _ = run_script("dtensor_ring", "doctor", "--json", ranks=2, cwd=ROOT)
     found = json.loads(first.printed)

@@ -76,7 +76,7 @@ class Cudnn(Kernel):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, launch: Launch, scores: Scores) -> Result:
         if _is_thin(q, k):
-            return _for_thin(q, v).forward(q, k, v, launch, scores)
+            return for_thin(q, v).forward(q, k, v, launch, scores)
         is_causal = _is_causal(launch.mask)
         out, lse, *_ = aten._scaled_dot_product_cudnn_attention.default(
             q, k, v, None, True, 0.0, is_causal, False, scale=scores.scale
@@ -88,7 +88,7 @@ class Cudnn(Kernel):
     ) -> Gradients:
         tensors = q, k, v
         if _is_thin(q, k):
-            return _for_thin(q, v).backward(saved, *tensors, launch, scores)
+            return for_thin(q, v).backward(saved, *tensors, launch, scores)
         # Use the query's memory order: see Note [cuDNN's attention] on PyTorch's cache.
         grad_out, out = (in_order(x, order_of(q), x.dtype) for x in (saved.grad_out, saved.out))
         unused = torch.empty((), dtype=torch.int64, device=q.device)
@@ -114,7 +114,7 @@ def _is_thin(query: Tensor, key: Tensor) -> bool:
     return query.shape[2] == 1 or key.shape[2] == 1
 
 
-def _for_thin(query: Tensor, value: Tensor) -> Kernel:
+def for_thin(query: Tensor, value: Tensor) -> Kernel:
     """Return the kernel for a single query or a single key: flash attention has one head dim."""
     flash, has_one_dim = CudaFlash(), query.shape[3] == value.shape[3]
     return flash if has_one_dim and flash.missing() is None else Reference()

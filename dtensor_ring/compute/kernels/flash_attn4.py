@@ -6,13 +6,13 @@ import re
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from inspect import signature
-from threading import Lock
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from dtensor_ring.compute.kernels.kernel import (
+    COMPILER,
     Gradients,
     Problem,
     Result,
@@ -29,9 +29,6 @@ NEEDED = "return_lse", "max_seqlen_q"
 
 # The smallest head dim whose gradients were found right.
 SMALLEST = 32
-
-# Its compiler fails where two threads of a process compile at once.
-_COMPILER = Lock()
 
 # The oldest beta of version 4.0.0 that has the gradient of a softcap.
 OLDEST_BETA = 28
@@ -76,7 +73,7 @@ class FlashAttn4(VarlenKernel):
 
         # Outside of autograd, lse is returned only on request.
         more = {**lengths(band.segments, q.device), **_options(band)}
-        with _COMPILER:
+        with COMPILER:
             out, lse, *_ = _flash_attn_fwd(q, k, v, return_lse=True, **more)
         return out, lse
 
@@ -87,7 +84,7 @@ class FlashAttn4(VarlenKernel):
 
         more = {**lengths(band.segments, q.device), **_options(band)}
         more["deterministic"] = torch.are_deterministic_algorithms_enabled()
-        with _COMPILER:
+        with COMPILER:
             dq, dk, dv, *_ = _flash_attn_bwd(q, k, v, saved.out, saved.grad_out, saved.lse, **more)
         return dq, dk, dv
 
@@ -137,7 +134,7 @@ def attend_to_latents(latents: Latents, scale: float, sinks: Tensor | None) -> R
     more = {"softmax_scale": scale, "learnable_sink": sinks, "return_lse": True}
     # Weights are computed again in backward, so none are kept, N x K for each query.
     more |= {"gather_kv_indices": lists, "gather_bwd_recompute_p": True}
-    with _COMPILER:
+    with COMPILER:
         out, lse, *_ = _flash_attn_fwd(q, k, v, qv, **more)
     return out, lse
 
@@ -155,7 +152,7 @@ def attend_to_latents_backward(
     chunk = max(1, LIST_SCORES // (q.shape[2] * lists.shape[2]))
     inputs = q, k, v, qv, saved.out, saved.grad_out, saved.lse, None, None, lists
     more = {"softmax_scale": scale, "recompute_p": True, "token_chunk": chunk}
-    with _COMPILER:
+    with COMPILER:
         dq, dk, dv, dqv, _ = _flash_attn_bwd_sparse_mla(*inputs, **more)
     return dq, dk, dv, dqv
 

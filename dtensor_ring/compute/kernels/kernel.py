@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from importlib import import_module
 from itertools import pairwise
+from threading import Lock
 from types import ModuleType
 from typing import ClassVar, Literal, NamedTuple
 
@@ -70,19 +71,49 @@ class Segments:
 
 
 @dataclass(frozen=True, eq=False)
+class Intervals:
+    """The keys that each query of a launch sees: a mask as data.
+
+    With `F = ends[b, :, i]`, query i of batch row b sees the keys `[0, F[0])`, `[F[1], F[2])`,
+    `[F[3], F[4])` and so on. The numbers of a query never descend, so an interval may be empty.
+
+    Attributes:
+        ends: int32 `(B, F, R)`, F is odd. B is 1 if all batch rows see the same.
+    """
+
+    ends: np.ndarray
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the numbers and of a copy on a device, in bytes."""
+        return 1000 + 2 * self.ends.nbytes
+
+    def on(self, device: torch.device) -> Tensor:
+        """Return `ends` on a device, where it is copied once."""
+        return self._numbers.on(device)[0]
+
+    @cached_property
+    def _numbers(self) -> Numbers:
+        return Numbers(torch.int32, torch.from_numpy(self.ends))
+
+
+@dataclass(frozen=True, eq=False)
 class Launch:
-    """One call of a block kernel: a tile, or segments, which are many tiles of one mask.
+    """One call of a block kernel: a tile, segments, or all tiles of a step as intervals of keys.
+
+    Segments are many tiles of one mask.
 
     Attributes:
         rows: region of the local queries `(B, N, L)`. With segments, a region of several batch rows
             has all their tokens.
         cols: region of the resident keys `(B, Nkv, C)`, likewise.
-        mask: the band, in indices of the tile or of each segment.
+        mask: the band, in indices of the tile or of each segment; full with intervals.
         segments: boundaries of the tiles; `None` for a single tile.
         in_flight: whether messages are in flight during the launch and need multiprocessors.
         dropout: the weights that are dropped, `None` for none.
         by_block: whether the bits of a batch row and head must not depend on other ones, on
             strides, or on where the tensors are in memory, see `Kernel.bitwise_by_block`.
+        intervals: the keys that each query sees, in place of the mask; `None` for a band.
     """
 
     rows: Region
@@ -92,6 +123,7 @@ class Launch:
     in_flight: bool = False
     dropout: Dropout | None = None
     by_block: bool = False
+    intervals: Intervals | None = None
 
 
 class Scores(NamedTuple):
@@ -178,6 +210,7 @@ class Problem:
         packed: whether the sequence has documents; then a step may have any number of tiles.
         dropout: whether weights are dropped.
         by_block: whether launches are `by_block`.
+        fleeting: whether each call has tiles of its own, as those to a cache have.
         determinism: PyTorch's setting, by default the current one.
         capability: compute capability of the current GPU, `None` for tensors on a CPU.
     """
@@ -194,6 +227,7 @@ class Problem:
     packed: bool = False
     dropout: bool = False
     by_block: bool = False
+    fleeting: bool = False
     determinism: Determinism = field(default_factory=determinism)
     capability: tuple[int, int] | None = field(init=False, default=None)
 
@@ -225,6 +259,10 @@ class Kernel(ABC):
     has the queries from `segments.rows[s]` to `segments.rows[s + 1]`, and sees the keys from
     `segments.cols[s]` to `segments.cols[s + 1]`.
 
+    **Intervals** are all tiles of a step, of all batch rows. Only a kernel that sets
+    `has_intervals` gets them, and it gets tiles, too. Tensors have the shapes of a tile, and
+    `launch.intervals` says which of the C keys each of the R queries sees.
+
     **Inputs** have any strides whose last is 1. N is a multiple of Nkv, and B, R, C are at least 1.
     A kernel must not write to its inputs.
 
@@ -246,8 +284,8 @@ class Kernel(ABC):
     right side has no bound, or one of C or more. So the planner cuts tiles: a tile with a bound on
     the left has no bound on the right only if `R <= C`; otherwise `right + R - C < C`.
 
-    **Rows without keys** occur in segments only, as a segment may have no columns. Its rows get an
-    out of 0, an lse of -inf, and gradients of 0. A segment may also have no rows; then its keys get
+    **Rows without keys** occur in segments, as a segment may have no columns, and in intervals.
+    Such rows get an out of 0, an lse of -inf, and gradients of 0. Keys that no row sees get
     gradients of 0.
 
     **Backward** gets `out` and `lse` of the whole row, over all keys of the ring. With
@@ -265,6 +303,7 @@ class Kernel(ABC):
     Attributes:
         name: the name in the `kernel` argument and in `available_kernels`.
         has_segments: whether the kernel takes launches with segments.
+        has_intervals: whether the kernel takes launches with intervals.
         has_dropout: whether the kernel drops weights by the positions of the whole sequence.
         bitwise_by_block: whether launches `by_block` are served: for tiles of the same shape, mask
             and content, a batch row and a key head with its queries get the same bits, whatever
@@ -273,6 +312,7 @@ class Kernel(ABC):
 
     name: ClassVar[str]
     has_segments: ClassVar[bool] = False
+    has_intervals: ClassVar[bool] = False
     has_dropout: ClassVar[bool] = False
     bitwise_by_block: ClassVar[bool] = False
 
@@ -290,6 +330,13 @@ class Kernel(ABC):
         The result is cached. It must depend only on the problem, because all ranks must agree.
         """
 
+    def yields(self, problem: Problem) -> str | None:
+        """Return why others come first for a problem that this kernel supports, or `None`.
+
+        It is asked if no kernel is named. The kernel then comes after all but the reference.
+        """
+        return None
+
     @abstractmethod
     def forward(self, q: Tensor, k: Tensor, v: Tensor, launch: Launch, scores: Scores) -> Result:
         """Return `(out, lse)` of the queries over the keys of this launch."""
@@ -299,6 +346,10 @@ class Kernel(ABC):
         self, saved: Saved, q: Tensor, k: Tensor, v: Tensor, launch: Launch, scores: Scores
     ) -> Gradients:
         """Return the gradients of query, key and value from the scores of this launch."""
+
+
+# The compiler of kernels in Python fails where two threads of a process compile at once.
+COMPILER = Lock()
 
 
 def no_gpu(*majors: int) -> str | None:

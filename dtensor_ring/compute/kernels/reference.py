@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dtensor_ring.compute.dropout import Dropout
-from dtensor_ring.compute.kernels.emulated import hidden, row_blocks
+from dtensor_ring.compute.kernels.emulated import Block, hidden, row_blocks
 from dtensor_ring.compute.kernels.kernel import (
     Gradients,
     Kernel,
@@ -21,6 +21,9 @@ from dtensor_ring.compute.kernels.kernel import (
 )
 from dtensor_ring.compute.memory import Region, unfold_heads
 from dtensor_ring.planning.mask import Mask
+
+# What queries see: a band, or the numbers of `Intervals`.
+Seen = Mask | Tensor
 
 # Queries per block; this bounds the scores in memory to `B * N * BLOCK_ROWS * C`.
 BLOCK_ROWS = 128
@@ -48,7 +51,7 @@ class Reference(Kernel):
         if launch.by_block:
             return _forward_by_head(q, k, v, launch.mask, scores)
         if launch.segments is None:
-            return _forward(q, k, v, launch.mask, scores, launch.dropout)
+            return _forward(q, k, v, _seen(launch, q), scores, launch.dropout)
         num_rows, heads = q.shape[:2]
         wide = torch.promote_types(q.dtype, torch.float32)
         # Rows without keys keep (0, -inf).
@@ -67,7 +70,7 @@ class Reference(Kernel):
         if launch.by_block:
             return _backward_by_head(saved, q, k, v, launch.mask, scores)
         if launch.segments is None:
-            return _backward(saved, q, k, v, launch.mask, scores, launch.dropout)
+            return _backward(saved, q, k, v, _seen(launch, q), scores, launch.dropout)
         grads = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
         for rows, cols in launch.segments.tiles():
             tile = _by_head(q[rows]), _by_head(k[cols]), _by_head(v[cols])
@@ -76,6 +79,10 @@ class Reference(Kernel):
             for grad, part, region in zip(grads, parts, (rows, cols, cols), strict=True):
                 grad[region] = part[0].transpose(0, 1)
         return grads
+
+
+def _seen(launch: Launch, query: Tensor) -> Seen:
+    return launch.mask if launch.intervals is None else launch.intervals.on(query.device)
 
 
 def _dropout_of(launch: Launch, rows: slice, cols: slice) -> Dropout | None:
@@ -90,16 +97,16 @@ def _forward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    mask: Mask,
+    mask: Seen,
     scores: Scores,
     dropout: Dropout | None = None,
 ) -> Result:
-    """Return `(out, lse)` of a tile."""
+    """Return `(out, lse)` of a tile, or of intervals."""
     batch, heads, rows, _ = query.shape
     wide = torch.promote_types(query.dtype, torch.float32)
     lse = query.new_empty(batch, heads, rows, dtype=wide)
     out = query.new_empty(batch, rows, heads, value.shape[-1]).transpose(1, 2)
-    for block, seen in row_blocks(rows, key.shape[2], mask, BLOCK_ROWS):
+    for block, seen in _blocks(rows, key.shape[2], mask):
         keys, values = (x[:, :, seen].to(wide) for x in (key, value))
         scored, _ = _scored(_grouped(query[:, :, block], keys), keys, scores)
         scored = _hide(scored, block, seen, mask)
@@ -196,11 +203,14 @@ def _backward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    mask: Mask,
+    mask: Seen,
     scores: Scores,
     dropout: Dropout | None = None,
 ) -> Gradients:
-    """Return the gradients of query, key and value of a tile, by the formula of `Kernel`."""
+    """Return the gradients of query, key and value of a tile, or of intervals.
+
+    See the formula of `Kernel`.
+    """
     heads, rows = query.shape[1:3]
     wide = saved.lse.dtype
     grad_query = torch.empty_like(query)
@@ -209,14 +219,16 @@ def _backward(
     delta = (saved.grad_out.to(wide) * saved.out).sum(-1)
     if saved.grad_lse is not None:
         delta -= saved.grad_lse
-    for block, seen in row_blocks(rows, key.shape[2], mask, BLOCK_ROWS):
+    # In intervals a row may see nothing, here and elsewhere; -inf - -inf would be nan.
+    lse = saved.lse if isinstance(mask, Mask) else saved.lse.masked_fill(saved.lse == -torch.inf, 0)
+    for block, seen in _blocks(rows, key.shape[2], mask):
         keys, values = (x[:, :, seen].to(wide) for x in (key, value))
         queries, grads = (_grouped(x[:, :, block], keys) for x in (query, saved.grad_out))
         scored, slope = _scored(queries, keys, scores)
         scored = _hide(scored, block, seen, mask)
         per_row = (*scored.shape[:-1], 1)
         # lse is over the whole row, so these are the weights among all keys of the ring.
-        weights = (scored - saved.lse[:, :, block].reshape(per_row)).exp_()
+        weights = (scored - lse[:, :, block].reshape(per_row)).exp_()
         grad_weights = (grads.flatten(2, 3) @ values.mT).view_as(scored)
         factors = _factors(dropout, block, seen, scored)
         if factors is not None:
@@ -260,7 +272,30 @@ def _scored(queries: Tensor, keys: Tensor, scores: Scores) -> tuple[Tensor, Tens
     return saturation * softcap, (1 - saturation.square()) * scale
 
 
-def _hide(scored: Tensor, block: slice, seen: slice, mask: Mask) -> Tensor:
-    """Set scores outside the band to -inf."""
-    outside = hidden((block, seen), mask, scored.device)
+def _blocks(num_rows: int, num_cols: int, mask: Seen) -> list[Block]:
+    """Return blocks of rows, each with the columns to score; with intervals these are all."""
+    band = mask if isinstance(mask, Mask) else Mask.full()
+    return row_blocks(num_rows, num_cols, band, BLOCK_ROWS)
+
+
+def _hide(scored: Tensor, block: slice, seen: slice, mask: Seen) -> Tensor:
+    """Set scores of keys that a row does not see to -inf."""
+    if isinstance(mask, Mask):
+        outside = hidden((block, seen), mask, scored.device)
+    else:
+        outside = _outside(mask[..., block], scored.shape[-1]).unsqueeze(1).unsqueeze(1)
     return scored if outside is None else scored.masked_fill(outside, -torch.inf)
+
+
+def _outside(ends: Tensor, num_cols: int) -> Tensor:
+    """Return a boolean `(B, R, C)`, true where no interval of a row has a column.
+
+    Args:
+        ends: the numbers of `Intervals`, `(B, F, R)`.
+        num_cols: number of columns.
+    """
+    cols = torch.arange(num_cols, device=ends.device)
+    passed = torch.stack([cols >= end.unsqueeze(-1) for end in ends.unbind(1)])
+    # A column lies in an interval if it is past its begin and not past its end, so past an even
+    # number of them: key 0 is the begin that is not written down.
+    return passed.sum(0) % 2 == 1

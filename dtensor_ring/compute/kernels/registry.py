@@ -9,7 +9,7 @@ it to earlier downloads.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
 from types import ModuleType
 from typing import Any, NamedTuple, TypeVar
@@ -20,6 +20,7 @@ from torch import Tensor
 from dtensor_ring.compute.kernels.cpu_flash import CpuFlash
 from dtensor_ring.compute.kernels.cuda_flash import CudaFlash
 from dtensor_ring.compute.kernels.cudnn import Cudnn
+from dtensor_ring.compute.kernels.cudnn_flex import CudnnFlex
 from dtensor_ring.compute.kernels.emulated import WidenedKernel
 from dtensor_ring.compute.kernels.flash_attn2 import FlashAttn2
 from dtensor_ring.compute.kernels.flash_attn3 import FlashAttn3
@@ -76,6 +77,7 @@ class CheckedKernel(Kernel):
     def __init__(self, kernel: Kernel) -> None:
         self.wrapped = kernel
         self.name, self.has_segments = kernel.name, kernel.has_segments  # type: ignore[misc]
+        self.has_intervals = kernel.has_intervals  # type: ignore[misc]
         self.has_dropout = kernel.has_dropout  # type: ignore[misc]
         self.bitwise_by_block = kernel.bitwise_by_block  # type: ignore[misc]
         self._seen: set[tuple[str, bool, torch.dtype]] = set()
@@ -85,6 +87,9 @@ class CheckedKernel(Kernel):
 
     def supports(self, problem: Problem) -> str | None:
         return self.wrapped.supports(problem)
+
+    def yields(self, problem: Problem) -> str | None:
+        return self.wrapped.yields(problem)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, launch: Launch, scores: Scores) -> Result:
         result = self.wrapped.forward(q, k, v, launch, scores)
@@ -149,6 +154,7 @@ def _described(result: object) -> str:
 
 
 _ORDER = (
+    CudnnFlex(),
     FlashAttn3(),
     FlashAttn4(),
     Cudnn(),
@@ -158,9 +164,10 @@ _ORDER = (
     Reference(),
 )
 
-# The kernels by name, in order of preference, which follows published speed. Flash attention 3 runs
-# on Hopper only. So 4 leads on Blackwell, and on Hopper if 3 is not installed. cuDNN comes next on
-# both, and flash attention 2 serves older GPUs. A kernel that cannot run gives a reason in
+# The kernels by name, in order of preference, which follows published speed. The first one needs a
+# launch where others need many, and yields to them elsewhere, see `Kernel.yields`. Flash attention
+# 3 runs on Hopper only. So 4 leads on Blackwell, and on Hopper if 3 is not installed. cuDNN comes
+# next on both, and flash attention 2 serves older GPUs. A kernel that cannot run gives a reason in
 # `missing()` and is skipped.
 KERNELS: dict[str, Kernel] = {kernel.name: kernel for kernel in _ORDER}
 
@@ -303,7 +310,7 @@ def _kernel_for(name: str | None, gpu: int | None, setting: Determinism, *facts:
 @lru_cache(maxsize=1024)
 def _select(name: str | None, problem: Problem, device: int | None) -> Kernel:
     check_kernel(name)
-    asked = KERNELS.values() if name is None else (named_kernel(name),)
+    asked = preferred(problem) if name is None else [named_kernel(name)]
     # `supports` comes first: it is cheap, while `missing` may import a package.
     answers = (
         (able, reason or _missing(kernel, device))
@@ -311,6 +318,31 @@ def _select(name: str | None, problem: Problem, device: int | None) -> Kernel:
         for able, reason in (able_kernel(kernel, problem),)
     )
     return first_able(name, answers, "serve this attention")
+
+
+def preferred(problem: Problem) -> list[Kernel]:
+    """Return all kernels in the order in which they are asked to serve a problem."""
+    *kernels, reference = KERNELS.values()
+    kernels.sort(key=lambda x: x.yields(problem) is not None)
+    for rate in () if problem.fleeting else _RATES:
+        kernels.sort(key=lambda x: -(rate(x.name, problem) or 0.0))
+    return [*kernels, reference]
+
+
+# FLOPs per second of a named kernel at a problem, `None` if nobody has measured it.
+Rate = Callable[[str, Problem], float | None]
+
+# What `follow_rates` was given: nothing, or one function.
+_RATES: list[Rate] = []
+
+
+def follow_rates(rate: Rate | None) -> None:
+    """Prefer kernels by their rates, the fastest first; `None` goes back to the usual order.
+
+    Kernels without a rate come after those that have one. Attention to a cache keeps the order.
+    """
+    _RATES[:] = [] if rate is None else [rate]
+    clear_kernel_cache()
 
 
 def first_able(

@@ -15,6 +15,7 @@ from dtensor_ring.compute.kernels import (
     Kernel,
     Problem,
     Scores,
+    clear_kernel_cache,
     select_kernel,
 )
 from dtensor_ring.ops import options
@@ -62,6 +63,13 @@ def latent() -> Problem:
         ("flash_attn4", head_dims(32), None),
         ("flash_attn4", head_dims(16), "gradients are wrong below a head dim of 32, got 16"),
         ("flash_attn4", head_dims(136), "multiple of 8 up to 128, got 136"),
+        ("cudnn_flex", replace(latent(), windowed=True, packed=True), None),
+        ("cudnn_flex", replace(latent(), grouped=True), "192 and 128 without grouped-query only"),
+        ("cudnn_flex", replace(head_dims(256), grouped=True, determinism="strict"), None),
+        ("cudnn_flex", replace(head_dims(256), differentiable_lse=True), "no gradient of lse for"),
+        ("cudnn_flex", head_dims(136), "multiple of 8 up to 128, got 136"),
+        ("cudnn_flex", head_dims(56, 128), "one head dim .*, got 56 and 128"),
+        ("cudnn_flex", replace(GPU_PROBLEM, softcap=1.0), "it has no softcap"),
         ("cudnn", replace(head_dims(64, 128), grouped=True), None),
         ("cudnn", latent(), "head dims that are multiples of 8 up to 128, got 192, 128"),
         ("cudnn", head_dims(64, 20), "head dims that are multiples of 8 up to 128, got 64, 20"),
@@ -77,7 +85,10 @@ def latent() -> Problem:
                 (head_dims(12), "multiples? of 8 .*, got 12"),
                 (head_dims(264), "up to (128|256), got 264"),
                 (replace(GPU_PROBLEM, scale=-1.0), "it needs a positive scale, got -1.0"),
-                (replace(GPU_PROBLEM, differentiable_lse=True), "it has no gradient of lse"),
+                (
+                    replace(GPU_PROBLEM, differentiable_lse=True),
+                    None if name == "cudnn_flex" else "it has no gradient of lse",
+                ),
                 (replace(head_dims(64), grouped=True), None),
             )
         ),
@@ -139,6 +150,35 @@ def test_the_first_kernel_that_can_is_chosen(problem: Problem, chosen: str) -> N
     assert select_kernel("reference", problem).name == "reference"
 
 
+WINDOWED = replace(head_dims(64), windowed=True)
+
+
+@pytest.mark.parametrize(
+    ("problem", "name", "chosen"),
+    [
+        (head_dims(64), None, "flash_attn4"),
+        (head_dims(64), "cudnn_flex", "cudnn_flex"),
+        (WINDOWED, None, "cudnn_flex"),
+        (replace(head_dims(64), packed=True), None, "cudnn_flex"),
+        (replace(WINDOWED, differentiable_lse=True), None, "cudnn_flex"),
+        (replace(WINDOWED, fleeting=True), None, "flash_attn4"),
+        (replace(WINDOWED, fleeting=True), "cudnn_flex", "cudnn_flex"),
+        (replace(WINDOWED, softcap=1.0), None, "flash_attn4"),
+        (head_dims(256), None, "cudnn_flex"),
+    ],
+)
+def test_a_kernel_that_yields_comes_before_the_reference_only(
+    problem: Problem, name: str | None, chosen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for kernel in KERNELS.values():
+        runs = kernel.name in ("cudnn_flex", "flash_attn4", "reference")
+        answer = None if runs else "not here"
+        monkeypatch.setattr(type(kernel), "missing", lambda self, answer=answer: answer)
+    clear_kernel_cache()
+    assert select_kernel(name, problem).name == chosen
+    clear_kernel_cache()
+
+
 @pytest.mark.parametrize(
     ("mask", "windowed"),
     [
@@ -177,7 +217,7 @@ def test_what_a_ring_asks_for(
 @pytest.mark.parametrize(
     ("name", "problem", "message"),
     [
-        ("flash9", PROBLEM, "unknown kernel 'flash9'; known kernels: flash_attn3, flash_attn4, "),
+        ("flash9", PROBLEM, "unknown kernel 'flash9'; known kernels: cudnn_flex, flash_attn3, "),
         (
             "cpu_flash",
             replace(PROBLEM, softcap=1.0),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -9,6 +11,9 @@ from dtensor_ring.compute.kernels import KERNELS, Kernel, Saved, cpu_flash
 from dtensor_ring.compute.kernels.registry import able_kernel
 from dtensor_ring.compute.kernels.varlen import bottom_right
 from tests.dense import dense_attention, visible
+from tests.intervals import CASES as INTERVALS
+from tests.intervals import OPTIONS as INTERVALS_OPTIONS
+from tests.intervals import IntervalsCase, check_intervals
 from tests.segments import PACKED, SegmentsCase, check_part_of_the_keys, check_segments
 from tests.tiles import CASES, CAUSAL, FULL, GPU, TILES, Case, assert_near, check_tile, sized
 
@@ -26,7 +31,7 @@ every_kernel = marked(list(KERNELS))
 every_kernel_of_segments = marked([name for name in KERNELS if KERNELS[name].has_segments])
 
 
-def served(kernel: Kernel, case: Case | SegmentsCase) -> tuple[Kernel, str]:
+def served(kernel: Kernel, case: Case | SegmentsCase | IntervalsCase) -> tuple[Kernel, str]:
     """The kernel as it serves the case, and where; skips if it cannot."""
     device = "cuda" if kernel.name in GPU else "cpu"
     able, reason = able_kernel(kernel, case.problem(device))
@@ -56,6 +61,17 @@ def test_segments(kernel: Kernel, case: SegmentsCase) -> None:
     case = sized(kernel.name, case)
     able, device = served(kernel, case)
     check_segments(able, case, device)
+
+
+@marked([name for name in KERNELS if KERNELS[name].has_intervals])
+@pytest.mark.parametrize("name", INTERVALS)
+@pytest.mark.parametrize("option", [None, *INTERVALS_OPTIONS])
+def test_intervals(kernel: Kernel, name: str, option: str | None) -> None:
+    given = INTERVALS[name]
+    more = {"dtype": torch.bfloat16} | (INTERVALS_OPTIONS[option] if option else {})
+    given = IntervalsCase(given.tiles, replace(given.case, **more))
+    able, device = served(kernel, given)
+    check_intervals(able, given, device)
 
 
 @every_kernel_of_segments

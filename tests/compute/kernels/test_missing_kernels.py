@@ -19,11 +19,16 @@ from dtensor_ring.compute.kernels import (
     KERNELS,
     Problem,
     clear_kernel_cache,
+    cudnn_flex,
     flash_attn2,
     flash_attn3,
     flash_attn4,
 )
+from tests import flex_package
 from tests.tiles import GPU
+
+NEWER = ["cudnn_flex", "flash_attn4", "cudnn", "flash_attn2", "cuda_flash"]
+"""Kernels of Hopper and Blackwell."""
 
 
 @pytest.fixture
@@ -37,7 +42,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
         monkeypatch.setattr(torch.backends.cudnn, "version", lambda: cudnn)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (major, minor))
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-        for module in (flash_attn2, flash_attn3, flash_attn4):
+        for module in (cudnn_flex, flash_attn2, flash_attn3, flash_attn4):
             monkeypatch.setattr(module, "_missing_package", lambda: None)
         clear_kernel_cache()
 
@@ -51,9 +56,9 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
         ((7, 5), []),
         ((8, 0), ["flash_attn2", "cuda_flash"]),
         ((8, 9), ["flash_attn2", "cuda_flash"]),
-        ((9, 0), ["flash_attn3", "flash_attn4", "cudnn", "flash_attn2", "cuda_flash"]),
-        ((10, 0), ["flash_attn4", "cudnn", "flash_attn2", "cuda_flash"]),
-        ((10, 3), ["flash_attn4", "cudnn", "flash_attn2", "cuda_flash"]),
+        ((9, 0), [*NEWER[:1], "flash_attn3", *NEWER[1:]]),
+        ((10, 0), NEWER),
+        ((10, 3), NEWER),
         ((12, 0), ["flash_attn2", "cuda_flash"]),
     ],
 )
@@ -159,6 +164,38 @@ def test_missing_flash_attn4(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flash_attn4, "version", lambda _: "4.0.0")
     monkeypatch.setattr(flash_attn4, "load", not_loading)
     assert "does not load: flash_attn.cute.interface needs another" in (reason() or "")
+
+
+def test_missing_cudnn_flex(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It says what the package lacks, of which a version says little."""
+
+    def missing(package: str) -> str:
+        raise PackageNotFoundError(package)
+
+    modules = {
+        module: SimpleNamespace(
+            **{
+                name: eval(f"lambda {signature}: None")
+                for name, (signature, _) in flex_package.FUNCTIONS[module].items()
+            }
+        )
+        for module in flex_package.FUNCTIONS
+    }
+    monkeypatch.setattr(cudnn_flex, "load", modules.__getitem__)
+    monkeypatch.setattr(cudnn_flex, "version", missing)
+    assert cudnn_flex._missing_package() == "the nvidia-cudnn-frontend package is not installed"
+    for version, is_old in {"1.9.0": True, "1.31.0": True, "1.32.0": False, "2.0": False}.items():
+        monkeypatch.setattr(cudnn_flex, "version", lambda _, version=version: version)
+        expected = f"it needs nvidia-cudnn-frontend 1.32 or later, found {version}"
+        assert cudnn_flex._missing_package() == (expected if is_old else None)
+    monkeypatch.setattr(cudnn_flex, "version", lambda _: "1.40.0")
+    execution = modules[flex_package.EXECUTION]
+    for function, lacks in ((lambda q: None, "dlse_tensor"), (None, "dlse_tensor")):
+        monkeypatch.setattr(execution, "_flex_attention_backward", function)
+        reason = cudnn_flex._missing_package() or ""
+        assert reason.endswith(f"1.40.0 has no _flex_attention_backward that takes {lacks}")
+    monkeypatch.setattr(cudnn_flex, "load", lambda module: 1 / 0)
+    assert "does not load: division by zero" in (cudnn_flex._missing_package() or "")
 
 
 def test_missing_flash_attn3(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,6 +48,20 @@ def test_the_last_but_the_reference_by_default() -> None:
     assert select_kernel(None, replace(PROBLEM, softcap=2.0)).name == "mine"
 
 
+def test_one_that_yields() -> None:
+    """It is asked by its checks, too."""
+
+    class Yielding(Mine):
+        def yields(self, problem: Problem) -> str | None:
+            return None if problem.windowed else "others are faster"
+
+    register_kernel(Yielding(), before="cpu_flash")
+    assert select_kernel(None, PROBLEM).name == "cpu_flash"
+    assert select_kernel("mine", PROBLEM).name == "mine"
+    assert select_kernel(None, replace(PROBLEM, windowed=True)).name == "mine"
+    assert select_kernel(None, replace(PROBLEM, softcap=2.0)).name == "mine"
+
+
 def test_before_another() -> None:
     assert select_kernel(None, PROBLEM).name == "cpu_flash", "which is remembered"
     before = list(KERNELS)
@@ -90,8 +104,8 @@ class Nameless(Reference):
             "taken by dtensor_ring.compute.kernels.reference.Reference; give the new kernel "
             "another",
         ),
-        (Mine(), "flash9", ValueError, "unknown kernel 'flash9' in before; known kernels: flash_"),
-        (Mine(), "mine", ValueError, "unknown kernel 'mine' in before; known kernels: flash_att"),
+        (Mine(), "flash9", ValueError, "unknown kernel 'flash9' in before; known kernels: cudnn_"),
+        (Mine(), "mine", ValueError, "unknown kernel 'mine' in before; known kernels: cudnn_fle"),
     ],
 )
 def test_what_is_refused(kernel: Any, before: str | None, error: type, message: str) -> None:

@@ -1,0 +1,291 @@
+"""The adapter of cuDNN's attention to intervals, with stand-ins, and their signatures."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from importlib.machinery import PathFinder
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from dtensor_ring import Mask, ZigZag
+from dtensor_ring.compute.kernels import KERNELS, Problem, Saved, cudnn_flex
+from dtensor_ring.compute.kernels.kernel import Intervals
+from dtensor_ring.compute.kernels.reference import Reference
+from dtensor_ring.planning.intervals import intervals_of
+from dtensor_ring.planning.plan import Step
+from dtensor_ring.planning.tile import CAUSAL
+from tests import flex_package
+from tests.flex_package import Plan
+from tests.intervals import CASES, OPTIONS, IntervalsCase, check_intervals
+from tests.packages import packages
+from tests.rings import Case as RingCase
+from tests.rings import Ring
+from tests.test_played import Played, check_ring
+from tests.tiles import TILES, Case, check_tile
+
+__all__ = ["packages"]  # a fixture
+
+pytestmark = pytest.mark.usefixtures("packages")
+
+FLEX = KERNELS["cudnn_flex"]
+
+
+@pytest.fixture
+def made() -> Iterator[list[bool]]:
+    """The plans that are made, none of which is there before."""
+    cudnn_flex._PLANS.clear()
+    Plan.made.clear()
+    yield Plan.made
+    cudnn_flex._PLANS.clear()
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("option", [None, *OPTIONS])
+def test_intervals(name: str, option: str | None) -> None:
+    given = CASES[name]
+    if option is not None:
+        given = IntervalsCase(given.tiles, replace(given.case, **OPTIONS[option]))
+    problem = replace(given.problem("cuda"), dtype=torch.bfloat16)
+    if reason := FLEX.supports(problem):
+        pytest.skip(reason)
+    check_intervals(FLEX, given)
+
+
+@pytest.mark.parametrize("dims", [(192, 128), (256, 256), (128, 128)])
+def test_large_head_dims(dims: tuple[int, int]) -> None:
+    """Backward wants memory in multiples of 128 bytes where they are 256."""
+    given = CASES["window"]
+    case = replace(given.case, head_dims=dims, strided=True, scale=0.05, dtype=torch.bfloat16)
+    check_intervals(FLEX, IntervalsCase(given.tiles, case))
+
+
+@pytest.mark.parametrize("grad_lse", [False, True])
+def test_gradient_of_lse_of_a_small_tile(grad_lse: bool) -> None:
+    """Which flash attention would compute, if it had one."""
+    check_tile(FLEX, replace(TILES["causal"], grad_lse=grad_lse, heads=(4, 2)), "cpu")
+
+
+def test_few_queries_make_no_plan(made: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those to a cache, whose keys are others for each token."""
+    called: list[object] = []
+
+    def for_thin(query: Tensor, value: Tensor) -> Reference:
+        called.append(query)
+        return Reference()
+
+    monkeypatch.setattr(cudnn_flex, "for_thin", for_thin)
+    check_tile(FLEX, Case(cudnn_flex.THIN, 300), "cpu")
+    assert len(called) == 2, "forward and backward"
+    assert not made
+    check_tile(FLEX, Case(cudnn_flex.THIN + 1, 300), "cpu")
+    assert made == [False, True]
+
+
+def test_memory_that_is_not_aligned_is_copied() -> None:
+    """The package refuses it."""
+
+    class Odd(Case):
+        def tensor(self, heads: int, length: int, head_dim: int, device: str) -> Tensor:
+            flat = torch.randn(self.batch * heads * length * head_dim + 1)
+            return flat[1:].view(self.batch, heads, length, head_dim)
+
+    class Wide(Case):
+        def tensor(self, heads: int, length: int, head_dim: int, device: str) -> Tensor:
+            wide = torch.randn(self.batch, heads, length, head_dim + 8)
+            return wide[..., :head_dim].to(self.dtype)
+
+    check_tile(FLEX, Odd(200, 200, CAUSAL), "cpu")
+    check_tile(FLEX, Wide(200, 200, CAUSAL, head_dims=(256, 256), scale=0.05), "cpu")
+
+
+def test_a_plan_is_made_once(made: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    """For all layers and calls; backward makes one that serves forward, too."""
+    monkeypatch.setattr(FLEX.__class__, "missing", lambda self: None)
+    ring = Ring(ZigZag(), 2, 512, Mask.sliding(40))
+    steps = [step for plan in ring.plans() for step in plan.steps]
+    num_steps = sum(len(x.tiles) > 1 or is_large(x) for x in steps)
+    assert 0 < num_steps < len(steps)
+    played = Played("cudnn_flex", "cpu", torch.float32)
+    check_ring(RingCase(ring), played, monkeypatch)
+    assert sorted(made) == [False] * num_steps + [True] * num_steps
+    check_ring(RingCase(ring), played, monkeypatch)
+    assert len(made) == 2 * num_steps
+    check_ring(RingCase(ring, batch=3), played, monkeypatch)
+    assert len(made) == 4 * num_steps, "plans fit one shape"
+
+
+def is_large(step: Step) -> bool:
+    """Whether it has one tile, of many queries."""
+    return any(tile.rows[1] - tile.rows[0] > cudnn_flex.THIN for tile in step.tiles)
+
+
+def test_plans_are_kept_by_what_they_fit(made: list[bool]) -> None:
+    given = CASES["window"]
+    launch = given.launch
+
+    def run(dtype: torch.dtype = torch.float32, heads: tuple[int, int] = (2, 2)) -> int:
+        case = replace(given.case, dtype=dtype, heads=heads)
+        q = case.tensor(heads[0], case.rows, 8, "cpu")
+        k = case.tensor(heads[1], case.cols, 8, "cpu")
+        FLEX.forward(q, k, k, launch, case.scores)
+        return len(made)
+
+    assert [run(), run(), run(torch.bfloat16), run(heads=(4, 2)), run()] == [1, 1, 2, 3, 3]
+
+
+def test_queries_that_record_gradients(made: list[bool]) -> None:
+    """An op below autograd may still see them."""
+    given = CASES["documents"]
+    case = given.case
+    q, k, v = (case.tensor(2, 140, 8, "cpu").requires_grad_() for _ in range(3))
+    out, lse = FLEX.forward(q, k, v, given.launch, case.scores)
+    assert not out.requires_grad
+    FLEX.backward(Saved(out, out, lse), q, k, v, given.launch, case.scores)
+    assert made == [False, True]
+
+
+class Device:
+    """A tensor's device and shape, and no more."""
+
+    device, shape, dtype = torch.device("cuda"), torch.Size((1, 100, 2, 8)), torch.bfloat16
+
+
+def test_no_plan_while_a_graph_is_captured(
+    made: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would wait for the GPU."""
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(Intervals, "on", lambda self, device: torch.zeros(1, 1, 1))
+    x: Any = Device()
+    with pytest.raises(RuntimeError, match="run the same attention, with its backward, once"):
+        cudnn_flex._plan_of(CASES["window"].launch, x, x, x)
+    assert not made
+
+
+def test_streams_that_read_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is told to the memory once; a graph keeps the plan for ever."""
+    stream, recorded = SimpleNamespace(cuda_stream=7), []
+    plan = cudnn_flex._Plan.__new__(cudnn_flex._Plan)
+    tensor = SimpleNamespace(record_stream=lambda x: recorded.append(x.cuda_stream))
+    plan.made, plan._tensors, plan._streams = "made", (tensor, tensor), set()  # type: ignore[assignment]
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    capturing = [False, False, False, True]
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing.pop(0))
+    monkeypatch.setattr(cudnn_flex, "_CAPTURED", set())
+    device = torch.device("cuda")
+    assert [plan.read(device), plan.read(device)] == ["made", "made"]
+    assert recorded == [7, 7]
+    stream.cuda_stream = 8
+    plan.read(device)
+    assert recorded == [7, 7, 8, 8]
+    assert not cudnn_flex._CAPTURED
+    plan.read(device)
+    assert {plan} == cudnn_flex._CAPTURED
+
+
+SIGNATURES = {
+    "plan/builder.py": {"create_mask_plan": flex_package.CREATE},
+    "execution.py": {
+        "_flex_attention_forward": flex_package.FORWARD,
+        "_flex_attention_backward": flex_package.BACKWARD,
+        "_plan_tensors": flex_package.TENSORS,
+    },
+}
+
+
+@pytest.mark.parametrize("file", SIGNATURES)
+def test_signatures_are_those_of_the_package(file: str) -> None:
+    """Its sources are read, as importing them takes CUDA's libraries."""
+    tree = parsed(file)
+    functions = {x.name: x.args for x in ast.walk(tree) if isinstance(x, ast.FunctionDef)}
+    for name, text in SIGNATURES[file].items():
+        expected = ast.parse(f"lambda {text}: None", mode="eval").body
+        assert isinstance(expected, ast.Lambda)
+        found = functions[name]
+        for argument in ast.walk(found):
+            if isinstance(argument, ast.arg):
+                argument.annotation = None
+        assert ast.dump(found) == ast.dump(expected.args), name
+
+
+def test_head_dims_are_those_of_the_package() -> None:
+    body = [x for x in parsed("plan/validation.py").body if isinstance(x, ast.Assign)]
+    known: dict[str, Any] = {}
+    for assign in body:
+        if ast.unparse(assign.targets[0]).endswith("HEAD_DIMS"):
+            exec(ast.unparse(assign), known)
+    assert set(known["SUPPORTED_HEAD_DIMS"]) == set(flex_package.HEAD_DIMS)
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("name", CASES)
+def test_the_package_accepts_what_it_gets(
+    name: str, batch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By its own checks, of tensors without content."""
+    known: dict[str, Any] = {"__name__": "validation"}
+    arch = ModuleType("arch")
+    arch.get_device_arch = lambda index: 90  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "cudnn.flex_attention.runtime.arch", arch)
+    monkeypatch.setitem(sys.modules, "validation", ModuleType("validation"))
+    exec(compile(source_of("plan/validation.py"), "validation.py", "exec"), known)
+    lengths = dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"))
+    found: list[Any] = []
+
+    def create(*tensors: Tensor, build_backward: bool) -> None:
+        found.append(known["validate_create_mask_plan_inputs"](*tensors, **lengths))
+
+    monkeypatch.setattr(sys.modules[flex_package.BUILDER], "create_mask_plan", create)
+    monkeypatch.setattr(sys.modules[flex_package.EXECUTION], "_plan_tensors", lambda *x, **y: ())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    stream = SimpleNamespace(synchronize=lambda: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    case, tiles = CASES[name].case, CASES[name].tiles
+    intervals = Intervals(intervals_of(tiles, 2).ends[:batch])
+    with FakeTensorMode():
+        ends = torch.empty(intervals.ends.shape, dtype=torch.int32, device="cuda")
+        monkeypatch.setattr(Intervals, "on", lambda self, device: ends)
+        q, k = (
+            torch.empty(batch, heads, size, 64, dtype=torch.bfloat16, device="cuda").transpose(1, 2)
+            for heads, size in ((4, case.rows), (2, case.cols))
+        )
+        cudnn_flex._made(intervals, q, k, k, True)
+    (geometry,) = found
+    assert (geometry.total_q, geometry.total_k) == (batch * case.rows, batch * case.cols)
+    assert (geometry.hmask, geometry.nfunc) == (1, intervals.ends.shape[1])
+
+
+def parsed(file: str) -> ast.Module:
+    return ast.parse(source_of(file))
+
+
+def source_of(file: str) -> str:
+    """A source file of the package; skips where it is not installed."""
+    spec = PathFinder.find_spec("cudnn")  # which does not find the stand-in
+    places = [Path(x) for x in (spec.submodule_search_locations or ())] if spec else []
+    found = [x / "flex_attention" / file for x in places]
+    if not found:
+        pytest.skip("nvidia-cudnn-frontend is not installed")
+    return found[0].read_text()
+
+
+@pytest.mark.parametrize("head_dim", [8, 64, 128, 192, 256])
+@pytest.mark.parametrize("value_head_dim", [8, 64, 128, 256])
+@pytest.mark.parametrize("grouped", [False, True])
+def test_what_is_served_has_gradients(head_dim: int, value_head_dim: int, grouped: bool) -> None:
+    dims = head_dim, value_head_dim
+    if FLEX.supports(Problem("cuda", torch.bfloat16, *dims, grouped=grouped)) is None:
+        assert dims in flex_package.HEAD_DIMS
+        assert dims not in flex_package.NO_GRADIENTS
+        assert not grouped or head_dim == value_head_dim
+    else:
+        assert dims not in flex_package.EQUAL

@@ -411,7 +411,7 @@ def backward_step(
             one.add(region, grad)
 
 
-def sole_launch(plan: Plan, query: Tensor, key: Tensor, has_segments: bool) -> Launch | None:
+def sole_launch(plan: Plan, query: Tensor, key: Tensor, kernel: Kernel) -> Launch | None:
     """Return the launch that is all of a ring, `None` if there are more, or messages.
 
     Its results are those of the call: nothing is merged, and no sum is wider than its dtype.
@@ -420,11 +420,11 @@ def sole_launch(plan: Plan, query: Tensor, key: Tensor, has_segments: bool) -> L
         plan: the plan of this rank.
         query: local queries `(B, N, L, H)`.
         key: this rank's keys `(B, Nkv, L, H)`.
-        has_segments: whether the kernel takes segments.
+        kernel: the block kernel.
     """
     if plan.num_steps > 1 or plan.order is not None:
         return None
-    found = _launches(plan.steps[0], query, key, has_segments)
+    found = _launches(plan.steps[0], query, key, kernel)
     if len(found) != 1 or found[0].segments is not None:
         return None
     (launch,) = found

@@ -54,7 +54,7 @@ class BoundCall:
         self._group = ref(self.call.group) if is_kept else None
         self._plan: Plan | None = None  # of a call that is not kept
         self._is_planned = False
-        self._soles: dict[bool, Launch | None] = {}
+        self._soles: dict[str, Launch | None] = {}
 
     @property
     def is_alive(self) -> bool:
@@ -89,13 +89,12 @@ class BoundCall:
 
     def sole(self, kernel: Kernel, query: Tensor, key: Tensor) -> Launch | None:
         """Return the launch that is all of the call, `None` if there is more to do."""
-        has_segments = kernel.has_segments
-        if has_segments not in self._soles:
+        if kernel.name not in self._soles:
             plan, scores = self.plan(query, key), self.call.scores
             is_plain = scores.sinks is None and not scores.dropout_p
-            found = sole_launch(plan, query, key, has_segments) if is_plain else None
-            self._soles[has_segments] = found
-        return self._soles[has_segments]
+            found = sole_launch(plan, query, key, kernel) if is_plain else None
+            self._soles[kernel.name] = found
+        return self._soles[kernel.name]
 
 
 # By options, shapes and dtypes. Each call knows whether its group is still there.

@@ -2,10 +2,11 @@
 
     python benchmarks/calls.py
 
-One process, a ring of one rank, 16 tokens: what is left is Python and the dispatcher. Next to each
-call stands the cost on top of the kernel alone. The last line says what agreement adds to a call on
-GPUs, where the host does not wait for it: two ranks of this process compare calls. With ``--quick``
-it takes seconds and writes to ``out``.
+One process, a ring of one rank, 16 tokens: what is left is Python and the dispatcher. Two ranks are
+one process, too: their messages take no time, and calls are not compared. Next to each call stands
+the cost on top of the kernel alone. The last line says what agreement adds to a call on GPUs, where
+the host does not wait for it: two ranks of this process compare calls. With ``--quick`` it takes
+seconds and writes to ``out``.
 """
 
 import statistics
@@ -29,6 +30,8 @@ from dtensor_ring import Mask, SequenceAxis, ring_attention, shard_sequence
 from dtensor_ring.agreement.call_record import CallRecord, CallSite
 from dtensor_ring.agreement.group_state import GroupState
 from dtensor_ring.agreement.late_records import Failed, LateRecords, PostedCall
+from dtensor_ring.lab.training.estimate import alone
+from dtensor_ring.transport.transport import NullTransport, set_transport
 
 SHAPE = 1, 4, 16, 8
 DOCUMENTS = torch.tensor([0, 3, 9, 16], dtype=torch.int32)
@@ -52,6 +55,9 @@ def calls(mesh: DeviceMesh) -> dict[str, Call]:
     aten = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     return {
         "the kernel": lambda: aten(*plain, 0.0, True)[0],
+        "scaled_dot_product_attention": lambda: F.scaled_dot_product_attention(
+            *plain, is_causal=True
+        ),
         "ring_attention": lambda: ring_attention(*plain, mesh=mesh),
         "ring_attention, full": lambda: ring_attention(*plain, mesh=mesh, mask=Mask.full()),
         "ring_attention, 3 documents": lambda: ring_attention(
@@ -69,6 +75,19 @@ def calls(mesh: DeviceMesh) -> dict[str, Call]:
             *dtensors, is_causal=True
         ).to_local(),
     }
+
+
+def measure_two(seconds: float) -> list[Cost]:
+    """Costs of rank 1 of two ranks, by layout; there is no rank 0, and nothing is sent."""
+    costs = []
+    for layout in ("zigzag", "contiguous"):
+        with alone(2) as mesh:
+            SequenceAxis(mesh, layout)
+            set_transport(mesh.get_group(), NullTransport())
+            plain = [torch.randn(SHAPE, requires_grad=True) for _ in range(3)]
+            call = partial(ring_attention, *plain, mesh=mesh)
+            costs.append(measure(f"ring_attention, two ranks, {layout}", call, seconds))
+    return costs
 
 
 def measure(name: str, call: Call, seconds: float) -> Cost:
@@ -114,7 +133,7 @@ def refuse(failed: Failed) -> None:
 
 def report(console: Console, costs: list[Cost], agreed: float) -> None:
     """Print what was measured, in Markdown."""
-    console.print(f"\nMicroseconds, medians; one rank, float32, (B, N, S, H) = {SHAPE}.\n")
+    console.print(f"\nMicroseconds, medians; one rank or two, float32, (B, N, L, H) = {SHAPE}.\n")
     numbers = ("forward", "on top of the kernel", "with backward", "on top of the kernel")
     table = table_of(("call",), numbers)
     kernel = costs[0]
@@ -136,6 +155,7 @@ def main() -> None:
     about = origin()
     costs = [measure(name, call, 0.2 if quick else 4) for name, call in calls(mesh).items()]
     dist.destroy_process_group()
+    costs += measure_two(0.2 if quick else 4)
     agreed = agreement(300 if quick else 3000)
     measured = {"costs": [asdict(cost) for cost in costs], "agreement": agreed}
     show = partial(report, costs=costs, agreed=agreed)

@@ -58,9 +58,10 @@ def taken() -> Iterator[list[tuple[Mask, str, str | None]]]:
     """The masks, the strategies and the machines of the calls of the ring op of this rank."""
     found: list[tuple[Mask, str, str | None]] = []
 
-    def checked(call: Any, *rest: Any) -> Any:
+    def checked(bound: Any, *rest: Any) -> Any:
+        call = bound.call
         found.append((call.scores.mask, call.place.strategy, call.place.machine))
-        return checked_call(call, *rest)
+        return checked_call(bound, *rest)
 
     checked_call = ring_op.checked_call
     with patch.object(ring_op, "checked_call", checked):

@@ -15,6 +15,7 @@ from weakref import ref
 
 from torch import Tensor
 
+from dtensor_ring.agreement.call_record import CallRecord
 from dtensor_ring.compute.execute import sole_launch
 from dtensor_ring.compute.kernels import Kernel, Launch
 from dtensor_ring.ops.checks import LOG, announce, check_inputs, warn_of_boundaries, warn_of_tiles
@@ -37,6 +38,7 @@ class BoundCall:
         request: the arguments of the planner.
         rank: this rank in the ring.
         is_shared: whether the ring has several ranks.
+        records: those of its directions, as ranks compare them.
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class BoundCall:
         self._group = ref(self.call.group) if is_kept else None
         self._plan: Plan | None = None  # of a call that is not kept
         self._is_planned = False
+        self.records: dict[str, CallRecord] = {}
         self._soles: dict[str, Launch | None] = {}
 
     @property

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -73,7 +72,7 @@ def run_forward(
     """Run a bound call on plain tensors."""
     if not bound.is_shared:  # nobody to agree with
         return _forward(bound, query, key, value, None)
-    with checked_call(bound.call, bound.request, query, value) as transport:
+    with checked_call(bound, query, value) as transport:
         # Within the context: an error of this rank is reported to the others.
         out, lse = _forward(bound, query, key, value, transport)
     group_state_of(bound.call.group).remember(lse)
@@ -119,7 +118,7 @@ def run_backward(
     """Run the backward of a bound call on plain tensors."""
     if not bound.is_shared:
         return _backward(bound, saved, query, key, value, None)
-    with checked_call(bound.call, bound.request, query, value, saved.lse) as transport:
+    with checked_call(bound, query, value, saved.lse) as transport:
         return _backward(bound, saved, query, key, value, transport)
 
 
@@ -192,32 +191,32 @@ def _fake_backward(
 
 
 def checked_call(
-    call: Call,
-    request: PlanRequest,
-    query: Tensor,
-    value: Tensor,
-    lse: Tensor | None = None,
+    bound: BoundCall, query: Tensor, value: Tensor, lse: Tensor | None = None
 ) -> TransportContext:
-    """Return the context of a call, which gives its transport.
+    """Return the context of a call over several ranks, which gives its transport.
 
     Args:
-        call: the call's options.
-        request: the planner's arguments.
+        bound: the call.
         query: this rank's queries.
         value: this rank's values.
         lse: the lse that the forward call returned, if this is its backward call.
     """
-    group = call.group
-    if request.world_size == 1:
-        return nullcontext(transport_of(group))  # nobody to agree with
+    group = bound.call.group
     forward_call = 0 if lse is None else group_state_of(group).forward_call_of(lse)
     direction = "forward" if lse is None else "backward"
+    record = bound.records.get(direction)
+    if record is None:
+        record = bound.records[direction] = _record(bound, direction, query, value)
+    return checked_transport(group, record, direction, query.device, forward_call, CALLER.site)
+
+
+def _record(bound: BoundCall, direction: str, query: Tensor, value: Tensor) -> CallRecord:
+    call, request = bound.call, bound.request
     heads = query.shape[1], value.shape[1]
     if request.strategy.heads > 1:
         heads = 0, 0  # the ranks of a group may have different numbers of heads
     facts = attention_facts(direction, query, value, call.scores, heads)
-    record = ring_record(facts, call.place.policy, call.place.machine, *request)
-    return checked_transport(group, record, direction, query.device, forward_call, CALLER.site)
+    return ring_record(facts, call.place.policy, call.place.machine, *request)
 
 
 @cached_bytes(max_bytes=8 << 20, num_bytes=lambda record: 4 * MAX_BYTES)

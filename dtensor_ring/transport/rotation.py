@@ -45,8 +45,9 @@ that does. `tests/transport/test_streams.py` checks both notes for all routes.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
 from math import prod
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -71,6 +72,20 @@ def goes_apart(num_bytes: int) -> bool:
     Both ranks of a message call this, so it uses only facts that both of them have.
     """
     return num_bytes >= LARGE
+
+
+class _Dense(NamedTuple):
+    """Columns of a tensor `(B, N, C, H)`, dense and token-major: shape, strides and numbers."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    size: int
+
+
+@lru_cache(maxsize=256)
+def _dense(whole: tuple[int, ...], num_cols: int) -> _Dense:
+    shape = *whole[:2], num_cols, whole[3]
+    return _Dense(shape, strides(shape, TOKEN_MAJOR), prod(shape))
 
 
 class Packet:
@@ -99,18 +114,16 @@ class Packet:
             cols: the columns, counted in the whole shard.
             dtype: the dtype of the packet.
         """
-        num_cols = cols.offsets[-1]  # `len` would be a call
         key, value = like
-        of_key = key.shape[0], key.shape[1], num_cols, key.shape[3]
-        of_value = value.shape[0], value.shape[1], num_cols, value.shape[3]
-        key_size = prod(of_key)
+        num_cols = cols.offsets[-1]  # `len` would be a call
+        of_key, of_value = _dense(key.shape, num_cols), _dense(value.shape, num_cols)
         # A reused buffer may be larger; only this part travels.
-        flat = buffer[: (key_size + prod(of_value)) * dtype.itemsize].view(dtype)
+        flat = buffer[: (of_key.size + of_value.size) * dtype.itemsize].view(dtype)
         begin = flat.storage_offset()
         # Dense, so that a kernel reads the message as it arrived.
         pair = (
-            flat.as_strided(of_key, strides(of_key, TOKEN_MAJOR), begin),
-            flat.as_strided(of_value, strides(of_value, TOKEN_MAJOR), begin + key_size),
+            flat.as_strided(of_key.shape, of_key.strides, begin),
+            flat.as_strided(of_value.shape, of_value.strides, begin + of_key.size),
         )
         return cls(cols, pair, buffer, flat)
 

@@ -44,9 +44,10 @@ def known_call(
     if mesh is None:
         return None
     group = axis_group(mesh)
-    shapes = query.shape, key.shape, value.shape, query.dtype
     try:
-        return annotation_of(group).calls.get((group.group_name, *shapes, *asked))
+        return annotation_of(group).calls.get(
+            (group.group_name, *_facts(query, key, value), *asked)
+        )
     except TypeError:  # no option of a wrong type is known
         return None
 
@@ -63,5 +64,13 @@ def keep_call(
     calls = annotation_of(group).calls
     if len(calls) >= MAX_KNOWN:
         calls.clear()
-    shapes = query.shape, key.shape, value.shape, query.dtype
-    calls[group.group_name, *shapes, *asked] = bound_call(flatten(call), query, key, value)
+    calls[group.group_name, *_facts(query, key, value), *asked] = bound_call(
+        flatten(call), query, key, value
+    )
+
+
+def _facts(query: Tensor, key: Tensor, value: Tensor) -> tuple[Any, ...]:
+    """Return what of the tensors was checked. Those of other memory layouts are not plain."""
+    dtypes = query.dtype, key.dtype, value.dtype
+    devices = query.device, key.device, value.device
+    return query.shape, key.shape, value.shape, *dtypes, *devices

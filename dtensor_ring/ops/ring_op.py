@@ -319,7 +319,7 @@ def attend_bound(
     if forward_ad._current_level >= 0 or not nodes.is_plain(query, key, value):
         return ring_op(query, key, value, *bound.options)
     if torch.is_grad_enabled() and torch._C._any_requires_grad(query, key, value):
-        return _RingFunction.apply(query, key, value, None, None, bound.options, bound)
+        return nodes.recorded(_RingFunction, query, key, value, None, None, bound.options, bound)
     return _below_autograd(bound, query, key, value)
 
 

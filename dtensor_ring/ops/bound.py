@@ -26,7 +26,7 @@ from dtensor_ring.planning.plan import Plan
 MAX_BOUND = 256
 
 # Places of tensors among the arguments of the op.
-TENSORS = [i for i, leaf in enumerate(LEAVES) if leaf.schema_type == "Tensor?"]
+TENSORS = tuple(i for i, leaf in enumerate(LEAVES) if leaf.schema_type == "Tensor?")
 
 
 class BoundCall:

@@ -61,11 +61,11 @@ def _check_bound() -> None:
         for length in range(1, MAX_BOUND + 3):
             _bound(length=length)
         assert 0 < len(bound._BOUND) <= MAX_BOUND
-    sizes = []
-    for size in (1, 2, 1):  # each has the same name
-        with fake_group(size):
-            sizes.append(_bound(length=8 // size).request.world_size)
-    assert sizes == [1, 2, 1]
+    ranks = []
+    for rank in (0, 1, 0):  # the groups have the same name, and the calls the same options
+        with fake_group(2, rank):
+            ranks.append(_bound().rank)
+    assert ranks == [0, 1, 0]
 
 
 def test_the_launch_that_is_all(pool: Pool) -> None:

@@ -85,9 +85,8 @@ def test_every_step_runs(pool: Pool, modules: Any, capsys: pytest.CaptureFixture
 
 
 def test_masks_by_kernels_of_whole_steps(modules: Any) -> None:
-    """One launch for each source of keys, and no other result than that of many."""
-    kernel = OneLaunch()
-    register_kernel(kernel, before="cpu_flash")
+    """One launch for each source of keys, and no other result than that of many; by name."""
+    register_kernel(OneLaunch())  # behind cpu_flash, which serves all of it
     try:
         machine = modules.machine.Machine("cpu", side=32, repeats=1, is_dry=True)
         with fake_cuda():

@@ -14,7 +14,7 @@ from dtensor_ring.compute.memory import WHOLE
 from tests.dense import dense_attention
 
 FULL, CAUSAL = Mask.full(), Mask.causal()
-GPU = ("cudnn_flex", "flash_attn3", "flash_attn4", "cudnn", "flash_attn2", "cuda_flash")
+GPU = ("flash_attn3", "flash_attn4", "cudnn", "flash_attn2", "cuda_flash", "cudnn_flex")
 """Kernels that need one."""
 HUB = ("hub:kernels-community/flash-attn3", "hub:kernels-community/flash-attn2")
 """Those that are downloaded."""

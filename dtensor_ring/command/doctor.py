@@ -14,14 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from dtensor_ring.compute.kernels import (
-    Problem,
-    Scores,
-    available_kernels,
-    kernel_for,
-    missing_kernel,
-    named_kernel,
-)
+from dtensor_ring.compute.kernels import Scores, available_kernels, kernel_for, missing_kernel
 from dtensor_ring.dtensor.attention import ring_attention
 from dtensor_ring.dtensor.axis import SequenceAxis
 from dtensor_ring.dtensor.sequence import shard_sequence, unshard_sequence
@@ -203,6 +196,9 @@ def _distance(sharded: Any, whole: Tensor) -> float:
 # Kernels that run without a GPU.
 CPU_KERNELS = ("cpu_flash", "reference")
 
+# Kernels that nobody has measured.
+UNMEASURED = ("cudnn_flex",)
+
 # Name of a kernel that runs on most GPUs, and needs no compiler.
 PREBUILT = "hub:kernels-community/flash-attn2"
 
@@ -252,12 +248,7 @@ def _kernels(asked: str | None) -> list[Finding]:
             found[asked] = missing_kernel(asked)
         except ValueError as error:
             return [Finding(f"kernel {asked}", str(error), is_bad=True)]
-    findings = [
-        Finding(
-            f"kernel {name}", reason or _runs(name), is_bad=name == asked and reason is not None
-        )
-        for name, reason in found.items()
-    ]
+    findings = [_of_kernel(name, reason, name == asked) for name, reason in found.items()]
     findings += [Finding(f"paged kernel {x.name}", x.missing() or "runs") for x in PAGED]
     findings.append(Finding(f"kernel of lists {LISTED.name}", LISTED.missing() or "runs"))
     if torch.cuda.is_available() and not _is_fast(found):
@@ -266,10 +257,16 @@ def _kernels(asked: str | None) -> list[Finding]:
     return findings
 
 
-def _runs(name: str) -> str:
-    """Return that a kernel runs, and why others come before it for most problems."""
-    reason = named_kernel(name).yields(Problem("cuda", torch.bfloat16, 64, 64))
-    return "runs" if reason is None else f"runs; {reason}"
+def _of_kernel(name: str, reason: str | None, is_asked: bool) -> Finding:
+    """Report whether a kernel runs, and how to choose one that comes after the others."""
+    what = f"kernel {name}"
+    if reason is not None:
+        return Finding(what, reason, is_bad=is_asked)
+    if name in UNMEASURED:
+        found = "installed; nobody has measured it, so others come first"
+        how = "prefer_measured takes it where files of calibrate say that it is the fastest"
+        return Finding(what, found, f'kernel="{name}" asks for it; {how}')
+    return Finding(what, "runs")
 
 
 def _is_fast(found: dict[str, str | None]) -> bool:

@@ -15,6 +15,7 @@ import dtensor_ring
 from dtensor_ring import Mask, compare_strategies, describe_schedule
 from dtensor_ring.balanced.hybrid import Hybrid, compare_hybrid_layouts
 from dtensor_ring.command.main import main
+from dtensor_ring.lab.report import Finding
 from parallel_plans.models import load, read_config
 from tests.forced import machine_for
 from tests.lab.machines import round_machine
@@ -208,17 +209,17 @@ def test_doctor_without_a_launcher(kernel: str | None, capsys: pytest.CaptureFix
     assert "torchrun" in capsys.readouterr().out
 
 
-def test_doctor_says_why_others_come_before_a_kernel_that_runs(
+def test_doctor_says_how_to_choose_what_nobody_has_measured(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from dtensor_ring.command import doctor as self_test
 
     monkeypatch.setattr(self_test, "available_kernels", lambda: {"cudnn_flex": None, "cudnn": None})
-    found = {x.what: x.found for x in self_test._kernels(None)}
-    assert found["kernel cudnn"] == "runs"
-    assert (
-        "runs; nobody has measured it, so it comes first for windows" in found["kernel cudnn_flex"]
-    )
+    found = {x.what: x for x in self_test._kernels(None)}
+    assert found["kernel cudnn"] == Finding("kernel cudnn", "runs")
+    flex = found["kernel cudnn_flex"]
+    assert flex.found == "installed; nobody has measured it, so others come first"
+    assert flex.advice.startswith('kernel="cudnn_flex" asks for it; prefer_measured takes it')
 
 
 def test_doctor_of_two_ranks() -> None:

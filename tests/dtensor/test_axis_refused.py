@@ -76,7 +76,7 @@ REFUSALS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         ValueError,
         "do not divide the 1 of the axis; these.*ring",
     ),
-    "kernel": ({"kernel": "fast"}, ValueError, "unknown kernel 'fast'; known kernels: cudnn_flex"),
+    "kernel": ({"kernel": "fast"}, ValueError, "unknown kernel 'fast'; known kernels: flash_attn"),
     "policy": ({"policy": torch.bfloat16}, TypeError, "policy must be a TransferPolicy, such as"),
     "mesh": ({"mesh": "cp"}, TypeError, "mesh must be a DeviceMesh, got str"),
     "transport": ({"transport": 42}, TypeError, "a subclass of Transport, got 42"),

@@ -145,7 +145,7 @@ def test_rotary_embeddings_that_depend_on_the_length(rope: str) -> None:
 def build_unsupported() -> None:
     with pytest.raises(ValueError, match="unknown layout 'spiral'"):
         parallel_model("spiral", 8)
-    with pytest.raises(ValueError, match="unknown kernel 'flesh'; known kernels: cudnn_flex"):
+    with pytest.raises(ValueError, match="unknown kernel 'flesh'; known kernels: flash_attn3"):
         parallel_model("zigzag", 8, kernel="flesh")(TOKENS)
     with pytest.raises(TypeError, match=r"policy must be a TransferPolicy, such as .* got 'fast'"):
         parallel_model("zigzag", 8, policy="fast")

@@ -157,7 +157,7 @@ REFUSALS: dict[str, tuple[Change, str]] = {
         options(key_seq_len=6, mask=Mask.full()),
         " of 2 holds 4 tokens, but its shard of seq_len 6 has 3",
     ),
-    "kernel": (options(kernel="fast"), "unknown kernel 'fast'; known kernels: cudnn_flex, flash_"),
+    "kernel": (options(kernel="fast"), "unknown kernel 'fast'; known kernels: flash_attn3, flash"),
     "kernel's reason": (
         options(kernel="cpu_flash", softcap=1.0),
         "kernel 'cpu_flash' cannot serve this attention (cpu_flash: it has no softcap)",

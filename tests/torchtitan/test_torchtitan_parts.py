@@ -208,7 +208,7 @@ def _refuse_configs() -> None:
 
     with pytest.raises(ValueError, match="unknown layout 'zagzig'; known layouts: contig"):
         use_ring(model(), "zagzig")
-    with pytest.raises(ValueError, match="unknown kernel 'flesh'; known kernels: cudnn_flex"):
+    with pytest.raises(ValueError, match="unknown kernel 'flesh'; known kernels: flash_attn3"):
         use_ring(model(), "zigzag", "flesh")
     with pytest.raises(ValueError, match="unknown strategy 'tree'; known strategies: ring"):
         use_ring(model(), "zigzag", strategy="tree")

@@ -68,12 +68,6 @@ LATENT, LARGEST = (192, 128), (256, 256)
 # A tile of at most this many queries is not worth a plan: those of a cache differ by token.
 THIN = 64
 
-UNMEASURED = (
-    "nobody has measured it, so it comes first for windows and documents only, which others need "
-    'more launches for; kernel="cudnn_flex" asks for it'
-)
-FLEETING = "each call would make a plan of its mask, so others come first"
-
 
 class CudnnFlex(Kernel):
     """All tiles of a step in one launch on Hopper and Blackwell, whatever they show."""
@@ -98,11 +92,6 @@ class CudnnFlex(Kernel):
             has_no_slope = "it has no gradient of lse for a head dim of 256"
             return has_no_slope if problem.differentiable_lse else None
         return one_head_dim(problem, 128)
-
-    def yields(self, problem: Problem) -> str | None:
-        if problem.fleeting:
-            return FLEETING
-        return None if problem.windowed or problem.packed else UNMEASURED
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, launch: Launch, scores: Scores) -> Result:
         from cudnn.flex_attention.execution import _flex_attention_forward

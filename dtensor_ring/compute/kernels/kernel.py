@@ -330,13 +330,6 @@ class Kernel(ABC):
         The result is cached. It must depend only on the problem, because all ranks must agree.
         """
 
-    def yields(self, problem: Problem) -> str | None:
-        """Return why others come first for a problem that this kernel supports, or `None`.
-
-        It is asked if no kernel is named. The kernel then comes after all but the reference.
-        """
-        return None
-
     @abstractmethod
     def forward(self, q: Tensor, k: Tensor, v: Tensor, launch: Launch, scores: Scores) -> Result:
         """Return `(out, lse)` of the queries over the keys of this launch."""

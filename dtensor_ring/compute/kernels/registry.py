@@ -88,9 +88,6 @@ class CheckedKernel(Kernel):
     def supports(self, problem: Problem) -> str | None:
         return self.wrapped.supports(problem)
 
-    def yields(self, problem: Problem) -> str | None:
-        return self.wrapped.yields(problem)
-
     def forward(self, q: Tensor, k: Tensor, v: Tensor, launch: Launch, scores: Scores) -> Result:
         result = self.wrapped.forward(q, k, v, launch, scores)
         kind = "forward", launch.segments is None, q.dtype
@@ -154,30 +151,30 @@ def _described(result: object) -> str:
 
 
 _ORDER = (
-    CudnnFlex(),
     FlashAttn3(),
     FlashAttn4(),
     Cudnn(),
     FlashAttn2(),
     CudaFlash(),
     CpuFlash(),
+    CudnnFlex(),
     Reference(),
 )
 
-# The kernels by name, in order of preference, which follows published speed. The first one needs a
-# launch where others need many, and yields to them elsewhere, see `Kernel.yields`. Flash attention
-# 3 runs on Hopper only. So 4 leads on Blackwell, and on Hopper if 3 is not installed. cuDNN comes
-# next on both, and flash attention 2 serves older GPUs. A kernel that cannot run gives a reason in
-# `missing()` and is skipped.
+# The kernels by name, in order of preference, which follows published speed. Flash attention 3 runs
+# on Hopper only. So 4 leads on Blackwell, and on Hopper if 3 is not installed. cuDNN comes next on
+# both, and flash attention 2 serves older GPUs. `cudnn_flex` comes before the reference only, as
+# nobody has measured it. A kernel that cannot run gives a reason in `missing()` and is skipped.
 KERNELS: dict[str, Kernel] = {kernel.name: kernel for kernel in _ORDER}
 
 
 def register_kernel(kernel: Kernel, *, before: str | None = None) -> None:
     """Add a block kernel of your own.
 
-    By default it comes after all kernels but `"reference"`, which is slow and supports everything.
-    So it is chosen by its name, or if no other kernel serves. Register the same kernels in the same
-    order on all ranks, before the first attention.
+    By default it comes after all kernels but `"cudnn_flex"`, which nobody has measured, and
+    `"reference"`, which is slow and supports everything. So it is chosen by its name, or if no
+    other kernel serves. Register the same kernels in the same order on all ranks, before the first
+    attention.
 
     The first launch of each kind is checked: a result whose shape, dtype or device breaks the
     contract of `dtensor_ring.extension.Kernel` raises `ValueError`.
@@ -196,15 +193,15 @@ def register_kernel(kernel: Kernel, *, before: str | None = None) -> None:
         >>> class Mine(Reference):
         ...     name = "mine"
         >>> register_kernel(Mine(), before="cpu_flash")
-        >>> list(available_kernels())[-3:]
-        ['mine', 'cpu_flash', 'reference']
+        >>> list(available_kernels())[-4:]
+        ['mine', 'cpu_flash', 'cudnn_flex', 'reference']
         >>> unregister_kernel("mine")
     """
     _check_registrable(kernel)
     check_kernel(before, "before", KERNELS)
     # A dict keeps the order of insertion, so the kernels after the new one move to the end.
     names = list(KERNELS)
-    after = names[names.index(before or "reference") :]
+    after = names[names.index(before or "cudnn_flex") :]
     KERNELS[kernel.name] = CheckedKernel(kernel)
     # The new kernel is last now. Remove and insert the others, so they follow it.
     for name in after:
@@ -323,7 +320,6 @@ def _select(name: str | None, problem: Problem, device: int | None) -> Kernel:
 def preferred(problem: Problem) -> list[Kernel]:
     """Return all kernels in the order in which they are asked to serve a problem."""
     *kernels, reference = KERNELS.values()
-    kernels.sort(key=lambda x: x.yields(problem) is not None)
     for rate in () if problem.fleeting else _RATES:
         kernels.sort(key=lambda x: -(rate(x.name, problem) or 0.0))
     return [*kernels, reference]

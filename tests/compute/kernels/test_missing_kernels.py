@@ -27,7 +27,7 @@ from dtensor_ring.compute.kernels import (
 from tests import flex_package
 from tests.tiles import GPU
 
-NEWER = ["cudnn_flex", "flash_attn4", "cudnn", "flash_attn2", "cuda_flash"]
+NEWER = ["flash_attn4", "cudnn", "flash_attn2", "cuda_flash", "cpu_flash", "cudnn_flex"]
 """Kernels of Hopper and Blackwell."""
 
 
@@ -53,13 +53,13 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
 @pytest.mark.parametrize(
     ("capability", "running"),
     [
-        ((7, 5), []),
-        ((8, 0), ["flash_attn2", "cuda_flash"]),
-        ((8, 9), ["flash_attn2", "cuda_flash"]),
-        ((9, 0), [*NEWER[:1], "flash_attn3", *NEWER[1:]]),
+        ((7, 5), ["cpu_flash"]),
+        ((8, 0), ["flash_attn2", "cuda_flash", "cpu_flash"]),
+        ((8, 9), ["flash_attn2", "cuda_flash", "cpu_flash"]),
+        ((9, 0), ["flash_attn3", *NEWER]),
         ((10, 0), NEWER),
         ((10, 3), NEWER),
-        ((12, 0), ["flash_attn2", "cuda_flash"]),
+        ((12, 0), ["flash_attn2", "cuda_flash", "cpu_flash"]),
     ],
 )
 def test_kernels_of_a_gpu_best_first(
@@ -67,7 +67,7 @@ def test_kernels_of_a_gpu_best_first(
 ) -> None:
     gpu(*capability)
     found = [name for name, reason in available_kernels().items() if reason is None]
-    assert found == [*running, "cpu_flash", "reference"]
+    assert found == [*running, "reference"]
 
 
 def test_missing_gpu_features(gpu: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,7 +104,7 @@ def test_head_dims_without_gradients(gpu: Callable[..., None]) -> None:
 
 def test_available_kernels() -> None:
     available = available_kernels()
-    assert list(available) == [*GPU, "cpu_flash", "reference"]
+    assert list(available) == [*GPU[:-1], "cpu_flash", "cudnn_flex", "reference"]
     assert available["cpu_flash"] is available["reference"] is None
     if not torch.cuda.is_available():
         assert all(available[name] == "no CUDA device" for name in GPU)

@@ -17,6 +17,7 @@ from dtensor_ring.dtensor import call_check
 from dtensor_ring.dtensor.annotation import annotation_of, axis_group, config_of_call, tag_compiled
 from dtensor_ring.dtensor.choice import chosen
 from dtensor_ring.dtensor.dispatch import chosen_on_dtensors, ulysses_dtensors
+from dtensor_ring.dtensor.per_query import with_bias, with_sinks
 from dtensor_ring.dtensor.placement import dtensor_of, strategy_of
 from dtensor_ring.ops.checks import called_from
 from dtensor_ring.ops.options import Batch, Call, Place, flatten, on_dtensors
@@ -35,6 +36,7 @@ def ring_attention(
     mask: Mask | None = ...,
     cu_seqlens: Tensor | None = ...,
     sinks: Tensor | None = ...,
+    relative_bias: Tensor | None = ...,
     scale: float | None = ...,
     softcap: float = ...,
     kernel: str | None = ...,
@@ -58,6 +60,7 @@ def ring_attention(
     mask: Mask | None = ...,
     cu_seqlens: Tensor | None = ...,
     sinks: Tensor | None = ...,
+    relative_bias: Tensor | None = ...,
     scale: float | None = ...,
     softcap: float = ...,
     kernel: str | None = ...,
@@ -80,6 +83,7 @@ def ring_attention(
     mask: Mask | None = None,
     cu_seqlens: Tensor | None = None,
     sinks: Tensor | None = None,
+    relative_bias: Tensor | None = None,
     scale: float | None = None,
     softcap: float = 0.0,
     kernel: str | None = None,
@@ -117,7 +121,12 @@ def ring_attention(
             the host waits for the copy of a GPU tensor in each call.
         sinks: `(N,)`, one logit per query head, which takes part in the softmax without a value.
             The gradient of a plain tensor must be summed over the ranks: it comes from this rank's
-            queries, or its heads if those are sharded. A DTensor gets a `Partial` one.
+            queries, or its heads if those are sharded. A DTensor gets a `Partial` one. Or
+            `(B, N, S)`, one logit for each query, placed as the query.
+        relative_bias: `(B, N, S, E)`, placed as the query: number d is added to the score of the
+            key d positions before a query, after `scale`. Keys after it, and those E or more
+            before, get nothing. It stays with the queries. By the kernel `reference`, as others
+            cannot; not with a softcap.
         scale: factor of the scores, `H ** -0.5` by default.
         softcap: scores become `softcap * tanh(score / softcap)`; 0 is none.
         kernel: name of the block kernel; by default the axis's, else the first of
@@ -179,6 +188,8 @@ def ring_attention(
     score = partial(call_check.scores_of, query, mask, scale, softcap, sinks, **how)
     build = partial(_call_of, query, key, value, mesh, batch, strategy, kernel, score)
     call = call_check.validated(build, query, key, value, mesh) if validate else build()
+    if relative_bias is not None:
+        query = with_bias(query, relative_bias, call.scores.softcap)
     out, lse = attend(query, key, value, call, return_lse)
     return out if lse is None or not return_lse else (out, lse)
 
@@ -206,6 +217,10 @@ def attend(
 ) -> tuple[Tensor, Tensor | None]:
     """Return `(out, lse)` of a call, after a check of the kinds of its tensors."""
     call_check.check_options(query, call)
+    sinks = call.scores.sinks
+    if sinks is not None and sinks.ndim == 3:  # of each query, which the op does not take
+        plain = call._replace(scores=call.scores._replace(sinks=None))
+        return with_sinks(query, *attend(query, key, value, plain, with_lse=True), sinks)
     if torch.compiler.is_compiling():
         tag_compiled()  # other calls do this when they look up the group
         return _attend(query, key, value, call, with_lse)

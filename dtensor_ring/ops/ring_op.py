@@ -61,13 +61,15 @@ ring_backward_op = torch.ops.dtensor_ring.ring_attention_backward.default
 def forward(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
     """Run the ring op on plain tensors."""
     call = unflatten(options)
-    check_inputs(query, key, value, call.scores.sinks)
+    check_inputs(query, key, value, call.scores.sinks, may_be_biased=True)
     request = call.request(query.shape[0])
     with checked_call(call, request, query, value) as transport:
         # Within the context: an error of this rank is reported to the others.
         if call.scores.dropout_p:
             call.place.policy.refuse_order("dropout")
-        plan, kernel = request.plan(query, key), call.select(query, value, request.slices)
+        if query.shape[3] > key.shape[3]:
+            call.place.policy.refuse_order("relative_bias")
+        plan, kernel = request.plan(query, key), call.select(query, key, value, request.slices)
         warn_of_tiles(plan, request)
         if request.documents is not None:
             warn_of_boundaries(request)
@@ -98,7 +100,7 @@ def backward(
     request = call.request(query.shape[0])
     with checked_call(call, request, query, value, lse) as transport:
         plan = request.plan(query, key)
-        kernel = call.select(query, value, request.slices, grad_lse is not None)
+        kernel = call.select(query, key, value, request.slices, grad_lse is not None)
         grad_out, query, key, value, out = loadable(grad_out, query, key, value, out)
         saved = Saved(grad_out, out, lse, grad_lse)
         how = plan, kernel, call.scores, transport, call.place.policy, call.rounded
@@ -115,7 +117,7 @@ def _fake_forward(
     query: Tensor, key: Tensor, value: Tensor, *options: Any
 ) -> tuple[Tensor, Tensor]:
     call = unflatten(options)
-    check_inputs(query, key, value, call.scores.sinks)
+    check_inputs(query, key, value, call.scores.sinks, may_be_biased=True)
     check_batch(query, call.batch)
     wide = torch.promote_types(query.dtype, torch.float32)
     # `Partial.result` returns a contiguous lse.
@@ -286,7 +288,7 @@ nodes.register_autocast(BACKWARD, ring_backward_op, num_cast=0)
 @register_flop_formula(ring_op.overloadpacket, get_raw=True)
 def _forward_flops(query: Tensor, key: Tensor, value: Tensor, *rest: Any, **_: Any) -> int:
     """Count two products, each with 2 flops per visible pair and head dim."""
-    head_dim, value_head_dim = number_of(query.shape[3]), number_of(value.shape[3])
+    head_dim, value_head_dim = number_of(key.shape[3]), number_of(value.shape[3])
     return 2 * _visible_pairs(query, key, unflatten(rest)) * (head_dim + value_head_dim)
 
 
@@ -296,7 +298,7 @@ def _backward_flops(
 ) -> int:
     """Count five products: the recomputed scores, and gradients of scores, query, key, value."""
     pairs = _visible_pairs(query, key, unflatten(rest[2:]))
-    head_dim, value_head_dim = number_of(query.shape[3]), number_of(value.shape[3])
+    head_dim, value_head_dim = number_of(key.shape[3]), number_of(value.shape[3])
     return 2 * pairs * (3 * head_dim + 2 * value_head_dim)
 
 

@@ -109,6 +109,18 @@ MAMBA = {
     "mamba_chunk_size": 4,
     "mamba_expand": 2,
 }
+INKLING = {
+    "swa_num_attention_heads": 4,
+    "swa_num_key_value_heads": 2,
+    "swa_head_dim": 8,
+    "sliding_window_size": 6,
+    "d_rel": 3,
+    "rel_extent": 9,
+    "layer_types": ["hybrid_sliding", "hybrid"],
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 12,
+}
 GRANITE = {"num_local_experts": 2, "output_router_logits": False, "shared_intermediate_size": 24}
 HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen3-Next": (
@@ -162,6 +174,14 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
         {"mamba_d_state": 6, "mamba_dt_rank": 4, "n_mamba_heads": 2}
         | {"layers_block_type": ["linear_attention", "hybrid"] * 2, "num_hidden_layers": 4},
     ),
+    "Inkling": (
+        "Inkling",
+        HEAD_DIM | INKLING | {"mlp_layer_types": ["dense", "sparse"], "n_shared_experts": 1},
+    ),
+    "Inkling, scaled": (
+        "Inkling",  # by positions in a row, also of packed documents
+        HEAD_DIM | INKLING | {"log_scaling_n_floor": 5, "n_shared_experts": 1},
+    ),
     "Mamba": ("Mamba", {"state_size": 6, "time_step_rank": 4}),
     "FalconMamba": ("FalconMamba", {"state_size": 6, "time_step_rank": 4}),
     "Mamba 2": (
@@ -200,7 +220,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "xLSTM": ("xLSTM", {"num_heads": 2, "embedding_dim": 16, "num_blocks": 2}),
 }
 ENCODERS = ("ModernBERT", "BERT", "RoBERTa")
-TEXT = ("Gemma3", "Llama4", "Qwen3_5")
+TEXT = ("Gemma3", "Llama4", "Qwen3_5", "Inkling")
 """Their configs of language models are named so."""
 
 

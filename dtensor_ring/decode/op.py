@@ -34,7 +34,14 @@ from dtensor_ring.ops.attention_record import (
     record_of,
     runs_text,
 )
-from dtensor_ring.ops.checks import CALLER, check_head_dims, check_inputs, check_num_queries, loadable, unit_stride
+from dtensor_ring.ops.checks import (
+    CALLER,
+    check_head_dims,
+    check_inputs,
+    check_num_queries,
+    loadable,
+    unit_stride,
+)
 from dtensor_ring.ops.options import Arguments, Length, kernel_of
 from dtensor_ring.ops.ring_op import check_batch, number_of
 from dtensor_ring.planning.layout import Contiguous, Layout

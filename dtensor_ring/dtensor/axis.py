@@ -27,6 +27,7 @@ from dtensor_ring.dtensor.laboratory import (
     read_machine,
     written_machine,
 )
+from dtensor_ring.dtensor.per_query import with_bias
 from dtensor_ring.dtensor.placement import dtensor_of
 from dtensor_ring.dtensor.sequence_order import local_tokens
 from dtensor_ring.dtensor.sequence_tensor import from_local_tokens

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from parallel_plans.huggingface.core.attention_function import at_positions
+from parallel_plans.huggingface.core.bias_tables import making_tables
 from parallel_plans.huggingface.core.modules import language_model_of
 from parallel_plans.huggingface.core.passed_on import passing_on
 from parallel_plans.huggingface.core.patterns import (
@@ -71,7 +72,7 @@ def probe(model: Any, indices: tuple[int, ...], **inputs: Any) -> Any:
 
     hook = decoder.register_forward_pre_hook(add_inputs, with_kwargs=True)
     try:
-        with passing_on(decoder):
+        with passing_on(decoder), making_tables(decoder):
             return model(
                 input_ids=index % config.vocab_size,
                 position_ids=positions,
@@ -90,6 +91,8 @@ def _alone(
     value: Tensor,
     attention_mask: Any,
     ring: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    sinks: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Return a value that depends on the query, key and value of each token alone."""
@@ -100,8 +103,11 @@ def _alone(
         )
     groups = query.shape[1] // key.shape[1]
     key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
+    query, bias = at_positions(module, query, position_bias, ring)
     # No product of query and key: it would hide wrong positions that rotate both alike.
-    scores = (at_positions(module, query, ring) - key.roll(1, -1)).sum(-1, keepdim=True)
+    scores = (query - key.roll(1, -1)).sum(-1, keepdim=True)
+    for x in (bias, sinks):  # of each query, too
+        scores = scores if x is None else scores + x.sum(-1, keepdim=True)
     return (value * (1 + scores.tanh())).transpose(1, 2).contiguous(), None
 
 

@@ -19,7 +19,7 @@ LAYOUTS = Contiguous(), Striped(), ZigZag(), BlockCyclic(2)
 
 
 def cases(world_size: int) -> list[Case]:
-    """Layouts, masks, strategies and options; a bias for fewer distances than there are, or more."""
+    """Layouts, masks, strategies and options; a bias for some distances, or for all."""
 
     def case(ring: Ring, extent: int = 5, **options: Any) -> Case:
         return Case(ring, extent=extent, **options)

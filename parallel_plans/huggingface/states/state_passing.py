@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import product
 from typing import Any, NamedTuple
 from weakref import WeakSet
 
@@ -106,12 +107,29 @@ class LocalStatePassing:
 def specs_of(model: Any) -> StateSpecs:
     """Return the states of a model's layers from a run of two tokens, also on the meta device."""
     layers, states = stateful_layers(model), LocalStatePassing()
-    weight = next(model.parameters())
-    hidden = weight.new_zeros(1, 2, model.config.hidden_size)
+    hidden = next(model.parameters()).new_zeros(1, 2, model.config.hidden_size)
     with frozen(model), passing_states(layers, states):
         for layer in layers:
-            layer(hidden, **dict.fromkeys(required_parameters(layer)))
+            _run_alone(layer, hidden)
     return states.specs(len(layers))
+
+
+def _run_alone(layer: nn.Module, hidden: Tensor) -> None:
+    """Run a layer on hidden states of the model, or on tokens as wide as its weights ask for.
+
+    Where it takes other tensors beside, these are the hidden states of the model.
+    """
+    needed = required_parameters(layer)
+    sizes = sorted({size for x in layer.parameters() for size in x.shape}, reverse=True)
+    errors: list[Exception] = []
+    for width, beside in product([hidden.shape[-1], *sizes], (None, hidden)):
+        given = {name: None if name.endswith("_mask") else beside for name in needed}
+        try:
+            layer(hidden.new_zeros(1, 2, width), **given)
+            return
+        except Exception as error:  # model code may raise anything for another width
+            errors.append(error)
+    raise errors[0]
 
 
 def map_bytes(specs: StateSpecs) -> tuple[int, int] | None:

@@ -182,6 +182,24 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
         "Inkling",  # by positions in a row, also of packed documents
         HEAD_DIM | INKLING | {"log_scaling_n_floor": 5, "n_shared_experts": 1},
     ),
+    "Inkling 2": (
+        "Inkling2",
+        HEAD_DIM
+        | INKLING
+        | {"num_hidden_layers": 4, "layer_types": ["hybrid_sliding", "hybrid"] * 2}
+        | {"n_layers_per_attn_res_block": 2, "log_scaling_n_floor": 5}
+        | {"unpadded_vocab_size": VOCABULARY},
+    ),
+    "Inkling 2, loop": (
+        "Inkling2Loop",
+        HEAD_DIM
+        | INKLING
+        | {"num_hidden_layers": 3, "layer_types": ["hybrid_sliding", "hybrid", "hybrid_sliding"]}
+        | {"n_layers_per_attn_res_block": 1, "log_scaling_n_floor": 5}
+        | {"initializer_range": 0.05}  # the passes of 0.2 amplify rounding to 2e-5
+        | {"loop_layer_index_start": 1, "loop_layer_index_end": 2, "loop_gate_rank": 4}
+        | {"unpadded_vocab_size": VOCABULARY},
+    ),
     "Mamba": ("Mamba", {"state_size": 6, "time_step_rank": 4}),
     "FalconMamba": ("FalconMamba", {"state_size": 6, "time_step_rank": 4}),
     "Mamba 2": (
@@ -220,7 +238,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "xLSTM": ("xLSTM", {"num_heads": 2, "embedding_dim": 16, "num_blocks": 2}),
 }
 ENCODERS = ("ModernBERT", "BERT", "RoBERTa")
-TEXT = ("Gemma3", "Llama4", "Qwen3_5", "Inkling")
+TEXT = ("Gemma3", "Llama4", "Qwen3_5", "Inkling", "Inkling2", "Inkling2Loop")
 """Their configs of language models are named so."""
 
 

@@ -28,6 +28,7 @@ from parallel_plans.huggingface.core.attention_function import (
     number_attention,
 )
 from parallel_plans.huggingface.core.bias_tables import make_tables
+from parallel_plans.huggingface.core.local_attention import keep_local_attention
 from parallel_plans.huggingface.core.model_masks import mask_of
 from parallel_plans.huggingface.core.modules import (
     backbone_of,
@@ -291,6 +292,7 @@ class ShardedModel(ParallelStyle):
         select_keys_of(decoder)
         pass_on(decoder)
         make_tables(decoder)
+        keep_local_attention(decoder)
         if head is not None:
             join_behind(head, sharding.join)
         if outer is not None:

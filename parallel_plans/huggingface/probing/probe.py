@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from parallel_plans.huggingface.core.attention_function import at_positions
 from parallel_plans.huggingface.core.bias_tables import making_tables
+from parallel_plans.huggingface.core.local_attention import keeping_local_attention
 from parallel_plans.huggingface.core.modules import language_model_of
 from parallel_plans.huggingface.core.passed_on import passing_on
 from parallel_plans.huggingface.core.patterns import (
@@ -72,7 +73,7 @@ def probe(model: Any, indices: tuple[int, ...], **inputs: Any) -> Any:
 
     hook = decoder.register_forward_pre_hook(add_inputs, with_kwargs=True)
     try:
-        with passing_on(decoder), making_tables(decoder):
+        with passing_on(decoder), making_tables(decoder), keeping_local_attention(decoder):
             return model(
                 input_ids=index % config.vocab_size,
                 position_ids=positions,
@@ -136,9 +137,11 @@ def check_token_mixing(model: Any) -> StateSpecs:
     """
     layers, states = stateful_layers(model), LocalStatePassing()
     with frozen(model), passing_states(layers, states):
+        states.begin()
         whole = _outputs(model, tuple(range(NUM_TOKENS)))
         states.forget()
         for shard in NEIGHBOURS if layers else SHARDS:
+            states.begin()
             parts = _outputs(model, shard)
             _check_states(model, layers, states)
             for (name, call), found in parts.items():
@@ -276,7 +279,7 @@ def _hidden_states(decoder: nn.Module, shard: tuple[int, ...]) -> Iterator[None]
 def _check_states(model: Any, layers: list[nn.Module], states: LocalStatePassing) -> None:
     """Refuse a layer that reads its state only when it is called with a single token."""
     names = {module: name for name, module in model.named_modules()}
-    for number, (kind, _) in states.unused.items():
+    for number, (kind, _) in states.unused().items():
         raise ValueError(
             f"no context-parallel plan for {type(model).__name__}: {names[layers[number]]} goes on "
             f"from the {kind} state of its cache with a single token only, and begins again with "

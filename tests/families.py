@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import torch
@@ -255,3 +256,13 @@ def small_model(family: str, head: str = "", **changes: Any) -> Any:
             parameter.add_(0.1 * torch.randn_like(parameter))
     model.set_attn_implementation("eager")
     return model.eval()
+
+
+def in_dtype(model: Any, dtype: torch.dtype) -> Any:
+    """The model in another dtype, but for what its class wants in float32."""
+    model.to(dtype)
+    kept = re.compile("|".join(model._keep_in_fp32_modules_strict or ["$^"]))
+    for name, x in model.named_parameters():
+        x.data = x.data.float() if kept.search(name) else x.data
+    model.set_experts_implementation("eager")  # the others take no float64, nor any width
+    return model

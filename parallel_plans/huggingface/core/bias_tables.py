@@ -25,6 +25,9 @@ EXTENT = "rel_extent"
 POSITIONS = ("query_positions", "key_positions")
 DISTANCE = "relative_distance"
 
+# What the forward of an attention reads.
+ATTENDS = "ALL_ATTENTION_FUNCTIONS"
+
 # The attribute of an attention that gets a table: whether it scales by positions that it counts.
 TABLE = "context_parallel_bias_table"
 SCALED = "log_scaling_n_floor"
@@ -36,6 +39,7 @@ def bias_modules(model: nn.Module) -> list[nn.Module]:
         module
         for module in model.modules()
         if isinstance(getattr(module, EXTENT, None), int)
+        and ATTENDS not in names_in_forward(module)  # which may hand the distances on
         and ({*POSITIONS} <= _parameters(module).keys() or DISTANCE in _parameters(module))
     ]
 

@@ -216,7 +216,7 @@ def first(output: Any) -> Tensor:
 
 
 def _of_tokens(layer: nn.Module, arguments: dict[str, Any]) -> dict[str, Tensor]:
-    """Return a layer's inputs that have a row for each token, which go together: the first, and more.
+    """Return a layer's inputs that have a row for each token, which go together.
 
     Raises:
         ValueError: if the layer takes another tensor, whose order is unknown.

@@ -23,11 +23,11 @@ OTHERS = ("MiniMax-01", "Zamba", "Granite 4, attention only", LOOP)
 that run several times, which are served without a cache."""
 FAMILIES = tuple(x for x in HYBRIDS if x not in OTHERS)
 WAYS = ("greedy", "sampled beams", "left padded", "chunked prefill", "two of each", "stops")
-SAMPLE = [("Qwen3-Next", 2), ("Granite 4", 3), ("Mamba 2", 2)]
+SAMPLE = [("Qwen3-Next", 2), ("Granite 4", 3), ("Mamba 2", 2), ("Inkling 2", 2)]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """A delta rule, Mamba 2 beside attention and alone, or all families."""
+    """A delta rule, Mamba 2 beside attention and alone, a bias by distance, or all families."""
     if "world_size" in metafunc.fixturenames:
         is_all = metafunc.config.getoption("--all-generations")
         cases = [*product(FAMILIES, (2, 3))] if is_all else SAMPLE

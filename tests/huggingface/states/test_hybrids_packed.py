@@ -23,6 +23,7 @@ PACKED = {
     ("Granite 4", 2, 1),
     ("LFM2", 4, 2),
     ("Mamba 2", 4, 2),
+    ("Inkling 2", 4, 2),
 }
 """Family, ranks and rows of the default run."""
 

@@ -101,11 +101,11 @@ def dense_attention(
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     q, *biases = q.split([k.shape[-1], *[1] * (q.shape[-1] - k.shape[-1])], -1)
     scores = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if softcap:
+        scores = softcap * (scores / softcap).tanh()
     lags = torch.arange(scores.shape[2]).unsqueeze(1) - torch.arange(scores.shape[3])
     for lag, bias in enumerate(biases):
         scores = scores + bias * (lags == lag)
-    if softcap:
-        scores = softcap * (scores / softcap).tanh()
     num_rows, num_cols = scores.shape[2:]
     if seen is None:
         bounds = cu_seqlens, key_cu_seqlens

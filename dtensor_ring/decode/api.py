@@ -196,7 +196,7 @@ def decode_attention(
     call = DecodeCall(batch, scores, place)
     call_check.check_options(query, call)
     if relative_bias is not None:
-        query = with_bias(query, relative_bias, softcap)
+        query = with_bias(query, relative_bias)
     out, lse = called_by_user(decode_op, query, key, value, *flatten_decode(call))
     if of_queries is not None:
         out, lse = with_sinks(query, out, lse, of_queries)

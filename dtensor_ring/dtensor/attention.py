@@ -124,9 +124,9 @@ def ring_attention(
             queries, or its heads if those are sharded. A DTensor gets a `Partial` one. Or
             `(B, N, S)`, one logit for each query, placed as the query.
         relative_bias: `(B, N, S, E)`, placed as the query: number d is added to the score of the
-            key d positions before a query, after `scale`. Keys after it, and those E or more
-            before, get nothing. It stays with the queries. By the kernel `reference`, as others
-            cannot; not with a softcap.
+            key d positions before a query, after `scale` and `softcap`. Keys after it, and those E
+            or more before, get nothing. It stays with the queries. By the kernel `reference`, as
+            others cannot.
         scale: factor of the scores, `H ** -0.5` by default.
         softcap: scores become `softcap * tanh(score / softcap)`; 0 is none.
         kernel: name of the block kernel; by default the axis's, else the first of
@@ -189,7 +189,7 @@ def ring_attention(
     build = partial(_call_of, query, key, value, mesh, batch, strategy, kernel, score)
     call = call_check.validated(build, query, key, value, mesh) if validate else build()
     if relative_bias is not None:
-        query = with_bias(query, relative_bias, call.scores.softcap)
+        query = with_bias(query, relative_bias)
     out, lse = attend(query, key, value, call, return_lse)
     return out if lse is None or not return_lse else (out, lse)
 

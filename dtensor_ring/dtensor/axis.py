@@ -227,11 +227,11 @@ class SequenceAxis:
             # No kernel here: the op takes that of the axis that the DTensors are sharded over.
             scores = call_check.scores_of(query, *how, None, **drop)
             if relative_bias is not None:
-                query = with_bias(query, relative_bias, scores.softcap)
+                query = with_bias(query, relative_bias)
             return attend(query, key, value, Call(batch, scores, on_dtensors(strategy)))[0]
         scores = call_check.scores_of(query, *how, self.kernel, **drop)
         if relative_bias is not None:
-            query = with_bias(query, relative_bias, scores.softcap)
+            query = with_bias(query, relative_bias)
         lengths: tuple[int | None, int | None] = (None, None)
         if key_runs is None:  # with `key_runs`, the layout is not used
             self._config.check_runs(runs is not None)

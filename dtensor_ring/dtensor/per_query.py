@@ -12,29 +12,23 @@ from dtensor_ring.dtensor.placement import describe
 from dtensor_ring.ops.checks import check_strided
 
 
-def with_bias(query: Tensor, bias: Any, softcap: float) -> Tensor:
+def with_bias(query: Tensor, bias: Any) -> Tensor:
     """Return the queries as the ops take them with a bias by distance, see `Kernel`.
 
     Args:
         query: `(B, N, L, H)`.
         bias: `(B, N, L, E)`, placed as the query.
-        softcap: bound of the scores, which the bias would break.
 
     Returns:
         `(B, N, L, H + E)`.
 
     Raises:
         TypeError: if the bias is not a tensor, or not of the query's kind.
-        ValueError: if it does not fit the query, or scores have a softcap.
+        ValueError: if it does not fit the query.
     """
     _check_rows("relative_bias", query, bias, 4, "(B, N, L, E), a bias for each distance")
     if not bias.shape[3]:
         raise ValueError("relative_bias needs a distance, got E = 0; leave it out")
-    if softcap:
-        raise ValueError(
-            f"a softcap bounds scores to which relative_bias would be added, got {softcap}; leave "
-            "one of them out"
-        )
     return torch.cat([query, bias.to(query.dtype)], -1)
 
 

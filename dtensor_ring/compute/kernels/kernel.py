@@ -268,7 +268,8 @@ class Kernel(ABC):
     formula above `grad_out.v` gets this factor, and so do the weights in the gradient of v.
 
     **A bias by distance** is what `q` has beside the head dim of `k`: with `q` `(B, N, R, H + E)`,
-    number d of the last E is added to the score of the key that is d positions before the query.
+    number d of the last E is added to the score of the key that is d positions before the query,
+    after the softcap.
     Keys after the query, and those E or more before it, get nothing. `launch.lags` has the
     positions. Only a kernel that sets `has_bias` gets such queries, in tiles. Their gradient has
     that of the bias in the same place, which is the sum of the gradients of the scores.

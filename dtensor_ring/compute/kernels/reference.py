@@ -273,12 +273,12 @@ def _scored(
     queries: Tensor, keys: Tensor, scores: Scores, lags: Lags | None = None
 ) -> tuple[Tensor, Tensor | float]:
     """Return scores `(B, Nkv, N / Nkv, R, C)` and their derivative with respect to `q.k`."""
-    scale, softcap, table = scores.scale, scores.softcap, None
+    scale, softcap = scores.scale, scores.softcap
     if lags is not None:
         queries, table = queries.tensor_split([keys.shape[-1]], -1)
+        scored, slope = _scored(queries, keys, scores)
+        return scored + lags.bias(table), slope
     scored = (queries.flatten(2, 3) @ keys.mT).unflatten(2, queries.shape[2:4]) * scale
-    if table is not None and lags is not None:
-        scored += lags.bias(table)
     if not softcap:
         return scored, scale
     # The derivative of softcap * tanh(x / softcap) is 1 - tanh**2.

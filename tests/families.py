@@ -191,16 +191,6 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"n_layers_per_attn_res_block": 2, "log_scaling_n_floor": 5}
         | {"unpadded_vocab_size": VOCABULARY},
     ),
-    "Inkling 2, loop": (
-        "Inkling2Loop",
-        HEAD_DIM
-        | INKLING
-        | {"num_hidden_layers": 3, "layer_types": ["hybrid_sliding", "hybrid", "hybrid_sliding"]}
-        | {"n_layers_per_attn_res_block": 1, "log_scaling_n_floor": 5}
-        | {"initializer_range": 0.05}  # the passes of 0.2 amplify rounding to 2e-5
-        | {"loop_layer_index_start": 1, "loop_layer_index_end": 2, "loop_gate_rank": 4}
-        | {"unpadded_vocab_size": VOCABULARY},
-    ),
     "Mamba": ("Mamba", {"state_size": 6, "time_step_rank": 4}),
     "FalconMamba": ("FalconMamba", {"state_size": 6, "time_step_rank": 4}),
     "Mamba 2": (
@@ -210,6 +200,17 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 """Layers with a state, some beside attention."""
+if hasattr(transformers, "Inkling2LoopTextConfig"):  # since 5.24
+    HYBRIDS["Inkling 2, loop"] = (
+        "Inkling2Loop",
+        HEAD_DIM
+        | INKLING
+        | {"num_hidden_layers": 3, "layer_types": ["hybrid_sliding", "hybrid", "hybrid_sliding"]}
+        | {"n_layers_per_attn_res_block": 1, "log_scaling_n_floor": 5}
+        | {"initializer_range": 0.05}  # the passes of 0.2 amplify rounding to 2e-5
+        | {"loop_layer_index_start": 1, "loop_layer_index_end": 2, "loop_gate_rank": 4}
+        | {"unpadded_vocab_size": VOCABULARY},
+    )
 
 INDEX = {
     "index_topk": 5,

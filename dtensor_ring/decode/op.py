@@ -358,7 +358,7 @@ def _decode_flops(query: Tensor, key: Tensor, value: Tensor, *rest: Any, **_: An
     A compiler knows only lengths, so there every query sees every key.
     """
     call = unflatten_decode(rest)
-    batch, heads, num_queries, _ = map(number_of, query.shape)
+    batch, heads, num_queries = map(number_of, query.shape[:3])
     pairs = batch * num_queries * number_of(key.shape[2])
     runs = call.batch.key_runs
     # Runs of several ranks without a group mean DTensors, whose group only the handler knows.

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from parallel_plans.huggingface.core.versions import names_in_forward
+from parallel_plans.huggingface.core.versions import names_in_forward, reads_positions
 
 # The attribute with the number of distances, and the parameters of a forward that say the pairs.
 EXTENT = "rel_extent"
@@ -59,7 +59,8 @@ def make_tables(model: nn.Module) -> list[nn.Module]:
         module.forward = MethodType(_forward(plain, signature(plain)), module)
     for attention in model.modules():
         if any(child in changed for child in attention.children()):
-            setattr(attention, TABLE, SCALED in names_in_forward(attention))
+            counts = SCALED in names_in_forward(attention) and not reads_positions(attention)
+            setattr(attention, TABLE, counts)
     return changed
 
 

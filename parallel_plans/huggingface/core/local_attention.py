@@ -33,9 +33,10 @@ def keep_local_attention(model: nn.Module) -> dict[nn.Module, Any]:
         if hasattr(module, "config") and _is_local(module)
     }
     own = {id(config): deepcopy(config) for config in before.values()}
+    for config in own.values():
+        config._attn_implementation = OWN
     for module, config in before.items():
         module.config = own[id(config)]
-        module.config._attn_implementation = OWN
     return before
 
 

@@ -122,6 +122,7 @@ PARTS: dict[str, dict[str, dict[str, Any]]] = {
     },
     "glm5_next": {"text_config": {"index_kpool": 4}},
     "hy_v4_vl": {"text_config": {"qk_rope_head_dim": 8}},
+    "inkling_mm_model": {"vision_config": {"n_layers": 5, "patch_size": 8}},  # fewer need scipy
     "qwen4_exp": {"text_config": OPTIONS["qwen4_exp_text"]},
 }
 """The same of the models that a model consists of."""

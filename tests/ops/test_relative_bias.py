@@ -181,3 +181,25 @@ def _check_refused() -> None:
 def test_refused(pool: Pool) -> None:
     """Also a query that is wider by mistake."""
     pool.run(1, _check_refused)
+
+
+def _check_compiled(backend: str) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    axis = SequenceAxis(mesh, "zigzag")
+    local = [axis.shard(x, 2).to_local().requires_grad_() for x in _whole()]
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, sinks: Tensor) -> Tensor:
+        how = {"relative_bias": bias, "sinks": sinks, "mesh": mesh}
+        return ring_attention(query, key, value, **how).square()
+
+    results = []
+    for run in (attend, torch.compile(attend, backend=backend, fullgraph=True)):
+        out = run(*local)
+        results.append([out, *torch.autograd.grad(out.sum(), local)])
+    for x, y in zip(*results, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiled_in_one_graph(pool: Pool, backend: str) -> None:
+    pool.run(2, _check_compiled, backend)

@@ -269,10 +269,10 @@ class Kernel(ABC):
 
     **A bias by distance** is what `q` has beside the head dim of `k`: with `q` `(B, N, R, H + E)`,
     number d of the last E is added to the score of the key that is d positions before the query,
-    after the softcap.
-    Keys after the query, and those E or more before it, get nothing. `launch.lags` has the
-    positions. Only a kernel that sets `has_bias` gets such queries, in tiles. Their gradient has
-    that of the bias in the same place, which is the sum of the gradients of the scores.
+    after the softcap. Keys after the query, and those E or more before it, get nothing.
+    `launch.lags` has the positions. Only a kernel that sets `has_bias` gets such queries, in tiles.
+    Their gradient has that of the bias in the same place: number d is the gradient of the score of
+    the key d positions before.
 
     Attributes:
         name: the name in the `kernel` argument and in `available_kernels`.

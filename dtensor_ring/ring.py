@@ -15,7 +15,8 @@ from dtensor_ring.compute.dropout import Dropout, ShardDropout
 from dtensor_ring.compute.exact import tree_sum
 from dtensor_ring.compute.execute import Pair, backward_step, forward_step
 from dtensor_ring.compute.kernels import Kernel, Launch, Saved, Scores
-from dtensor_ring.compute.memory import TOKEN_MAJOR, in_order, order_of
+from dtensor_ring.compute.lags import Lags, resident_positions
+from dtensor_ring.compute.memory import TOKEN_MAJOR, in_order, order_of, positions_of
 from dtensor_ring.compute.merge import accumulate_sums
 from dtensor_ring.compute.ordered import OrderedGradients, OrderedOutput, sinks_by_block
 from dtensor_ring.compute.trace import Label
@@ -37,6 +38,7 @@ def ring_forward(
 ) -> tuple[Tensor, Tensor]:
     """Return `(out, lse)` of the local queries over all keys and values of the ring."""
     dropped = _dropped(query, plan, scores) if scores.dropout_p else None
+    at = positions_of(plan.runs, query.device) if _is_biased(query, shard) else None
     head_dim, sinks = shard[1].shape[3], scores.sinks
     running: RunningOutput | OrderedOutput
     if plan.order is None:
@@ -48,12 +50,13 @@ def ring_forward(
             label = Label("forward", step.number, step.source)
             in_flight = plan.shards[step.number].moves
             dropout = None if dropped is None else dropped.of_keys(step.runs, step.cols)
+            lags = None if at is None else _lags(at, step)
             kv = shards.begin_step(step, label)
             if isinstance(running, OrderedOutput):
                 running.step(step, kv, kernel, scores, label, in_flight)
             else:
                 how = running, kernel, scores, label
-                forward_step(step, query, kv, *how, in_flight=in_flight, dropout=dropout)
+                forward_step(step, query, kv, *how, in_flight=in_flight, dropout=dropout, lags=lags)
             shards.end_step(step, label)
     last = plan.steps[-1]
     with Label("forward", last.number, last.source)("merge"):
@@ -100,6 +103,7 @@ def ring_backward(
     sum_dtype = policy.sum_dtype(shard[0].dtype)
     grads = (_Arriving if plan.order is None else _Ordered)(query, shard, plan, policy)
     dropped = _dropped(query, plan, scores) if scores.dropout_p else None
+    at = positions_of(plan.runs, query.device) if _is_biased(query, shard) else None
     with (
         shard_rotation(transport, plan, shard, policy.kv_dtype, rounded) as shards,
         SumRotation(transport, plan, shard, sum_dtype) as sums,
@@ -107,8 +111,9 @@ def ring_backward(
         for step in plan.steps:
             label = Label("backward", step.number, step.source)
             dropout = None if dropped is None else dropped.of_keys(step.runs, step.cols)
+            lags = None if at is None else _lags(at, step)
             kv = shards.begin_step(step, label)
-            grads.compute(step, saved, kv, kernel, scores, label, dropout)
+            grads.compute(step, saved, kv, kernel, scores, label, dropout, lags)
             if step.number:
                 _collect(sums, grads, step.number - 1, label)
                 grads.contribute(sums, step, label)
@@ -118,6 +123,16 @@ def ring_backward(
         last = len(plan.steps) - 1
         _collect(sums, grads, last, Label("backward", last, plan.rank))
     return grads.result()
+
+
+def _is_biased(query: Tensor, shard: Pair) -> bool:
+    """Return whether queries have a bias by distance beside their head dim, see `Kernel`."""
+    return query.shape[3] > shard[0].shape[3]
+
+
+def _lags(at: Tensor, step: Step) -> Lags:
+    """Return the positions of the queries and of the keys of a step."""
+    return Lags(at, resident_positions(step.runs, step.cols, at.device))
 
 
 def _dropped(query: Tensor, plan: Plan, scores: Scores) -> ShardDropout | None:
@@ -176,12 +191,13 @@ class _Arriving:
         scores: Scores,
         label: Label,
         dropout: Dropout | None,
+        lags: Lags | None,
     ) -> None:
         """Add the gradients of a step."""
         self._shares = GradientShare(kv[0]), GradientShare(kv[1])
         # Step 0 is this rank's own shard, whose gradients need not travel.
         grad_kv = self._shares if step.number else self._grad_shard
-        how = self._grad_query, grad_kv, kernel, scores, label, dropout
+        how = self._grad_query, grad_kv, kernel, scores, label, dropout, lags
         backward_step(step, saved, self._query, kv, *how)
 
     def arrive(self, packet: Packet, number: int, is_last: bool) -> None:
@@ -225,9 +241,10 @@ class _Ordered:
         scores: Scores,
         label: Label,
         dropout: Dropout | None,
+        lags: Lags | None,
     ) -> None:
         """Add the gradients of a step."""
-        assert dropout is None, "refused with a fixed order"
+        assert dropout is None and lags is None, "refused with a fixed order"
         self._grads.step(step, saved, kv, kernel, scores, label)
 
     def arrive(self, packet: Packet, number: int, is_last: bool) -> None:

@@ -108,7 +108,7 @@ class Decode:
             *(self.starts, self.num_queries, as_documents(self.documents), self.slices),
         )
         scores = self.scores()
-        kernel = kernel_of(scores, query, value, True, self.slices)
+        kernel = kernel_of(scores, query, key, value, True, self.slices)
         combine = None
         if transport is not None and self.merge is not None:
             combine = Combine(transport, rank, self.world_size, self.merge)

@@ -91,16 +91,21 @@ def dense_attention(
     """Softmax attention of `(B, N, S, H)` in float64; a row that sees nothing is (0, -inf).
 
     `seen` `(B, S, T)` says who sees what in place of mask and documents. `factors` `(B, N, S, T)`
-    are those of the weights under dropout.
+    are those of the weights under dropout. A query that is wider than keys has a bias by distance
+    there, for the key as many positions before, from 0 on.
     """
     inputs = [x.detach().double().requires_grad_() for x in (query, key, value)]
     if sinks is not None:
         inputs.append(sinks.detach().double().requires_grad_())
     q, k, v = inputs[:3]
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    q, *biases = q.split([k.shape[-1], *[1] * (q.shape[-1] - k.shape[-1])], -1)
     scores = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
     if softcap:
         scores = softcap * (scores / softcap).tanh()
+    lags = torch.arange(scores.shape[2]).unsqueeze(1) - torch.arange(scores.shape[3])
+    for lag, bias in enumerate(biases):
+        scores = scores + bias * (lags == lag)
     num_rows, num_cols = scores.shape[2:]
     if seen is None:
         bounds = cu_seqlens, key_cu_seqlens

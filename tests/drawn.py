@@ -106,10 +106,11 @@ def cases(draw: st.DrawFn, layout: str, world_size: int, with_turns: bool) -> Ca
     batch = draw(st.integers(1, 3))
     options = {
         "softcap": draw(st.sampled_from([0.0, 0.0, 1.5])),
+        "extent": draw(st.sampled_from([0, 0, 0, 1, 6, 40])),
         "grad_lse": draw(st.sampled_from([False, False, True])),
         "head_dims": draw(st.sampled_from([(8, 8), (8, 8), (8, 4), (4, 12)])),
     }
-    special = options["softcap"] or len(set(options["head_dims"])) > 1
+    special = options["softcap"] or options["extent"] or len(set(options["head_dims"])) > 1
     ring = draw(rings(layout, world_size, batch))
     if with_turns and ring.key_seq_len is None and draw(st.integers(0, 3)) == 0:
         ring = draw(turns(ring))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import torch
@@ -109,6 +110,18 @@ MAMBA = {
     "mamba_chunk_size": 4,
     "mamba_expand": 2,
 }
+INKLING = {
+    "swa_num_attention_heads": 4,
+    "swa_num_key_value_heads": 2,
+    "swa_head_dim": 8,
+    "sliding_window_size": 6,
+    "d_rel": 3,
+    "rel_extent": 9,
+    "layer_types": ["hybrid_sliding", "hybrid"],
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 12,
+}
 GRANITE = {"num_local_experts": 2, "output_router_logits": False, "shared_intermediate_size": 24}
 HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen3-Next": (
@@ -162,6 +175,22 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
         {"mamba_d_state": 6, "mamba_dt_rank": 4, "n_mamba_heads": 2}
         | {"layers_block_type": ["linear_attention", "hybrid"] * 2, "num_hidden_layers": 4},
     ),
+    "Inkling": (
+        "Inkling",
+        HEAD_DIM | INKLING | {"mlp_layer_types": ["dense", "sparse"], "n_shared_experts": 1},
+    ),
+    "Inkling, scaled": (
+        "Inkling",  # by positions in a row, also of packed documents
+        HEAD_DIM | INKLING | {"log_scaling_n_floor": 5, "n_shared_experts": 1},
+    ),
+    "Inkling 2": (
+        "Inkling2",
+        HEAD_DIM
+        | INKLING
+        | {"num_hidden_layers": 4, "layer_types": ["hybrid_sliding", "hybrid"] * 2}
+        | {"n_layers_per_attn_res_block": 2, "log_scaling_n_floor": 5}
+        | {"unpadded_vocab_size": VOCABULARY},
+    ),
     "Mamba": ("Mamba", {"state_size": 6, "time_step_rank": 4}),
     "FalconMamba": ("FalconMamba", {"state_size": 6, "time_step_rank": 4}),
     "Mamba 2": (
@@ -171,6 +200,17 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 """Layers with a state, some beside attention."""
+if hasattr(transformers, "Inkling2LoopTextConfig"):  # since 5.24
+    HYBRIDS["Inkling 2, loop"] = (
+        "Inkling2Loop",
+        HEAD_DIM
+        | INKLING
+        | {"num_hidden_layers": 3, "layer_types": ["hybrid_sliding", "hybrid", "hybrid_sliding"]}
+        | {"n_layers_per_attn_res_block": 1, "log_scaling_n_floor": 5}
+        | {"initializer_range": 0.05}  # the passes of 0.2 amplify rounding to 2e-5
+        | {"loop_layer_index_start": 1, "loop_layer_index_end": 2, "loop_gate_rank": 4}
+        | {"unpadded_vocab_size": VOCABULARY},
+    )
 
 INDEX = {
     "index_topk": 5,
@@ -200,7 +240,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "xLSTM": ("xLSTM", {"num_heads": 2, "embedding_dim": 16, "num_blocks": 2}),
 }
 ENCODERS = ("ModernBERT", "BERT", "RoBERTa")
-TEXT = ("Gemma3", "Llama4", "Qwen3_5")
+TEXT = ("Gemma3", "Llama4", "Qwen3_5", "Inkling", "Inkling2", "Inkling2Loop")
 """Their configs of language models are named so."""
 
 
@@ -217,3 +257,13 @@ def small_model(family: str, head: str = "", **changes: Any) -> Any:
             parameter.add_(0.1 * torch.randn_like(parameter))
     model.set_attn_implementation("eager")
     return model.eval()
+
+
+def in_dtype(model: Any, dtype: torch.dtype) -> Any:
+    """The model in another dtype, but for what its class wants in float32."""
+    model.to(dtype)
+    kept = re.compile("|".join(model._keep_in_fp32_modules_strict or ["$^"]))
+    for name, x in model.named_parameters():
+        x.data = x.data.float() if kept.search(name) else x.data
+    model.set_experts_implementation("eager")  # the others take no float64, nor any width
+    return model

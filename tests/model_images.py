@@ -82,6 +82,11 @@ def _candidates(vision: Any, names: set[str]) -> Iterator[dict[str, Tensor]]:
                 yield {"pixel_values": tiles, "image_sizes": torch.full((NUM_IMAGES, 2), side)}
         if "pixel_attention_mask" in names:
             yield {"pixel_values": pixels[:, None]}
+    if "image_grid_thw" in names:
+        # Squares of patches, one for each token, whose channels are last; the grid counts tokens.
+        edge = patch * getattr(vision, "spatial_merge_size", 1)
+        pixels = torch.rand(NUM_IMAGES * 4, edge, edge, 3, generator=generator)
+        yield {"pixel_values": pixels, "image_grid_thw": torch.tensor([[1, 2, 2]] * NUM_IMAGES)}
 
 
 def _first(x: Any) -> int | None:

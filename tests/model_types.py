@@ -84,6 +84,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
             "num_lstm_layers": 1,
         },
     },
+    "inkling2_loop_text": {
+        "num_hidden_layers": 3,
+        "layer_types": ["hybrid_sliding", "hybrid", "hybrid_sliding"],
+        "n_layers_per_attn_res_block": 1,
+        "loop_layer_index_start": 1,
+        "loop_layer_index_end": 2,
+    },
     "mamba2": {"num_heads": 8},
     "dory": {
         "num_hidden_layers": 4,
@@ -122,6 +129,8 @@ PARTS: dict[str, dict[str, dict[str, Any]]] = {
     },
     "glm5_next": {"text_config": {"index_kpool": 4}},
     "hy_v4_vl": {"text_config": {"qk_rope_head_dim": 8}},
+    "inkling2_loop": {"text_config": OPTIONS["inkling2_loop_text"]},
+    "inkling_mm_model": {"vision_config": {"n_layers": 5, "patch_size": 8}},  # fewer need scipy
     "qwen4_exp": {"text_config": OPTIONS["qwen4_exp_text"]},
 }
 """The same of the models that a model consists of."""

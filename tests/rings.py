@@ -144,6 +144,8 @@ class Case:
     policy: TransferPolicy = DEFAULT_POLICY
     dropout_p: float = 0.0
     seed: int = 11
+    extent: int = 0
+    """Distances for which queries have a bias."""
 
     @property
     def trades(self) -> bool:
@@ -160,7 +162,7 @@ class Case:
         (heads, kv_heads), (head_dim, value_dim) = self.heads, self.head_dims
         seq_len, key_seq_len = self.ring.seq_lens
         shapes = (
-            (heads, seq_len, head_dim),
+            (heads, seq_len, head_dim + self.extent),
             (kv_heads, key_seq_len, head_dim),
             (kv_heads, key_seq_len, value_dim),
         )

@@ -184,6 +184,7 @@ def _attend_on_mesh(case: Case, mesh: DeviceMesh, *shards: Tensor) -> list[Tenso
         for shard, whole in zip(shards[:3], wholes, strict=True)
     ]
     sinks = [DTensor.from_local(x, mesh, [Replicate(), Replicate()]) for x in shards[3:]]
+    tensors[0], bias = tensors[0].tensor_split([case.head_dims[0]], -1)
     options: dict[str, Any] = {
         "cu_seqlens": ring.cu_seqlens(),
         "key_cu_seqlens": ring.cu_seqlens(of_keys=True),
@@ -195,6 +196,7 @@ def _attend_on_mesh(case: Case, mesh: DeviceMesh, *shards: Tensor) -> list[Tenso
         *tensors,
         mask=ring.mask if ring.slices is None else None,
         sinks=sinks[0] if sinks else None,
+        relative_bias=bias if case.extent else None,
         scale=case.scale,
         softcap=case.softcap,
         kernel=case.kernel,

@@ -220,7 +220,7 @@ def ulysses_attention(
         ValueError: if the strategy cannot shard the heads.
     """
     query, key, value = as_autocast(query, key, value)
-    check_inputs(query, key, value, call.scores.sinks)
+    check_inputs(query, key, value, call.scores.sinks, may_be_biased=True)
     exchange = HeadExchange(call, query, key)
     query, key, value, *others = exchange.to_heads([query], [key, value])
     rounded = others[0] if others else None

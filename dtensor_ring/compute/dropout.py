@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dtensor_ring.compute.lags import resident_positions
 from dtensor_ring.compute.memory import Region, part_of, positions_of
 from dtensor_ring.planning.demand import Cols
 from dtensor_ring.planning.layout import Run
@@ -146,6 +147,5 @@ class ShardDropout:
             runs: the runs of the whole shard.
             cols: its columns that are resident.
         """
-        at = positions_of(runs, self._rows.device)
-        resident = [at[begin:end] for begin, end in cols.spans]
-        return Dropout(self._rate, self._rows, STEP * torch.cat(resident or [at[:0]]))
+        at = resident_positions(runs, cols, self._rows.device)
+        return Dropout(self._rate, self._rows, STEP * at)

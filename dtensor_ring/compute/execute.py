@@ -27,6 +27,7 @@ from dtensor_ring.compute.kernels.kernel import (
     Scores,
     Segments,
 )
+from dtensor_ring.compute.lags import Lags
 from dtensor_ring.compute.memory import Region, cols_of, part_of, rows_of
 from dtensor_ring.compute.trace import Label
 from dtensor_ring.compute.whole_step import whole_step
@@ -346,6 +347,7 @@ def forward_step(
     joins_tiles: bool = True,
     in_flight: bool = False,
     dropout: Dropout | None = None,
+    lags: Lags | None = None,
 ) -> None:
     """Add the attention over the keys and values of a step to `running`.
 
@@ -361,12 +363,15 @@ def forward_step(
             host longer at the first call of a step.
         in_flight: whether messages are in flight during the step.
         dropout: the weights that are dropped, of all queries and all resident keys.
+        lags: the positions of all queries and all resident keys, if queries have a bias.
     """
+    joins_tiles = joins_tiles and lags is None
     for launch in _launches(step, query, kv[0], kernel, joins_tiles, in_flight):
         with label("merge"):
             running.make_room()
         with label("tile"):
             launch = launch if dropout is None else _dropping(launch, dropout)
+            launch = launch if lags is None else _biased(launch, lags)
             out, lse = _forward(launch, query, kv, kernel, scores)
         running.add(launch.rows, out, lse)
 
@@ -382,6 +387,7 @@ def backward_step(
     scores: Scores,
     label: Label,
     dropout: Dropout | None = None,
+    lags: Lags | None = None,
 ) -> None:
     """Add the gradients of a step to those of the queries and of the resident keys and values.
 
@@ -396,14 +402,16 @@ def backward_step(
         scores: how a query scored a key.
         label: names this step in a profile.
         dropout: the weights that were dropped, of all queries and all resident keys.
+        lags: the positions of all queries and all resident keys, if queries have a bias.
     """
-    for launch in _launches(step, query, kv[0], kernel):
+    for launch in _launches(step, query, kv[0], kernel, joins_tiles=lags is None):
         sums = grad_query, *grad_kv
         with label("merge"):
             for one in sums:
                 one.make_room()
         with label("tile"):
             launch = launch if dropout is None else _dropping(launch, dropout)
+            launch = launch if lags is None else _biased(launch, lags)
             grads = _backward(launch, saved, query, kv, kernel, scores)
         for one, region, grad in zip(
             sums, (launch.rows, launch.cols, launch.cols), grads, strict=True
@@ -453,6 +461,11 @@ def _dropping(launch: Launch, dropout: Dropout) -> Launch:
     """Return the launch with what it drops; launches are kept, and seeds differ by call."""
     part = dropout.of_regions(launch.rows, launch.cols)
     return replace(launch, dropout=part if launch.segments is None else part.flat())
+
+
+def _biased(launch: Launch, lags: Lags) -> Launch:
+    """Return the launch with the positions of its queries and keys; one without has no segments."""
+    return replace(launch, lags=lags.of_regions(launch.rows, launch.cols))
 
 
 def _forward(launch: Launch, query: Tensor, kv: Pair, kernel: Kernel, scores: Scores) -> Result:

@@ -22,6 +22,7 @@ from dtensor_ring.decode.op import (
 from dtensor_ring.decode.plan import DecodeRequest
 from dtensor_ring.dtensor import call_check
 from dtensor_ring.dtensor.annotation import annotation_of, axis_group, config_of_call
+from dtensor_ring.dtensor.per_query import with_bias, with_sinks
 from dtensor_ring.ops.checks import called_by_user, check_sinks
 from dtensor_ring.planning.mask import Mask
 from dtensor_ring.planning.slices import Slices
@@ -77,6 +78,7 @@ def decode_attention(
     key_runs: Tensor | None = ...,
     query_starts: Tensor | None = ...,
     sinks: Tensor | None = ...,
+    relative_bias: Tensor | None = ...,
     scale: float | None = ...,
     softcap: float = ...,
     kernel: str | None = ...,
@@ -97,6 +99,7 @@ def decode_attention(
     key_runs: Tensor | None = ...,
     query_starts: Tensor | None = ...,
     sinks: Tensor | None = ...,
+    relative_bias: Tensor | None = ...,
     scale: float | None = ...,
     softcap: float = ...,
     kernel: str | None = ...,
@@ -116,6 +119,7 @@ def decode_attention(
     key_runs: Tensor | None = None,
     query_starts: Tensor | None = None,
     sinks: Tensor | None = None,
+    relative_bias: Tensor | None = None,
     scale: float | None = None,
     softcap: float = 0.0,
     kernel: str | None = None,
@@ -146,7 +150,9 @@ def decode_attention(
             axis's layout shards the positions from 0 on into equal shards.
         query_starts: the position of the first of the M tokens, `(1,)` or `(B,)`: rows of a batch
             may differ in length. By default the queries are at the last M positions of the keys.
-        sinks: `(N,)`, one logit per query head, which takes part in the softmax without a value.
+        sinks: `(N,)`, one logit per query head, which takes part in the softmax without a value; or
+            `(B, N, M)`, one for each query.
+        relative_bias: `(B, N, M, E)`, what is added to scores by distance, as in `ring_attention`.
         scale: the factor of the scores, `H ** -0.5` by default.
         softcap: scores become `softcap * tanh(score / softcap)`; 0 turns it off.
         kernel: the name of the block kernel; by default the axis's, else the first that can run.
@@ -181,12 +187,19 @@ def decode_attention(
     batch = DecodeBatch(given.cu_seqlens, given.slices, key_runs, query_starts, agree)
     place, of_axis = placed(query, mesh, key_runs is not None, merge)
     kernel = of_axis if kernel is None else kernel
+    of_queries = None  # sinks of each query, which the op does not take
+    if isinstance(sinks, Tensor) and sinks.ndim == 3:
+        of_queries, sinks = sinks, None
     scores = call_check.scores_of(
         query, call_check.mask_of(mask, slices), scale, softcap, sinks, kernel
     )
     call = DecodeCall(batch, scores, place)
     call_check.check_options(query, call)
+    if relative_bias is not None:
+        query = with_bias(query, relative_bias)
     out, lse = called_by_user(decode_op, query, key, value, *flatten_decode(call))
+    if of_queries is not None:
+        out, lse = with_sinks(query, out, lse, of_queries)
     return (out, lse) if return_lse else out
 
 

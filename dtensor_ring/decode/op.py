@@ -20,6 +20,7 @@ from dtensor_ring.agreement.checked_transport import TransportContext, checked_t
 from dtensor_ring.compute.accumulate import RunningOutput, add_sinks
 from dtensor_ring.compute.execute import Pair, forward_step
 from dtensor_ring.compute.kernels import Kernel, Scores
+from dtensor_ring.compute.lags import Lags, resident_positions
 from dtensor_ring.compute.memory import empty, in_order, order_of
 from dtensor_ring.compute.trace import Label
 from dtensor_ring.decode.in_blocks import decode_in_blocks, decode_pieces
@@ -33,7 +34,14 @@ from dtensor_ring.ops.attention_record import (
     record_of,
     runs_text,
 )
-from dtensor_ring.ops.checks import CALLER, check_inputs, check_num_queries, loadable, unit_stride
+from dtensor_ring.ops.checks import (
+    CALLER,
+    check_head_dims,
+    check_inputs,
+    check_num_queries,
+    loadable,
+    unit_stride,
+)
 from dtensor_ring.ops.options import Arguments, Length, kernel_of
 from dtensor_ring.ops.ring_op import check_batch, number_of
 from dtensor_ring.planning.layout import Contiguous, Layout
@@ -130,7 +138,7 @@ class DecodeCall(NamedTuple):
             )
         return (default,)
 
-    def select(self, query: Tensor, value: Tensor, request: DecodeRequest) -> Kernel:
+    def select(self, query: Tensor, key: Tensor, value: Tensor, request: DecodeRequest) -> Kernel:
         """Return the named kernel, or the first one that supports the call."""
         is_packed = (
             request.documents is not None
@@ -140,7 +148,7 @@ class DecodeCall(NamedTuple):
         )
         by_block = self.place.block is not None
         how = {"by_block": by_block, "fleeting": True}
-        return kernel_of(self.scores, query, value, is_packed, request.slices, **how)
+        return kernel_of(self.scores, query, key, value, is_packed, request.slices, **how)
 
 
 _ARGUMENTS = Arguments(DecodeCall, DecodeBatch, Scores, DecodePlace, Mask)
@@ -163,21 +171,42 @@ decode_op = torch.ops.dtensor_ring.decode_attention.default
 def forward(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
     """Run the decode op on plain tensors."""
     call = unflatten_decode(options)
-    check_inputs(query, key, value, call.scores.sinks)
+    check_inputs(query, key, value, call.scores.sinks, may_be_biased=True)
     check_num_queries(query, MAX_QUERIES)
     request = call.request(query, key)
     with checked_decode(call, request, query, value) as combine:
         # Within the context: an error of this rank is reported to the others.
-        step, kernel = request.step(key.shape[2]), call.select(query, value, request)
+        step, kernel = request.step(key.shape[2]), call.select(query, key, value, request)
         query, key, value = loadable(query, key, value)
         if call.place.block is None:
-            return decode(query, (key, value), step, kernel, call.scores, combine)
+            lags = _lags(request, step, query) if query.shape[3] > key.shape[3] else None
+            return decode(query, (key, value), step, kernel, call.scores, combine, lags)
+        check_head_dims(query, key, value)  # a fixed order has no bias by distance
         pieces, kv = decode_pieces(call.place.block, request), (key, value)
         return decode_in_blocks(query, kv, step, pieces, kernel, call.scores, combine)
 
 
+def _lags(request: DecodeRequest, step: Step, query: Tensor) -> Lags:
+    """Return the positions of the queries and of this rank's keys, for a bias by distance."""
+    if len(request.starts) > 1:
+        raise ValueError(
+            "relative_bias is for queries at the same positions in all batch rows, got "
+            f"query_starts {list(request.starts)}"
+        )
+    begin = request.starts[0]
+    rows = torch.arange(begin, begin + request.num_queries, device=query.device)
+    runs = request.layout.runs(request.rank, request.world_size, request.seq_len)
+    return Lags(rows, resident_positions(runs, step.cols, query.device))
+
+
 def decode(
-    query: Tensor, kv: Pair, step: Step, kernel: Kernel, scores: Scores, combine: Combine | None
+    query: Tensor,
+    kv: Pair,
+    step: Step,
+    kernel: Kernel,
+    scores: Scores,
+    combine: Combine | None,
+    lags: Lags | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return `(out, lse)` of the queries over the columns of all ranks.
 
@@ -188,6 +217,7 @@ def decode(
         kernel: the block kernel.
         scores: how a query scores a key.
         combine: merges the partial results of the ranks; `None` if this rank has all keys.
+        lags: the positions of queries and keys, if queries have a bias by distance.
     """
     label, value_head_dim = Label("decode", 0, step.source), kv[1].shape[3]
     if combine is None:
@@ -197,7 +227,8 @@ def decode(
         wide = torch.promote_types(query.dtype, torch.float32)
         running = RunningOutput(query, value_head_dim, dtype=wide)
     # Without segments: a varlen kernel packs the batch into one dim, which would copy the keys.
-    forward_step(step, query, kv, running, kernel, scores, label, joins_tiles=False)
+    how = running, kernel, scores, label
+    forward_step(step, query, kv, *how, joins_tiles=False, lags=lags)
     out, lse = running.result()
     if combine is None:
         return out, lse
@@ -214,7 +245,7 @@ torch.library.impl(DECODE, "CompositeExplicitAutograd")(forward)
 @torch.library.register_fake(DECODE)
 def _fake(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
     call = unflatten_decode(options)
-    check_inputs(query, key, value, call.scores.sinks)
+    check_inputs(query, key, value, call.scores.sinks, may_be_biased=True)
     check_num_queries(query, MAX_QUERIES)
     check_batch(query, call.batch)
     wide = torch.promote_types(query.dtype, torch.float32)
@@ -327,7 +358,7 @@ def _decode_flops(query: Tensor, key: Tensor, value: Tensor, *rest: Any, **_: An
     A compiler knows only lengths, so there every query sees every key.
     """
     call = unflatten_decode(rest)
-    batch, heads, num_queries, head_dim = map(number_of, query.shape)
+    batch, heads, num_queries = map(number_of, query.shape[:3])
     pairs = batch * num_queries * number_of(key.shape[2])
     runs = call.batch.key_runs
     # Runs of several ranks without a group mean DTensors, whose group only the handler knows.
@@ -336,4 +367,4 @@ def _decode_flops(query: Tensor, key: Tensor, value: Tensor, *rest: Any, **_: An
     if is_known and (is_whole or call.place.group_name is not None):
         tiles = call.request(query, key).step(key.shape[2]).tiles
         pairs = sum(tile.area * (batch if tile.batch is None else 1) for tile in tiles)
-    return 2 * heads * pairs * (head_dim + number_of(value.shape[3]))
+    return 2 * heads * pairs * (number_of(key.shape[3]) + number_of(value.shape[3]))

@@ -18,6 +18,7 @@ from dtensor_ring.dtensor.annotation import annotation_of, axis_group, config_of
 from dtensor_ring.dtensor.choice import chosen
 from dtensor_ring.dtensor.dispatch import chosen_on_dtensors, ulysses_dtensors
 from dtensor_ring.dtensor.known_calls import keep_call, known_call
+from dtensor_ring.dtensor.per_query import with_bias, with_sinks
 from dtensor_ring.dtensor.placement import dtensor_of, strategy_of
 from dtensor_ring.ops import ring_op
 from dtensor_ring.ops.checks import called_from
@@ -36,6 +37,7 @@ def ring_attention(
     mask: Mask | None = ...,
     cu_seqlens: Tensor | None = ...,
     sinks: Tensor | None = ...,
+    relative_bias: Tensor | None = ...,
     scale: float | None = ...,
     softcap: float = ...,
     kernel: str | None = ...,
@@ -59,6 +61,7 @@ def ring_attention(
     mask: Mask | None = ...,
     cu_seqlens: Tensor | None = ...,
     sinks: Tensor | None = ...,
+    relative_bias: Tensor | None = ...,
     scale: float | None = ...,
     softcap: float = ...,
     kernel: str | None = ...,
@@ -81,6 +84,7 @@ def ring_attention(
     mask: Mask | None = None,
     cu_seqlens: Tensor | None = None,
     sinks: Tensor | None = None,
+    relative_bias: Tensor | None = None,
     scale: float | None = None,
     softcap: float = 0.0,
     kernel: str | None = None,
@@ -118,7 +122,12 @@ def ring_attention(
             the host waits for the copy of a GPU tensor in each call.
         sinks: `(N,)`, one logit per query head, which takes part in the softmax without a value.
             The gradient of a plain tensor must be summed over the ranks: it comes from this rank's
-            queries, or its heads if those are sharded. A DTensor gets a `Partial` one.
+            queries, or its heads if those are sharded. A DTensor gets a `Partial` one. Or
+            `(B, N, S)`, one logit for each query, placed as the query.
+        relative_bias: `(B, N, S, E)`, placed as the query: number d is added to the score of the
+            key d positions before a query, after `scale` and `softcap`. Keys after it, and those E
+            or more before, get nothing. It stays with the queries. By the kernel `reference`, as
+            others cannot.
         scale: factor of the scores, `H ** -0.5` by default.
         softcap: scores become `softcap * tanh(score / softcap)`; 0 is none.
         kernel: name of the block kernel; by default the axis's, else the first of
@@ -172,6 +181,7 @@ def ring_attention(
         torch.Size([1, 2, 8, 4])
     """
     is_usual = cu_seqlens is key_cu_seqlens is runs is slices is key_runs is sinks is None
+    is_usual = is_usual and relative_bias is None
     asked = mask, scale, softcap, kernel, strategy
     if is_usual and type(return_lse) is bool and not (validate or dropout_p):
         known = known_call(query, key, value, mesh, asked)
@@ -187,6 +197,8 @@ def ring_attention(
     score = partial(call_check.scores_of, query, mask, scale, softcap, sinks, **how)
     build = partial(_call_of, query, key, value, mesh, batch, strategy, kernel, score)
     call = call_check.validated(build, query, key, value, mesh) if validate else build()
+    if relative_bias is not None:
+        query = with_bias(query, relative_bias)
     out, lse = attend(query, key, value, call, return_lse)
     if is_usual and not dropout_p:
         keep_call(call, query, key, value, mesh, asked)
@@ -216,6 +228,10 @@ def attend(
 ) -> tuple[Tensor, Tensor | None]:
     """Return `(out, lse)` of a call, after a check of the kinds of its tensors."""
     call_check.check_options(query, call)
+    sinks = call.scores.sinks
+    if sinks is not None and sinks.ndim == 3:  # of each query, which the op does not take
+        plain = call._replace(scores=call.scores._replace(sinks=None))
+        return with_sinks(query, *attend(query, key, value, plain, with_lse=True), sinks)
     if torch.compiler.is_compiling():
         tag_compiled()  # other calls do this when they look up the group
         return _attend(query, key, value, call, with_lse)

@@ -27,6 +27,7 @@ from dtensor_ring.dtensor.laboratory import (
     read_machine,
     written_machine,
 )
+from dtensor_ring.dtensor.per_query import with_bias
 from dtensor_ring.dtensor.placement import dtensor_of
 from dtensor_ring.dtensor.sequence_order import local_tokens
 from dtensor_ring.dtensor.sequence_tensor import from_local_tokens
@@ -172,6 +173,7 @@ class SequenceAxis:
         mask: Mask | None = None,
         cu_seqlens: Tensor | None = None,
         sinks: Tensor | None = None,
+        relative_bias: Tensor | None = None,
         scale: float | None = None,
         softcap: float = 0.0,
         key_cu_seqlens: Tensor | None = None,
@@ -192,7 +194,8 @@ class SequenceAxis:
             value: `(B, Nkv, S, Hv)`.
             mask: which keys a query sees; causal by default, full with `slices`.
             cu_seqlens: boundaries of documents.
-            sinks: one logit per query head.
+            sinks: one logit per query head, or for each query.
+            relative_bias: what is added to scores by the distance of query and key.
             scale: factor of the scores.
             softcap: bound of the scores.
             key_cu_seqlens: boundaries of the keys' documents.
@@ -223,8 +226,12 @@ class SequenceAxis:
         if dtensor_of(query) is not None:
             # No kernel here: the op takes that of the axis that the DTensors are sharded over.
             scores = call_check.scores_of(query, *how, None, **drop)
+            if relative_bias is not None:
+                query = with_bias(query, relative_bias)
             return attend(query, key, value, Call(batch, scores, on_dtensors(strategy)))[0]
         scores = call_check.scores_of(query, *how, self.kernel, **drop)
+        if relative_bias is not None:
+            query = with_bias(query, relative_bias)
         lengths: tuple[int | None, int | None] = (None, None)
         if key_runs is None:  # with `key_runs`, the layout is not used
             self._config.check_runs(runs is not None)

@@ -25,7 +25,7 @@ from dtensor_ring.dtensor.choice import chosen
 from dtensor_ring.dtensor.dispatch import local_call, ring_of_call
 from dtensor_ring.dtensor.placement import SEQUENCE, local_of, placements_text
 from dtensor_ring.ops.attention_record import attention_facts
-from dtensor_ring.ops.checks import check_inputs, check_strided
+from dtensor_ring.ops.checks import check_head_dims, check_inputs, check_strided
 from dtensor_ring.ops.options import Batch, Call, default_scale
 from dtensor_ring.ops.ring_op import ring_record
 from dtensor_ring.planning.mask import Mask
@@ -90,7 +90,7 @@ def _record(call: Call, query: Any, key: Any, value: Any) -> dict[str, str]:
     request = call.request(len(query))
     # Shards have these lengths before an all-to-all, too.
     request._replace(strategy=Strategy(), block=None).plan(query, key)
-    call.select(query, value, request.slices)
+    call.select(query, key, value, request.slices)
     facts = attention_facts("forward", query, value, call.scores, (query.shape[1], value.shape[1]))
     kernels = [name for name, missing in available_kernels().items() if missing is None]
     needs = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
@@ -231,10 +231,11 @@ def check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
 
     Raises:
         TypeError: if one is not a tensor.
-        ValueError: if one does not have four dims, or is nested.
+        ValueError: if one does not have four dims, or is nested, or queries are wider than keys.
     """
     for name, x in (("query", query), ("key", key), ("value", value)):
         check_dims(name, x, 4, "(B, N, L, H)")
+    check_head_dims(query, key, value)
 
 
 def check_dims(name: str, x: Any, ndim: int, form: str) -> None:

@@ -16,7 +16,7 @@ from dtensor_ring.decode.op import MAX_QUERIES, NO_GRADIENT, DecodeBatch, Decode
 from dtensor_ring.dtensor import dispatch
 from dtensor_ring.dtensor.call_check import scores_of
 from dtensor_ring.dtensor.placement import SEQUENCE, on_annotated_axis, without
-from dtensor_ring.ops.checks import called_from
+from dtensor_ring.ops.checks import called_from, check_head_dims
 from dtensor_ring.ops.nodes import ONCE, is_traced
 from dtensor_ring.ops.options import ON_DTENSORS, Batch, Call, default_scale, flatten
 from dtensor_ring.ops.ring_op import ring_op
@@ -210,6 +210,8 @@ def _other_dim(args: Iterable[Any]) -> NotImplementedError:
 
 
 def _refuse(bound: dict[str, Any]) -> None:
+    if bound["query"].shape[-1] > bound["key"].shape[-1]:  # within, to forget the layer's name
+        called_from(sys._getframe(1), check_head_dims, *(bound[name] for name in INPUTS))
     for name in ("attn_mask", "attn_bias"):
         if bound.get(name) is not None:
             raise ValueError(

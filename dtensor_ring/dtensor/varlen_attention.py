@@ -21,7 +21,7 @@ from dtensor_ring.dtensor.call_check import scores_of
 from dtensor_ring.dtensor.placement import check_kinds, on_annotated_axis, wrap_on
 from dtensor_ring.dtensor.sequence_tensor import SequenceTensor
 from dtensor_ring.ops.boundaries import on_host
-from dtensor_ring.ops.checks import called_from
+from dtensor_ring.ops.checks import called_from, check_head_dims
 from dtensor_ring.ops.options import ON_DTENSORS, Batch, Call
 from dtensor_ring.planning.mask import Mask
 from dtensor_ring.planning.slice_tables import NUM_FIELDS
@@ -73,6 +73,7 @@ def _rule(run: Callable[[dict[str, Any]], Any]) -> Callable[..., Any]:
 
 def _forward(bound: dict[str, Any]) -> tuple[Any, Any, Tensor]:
     query, key, value = (_batch_of(bound[name]) for name in ("query", "key", "value"))
+    check_head_dims(query, key, value)
     out, lse = dispatch.ring_forward_dtensor(query, key, value, _call(bound))
     lse = _moved(lse, lse._local_tensor[0], lse.shape[1:], BATCH_TO_LSE)
     # The op returns a dropout state; there is no dropout, so it is unused.

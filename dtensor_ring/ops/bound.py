@@ -50,7 +50,7 @@ class BoundCall:
         is_kept: bool = False,
     ) -> None:
         self.options, self.call = options, unflatten(options)
-        check_inputs(query, key, value, self.call.scores.sinks)
+        check_inputs(query, key, value, self.call.scores.sinks, may_be_biased=True)
         self.request = self.call.request(query.shape[0])
         self.rank, self.is_shared = self.request.rank, self.request.world_size > 1
         self._group = ref(self.call.group) if is_kept else None
@@ -78,6 +78,8 @@ class BoundCall:
         if not self._is_planned:
             if self.call.scores.dropout_p:
                 self.call.place.policy.refuse_order("dropout")
+            if query.shape[3] > key.shape[3]:
+                self.call.place.policy.refuse_order("relative_bias")
             warn_of_tiles(planned, self.request)
             if self.request.documents is not None:
                 warn_of_boundaries(self.request)
@@ -94,7 +96,8 @@ class BoundCall:
         """Return the launch that is all of the call, `None` if there is more to do."""
         if kernel.name not in self._soles:
             plan, scores = self.plan(query, key), self.call.scores
-            is_plain = scores.sinks is None and not scores.dropout_p
+            is_biased = query.shape[3] > key.shape[3]
+            is_plain = scores.sinks is None and not (scores.dropout_p or is_biased)
             found = sole_launch(plan, query, key, kernel) if is_plain else None
             self._soles[kernel.name] = found
         return self._soles[kernel.name]

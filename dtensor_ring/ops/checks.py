@@ -266,6 +266,17 @@ def check_strided(name: str, x: Tensor) -> None:
         raise ValueError(f"{name} must be a dense, strided tensor, got a {kind} one; use {dense}")
 
 
+def check_head_dims(query: Tensor, key: Tensor, value: Tensor) -> None:
+    """Refuse queries with more than the head dim of keys, which the op would take for a bias.
+
+    Raises:
+        ValueError: says what was given.
+    """
+    if query.shape[-1] > key.shape[-1]:
+        given = _shapes((query, key, value))
+        raise ValueError(f"query and key must have one head dim, got {given}")
+
+
 def check_inputs(
     query: Tensor,
     key: Tensor,
@@ -273,6 +284,7 @@ def check_inputs(
     sinks: Tensor | None,
     *,
     may_be_narrow: bool = False,
+    may_be_biased: bool = False,
 ) -> None:
     """Refuse inputs that ring attention does not support.
 
@@ -282,6 +294,7 @@ def check_inputs(
         value: `(B, Nkv, L, Hv)`.
         sinks: `(N,)`, or `None`.
         may_be_narrow: whether keys and values may have a narrower dtype than queries.
+        may_be_biased: whether queries may have a bias by distance beside their head dim.
 
     Raises:
         ValueError: says what was given and what is supported.
@@ -307,7 +320,7 @@ def check_inputs(
         raise ValueError(
             f"query, key and value disagree in batch, heads or length: {_shapes(tensors)}"
         )
-    if head_dim != key_head_dim:
+    if head_dim != key_head_dim and not (may_be_biased and head_dim > key_head_dim):
         raise ValueError(f"query and key must have one head dim, got {_shapes(tensors)}")
     if not (num_heads and num_key_heads):
         raise ValueError(f"query, key and value need heads, got {_shapes(tensors)}")

@@ -372,6 +372,7 @@ class Call(NamedTuple):
     def select(
         self,
         query: Tensor,
+        key: Tensor,
         value: Tensor,
         slices: Slices | None = None,
         differentiable_lse: bool = False,
@@ -383,12 +384,13 @@ class Call(NamedTuple):
             or slices is not None
         )
         how = is_packed, slices, differentiable_lse, self.place.policy.order is not None
-        return kernel_of(self.scores, query, value, *how)
+        return kernel_of(self.scores, query, key, value, *how)
 
 
 def kernel_of(
     scores: Scores,
     query: Tensor,
+    key: Tensor,
     value: Tensor,
     is_packed: bool,
     slices: Slices | None = None,
@@ -400,7 +402,8 @@ def kernel_of(
 
     Args:
         scores: how queries score keys.
-        query: `(B, N, L, H)`.
+        query: `(B, N, L, H)`, or `(B, N, L, H + E)` with a bias by distance.
+        key: `(B, Nkv, C, H)`.
         value: `(B, Nkv, C, Hv)`.
         is_packed: whether a step may have any number of tiles.
         slices: what queries see, if the call has slices.
@@ -409,7 +412,8 @@ def kernel_of(
         fleeting: whether each call has tiles of its own, as those to a cache.
     """
     mask, scale, softcap, _, kernel, *_ = scores
-    _, num_heads, _, head_dim = query.shape
+    _, num_heads, _, width = query.shape
+    head_dim = key.shape[3]
     _, num_key_heads, _, value_head_dim = value.shape
     # The planner cuts other bands into squares, so only these need a kernel with windows.
     is_windowed = mask.left is not None if slices is None else slices.are_windowed
@@ -428,6 +432,7 @@ def kernel_of(
         scores.dropout_p > 0,
         by_block,
         fleeting,
+        width > head_dim,
     )
 
 

@@ -84,7 +84,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     """Run the forward of a call; its `transport` may be `None` on a ring of one rank."""
     call = bound.call
-    kernel = call.select(query, value, bound.request.slices)
+    kernel = call.select(query, key, value, bound.request.slices)
     launch = bound.sole(kernel, query, key)
     bound.announce(kernel, query, key, value)
     query, key, value = loadable(query, key, value)
@@ -132,7 +132,7 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Run the backward of a call, see `_forward`."""
     call = bound.call
-    kernel = call.select(query, value, bound.request.slices, saved.grad_lse is not None)
+    kernel = call.select(query, key, value, bound.request.slices, saved.grad_lse is not None)
     launch = bound.sole(kernel, query, key)
     grad_out, query, key, value, out = loadable(saved.grad_out, query, key, value, saved.out)
     saved = Saved(grad_out, out, saved.lse, saved.grad_lse)
@@ -153,7 +153,7 @@ def _fake_forward(
     query: Tensor, key: Tensor, value: Tensor, *options: Any
 ) -> tuple[Tensor, Tensor]:
     call = unflatten(options)
-    check_inputs(query, key, value, call.scores.sinks)
+    check_inputs(query, key, value, call.scores.sinks, may_be_biased=True)
     check_batch(query, call.batch)
     wide = torch.promote_types(query.dtype, torch.float32)
     # `Partial.result` returns a contiguous lse.
@@ -371,7 +371,7 @@ nodes.register_autocast(BACKWARD, ring_backward_op, num_cast=0)
 @register_flop_formula(ring_op.overloadpacket, get_raw=True)
 def _forward_flops(query: Tensor, key: Tensor, value: Tensor, *rest: Any, **_: Any) -> int:
     """Count two products, each with 2 flops per visible pair and head dim."""
-    head_dim, value_head_dim = number_of(query.shape[3]), number_of(value.shape[3])
+    head_dim, value_head_dim = number_of(key.shape[3]), number_of(value.shape[3])
     return 2 * _visible_pairs(query, key, unflatten(rest)) * (head_dim + value_head_dim)
 
 
@@ -381,7 +381,7 @@ def _backward_flops(
 ) -> int:
     """Count five products: the recomputed scores, and gradients of scores, query, key, value."""
     pairs = _visible_pairs(query, key, unflatten(rest[2:]))
-    head_dim, value_head_dim = number_of(query.shape[3]), number_of(value.shape[3])
+    head_dim, value_head_dim = number_of(key.shape[3]), number_of(value.shape[3])
     return 2 * pairs * (3 * head_dim + 2 * value_head_dim)
 
 

@@ -27,6 +27,8 @@ from parallel_plans.huggingface.core.attention_function import (
     attention_dropout,
     number_attention,
 )
+from parallel_plans.huggingface.core.bias_tables import make_tables
+from parallel_plans.huggingface.core.local_attention import keep_local_attention
 from parallel_plans.huggingface.core.model_masks import mask_of
 from parallel_plans.huggingface.core.modules import (
     backbone_of,
@@ -289,6 +291,8 @@ class ShardedModel(ParallelStyle):
             stateful.pass_states(stateful.stateful_layers(decoder), passing)
         select_keys_of(decoder)
         pass_on(decoder)
+        make_tables(decoder)
+        keep_local_attention(decoder)
         if head is not None:
             join_behind(head, sharding.join)
         if outer is not None:

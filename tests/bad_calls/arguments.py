@@ -44,6 +44,7 @@ OPTIONS: Right = {
     "key_runs": just(None),
     "slices": just(None),
     "sinks": made(lambda: None, lambda: tensor(2), lambda: tensor(2, dtype=torch.bfloat16)),
+    "relative_bias": just(None),
     "scale": just(None, 0.3, -1, 0),
     "softcap": just(0.0, 0, 1.5, 30),
 }

@@ -82,7 +82,7 @@ def of_rank(case: Decode, rank: int, transport: PlayedTransport) -> Outputs:
         *(case.starts, case.num_queries, as_documents(case.documents), case.slices),
     )
     kv, scores = (key[:, :, here], value[:, :, here]), case.scores()
-    kernel = kernel_of(scores, query, value, True, case.slices, by_block=True)
+    kernel = kernel_of(scores, query, key, value, True, case.slices, by_block=True)
     combine = None
     if case.world_size > 1:
         combine = Combine(transport, rank, case.world_size, "one_shot")

@@ -22,13 +22,21 @@ from tests.families import HYBRIDS, VOCABULARY, small_model
 from tests.pool import Pool
 
 FAMILIES = ("Llama", "Gemma 3", "Qwen3-MoE", "gpt-oss", "DeepSeek-V3.2", "Granite 4", "LFM2")
+FAMILIES += ("Inkling",)
+WIDE: dict[str, dict[str, Any]] = {
+    "LFM2": {
+        "hidden_size": 64,
+        "num_hidden_layers": 3,
+        "layer_types": ["conv", "full_attention", "conv"],
+    },
+    "Inkling": {"hidden_size": 24},
+}
+"""That of Inkling differs from what its keys are convolved in."""
 
 
 def stock_model(family: str) -> Any:
-    """A model with weights; one hybrid is wider and deeper than its proxy."""
-    wide: dict[str, Any] = {"hidden_size": 64, "num_hidden_layers": 3}
-    wide["layer_types"] = ["conv", "full_attention", "conv"]
-    return small_model(family, **wide if family == "LFM2" else {})
+    """A model with weights; some hybrids are wider or deeper than their proxy."""
+    return small_model(family, **WIDE.get(family, {}))
 
 
 def on_meta(family: str) -> Any:

@@ -78,7 +78,7 @@ def _check_sole() -> None:
         with fake_group(size, size - 1):
             batch = Batch(None if ends is None else torch.tensor(ends))
             found = _bound(batch, **scores)
-            kernel = found.call.select(x, x, None)
+            kernel = found.call.select(x, x, x, None)
             assert (found.sole(kernel, x, x) is not None) == is_sole, (size, ends, scores)
 
 

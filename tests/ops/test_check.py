@@ -118,7 +118,7 @@ REFUSALS: dict[str, tuple[Change, str]] = {
         tensors(key=lambda x: x[:, :, :3], value=lambda x: x[:, :, :3]),
         " of 2 holds 3 tokens, but its shard of seq_len 8 has 4",
     ),
-    "head dim": (tensors(key=lambda x: x[..., :6]), "query and key must have one head dim, got"),
+    "head dim": (tensors(query=lambda x: x[..., :6]), "query and key must have one head dim, got"),
     "heads": (
         tensors(query=lambda x: x[:, :3]),
         "the query heads must be a multiple of the key heads, got query (2, 3, 4, 8), key (2, 2, 4",

@@ -151,7 +151,7 @@ class WidenedKernel(Kernel):
         self.wrapped = kernel
         self.name, self.has_segments = kernel.name, kernel.has_segments  # type: ignore[misc]
         self.has_intervals = kernel.has_intervals  # type: ignore[misc]
-        self.has_dropout = kernel.has_dropout  # type: ignore[misc]
+        self.has_dropout, self.has_bias = kernel.has_dropout, kernel.has_bias  # type: ignore[misc]
         self.bitwise_by_block = kernel.bitwise_by_block  # type: ignore[misc]
 
     def missing(self) -> str | None:

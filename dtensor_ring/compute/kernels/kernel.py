@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from dtensor_ring.compute.dropout import Dropout
+from dtensor_ring.compute.lags import Lags
 from dtensor_ring.compute.memory import Numbers, Region, part_of
 from dtensor_ring.planning.mask import Mask
 from dtensor_ring.planning.ranges import length
@@ -111,6 +112,7 @@ class Launch:
         segments: boundaries of the tiles; `None` for a single tile.
         in_flight: whether messages are in flight during the launch and need multiprocessors.
         dropout: the weights that are dropped, `None` for none.
+        lags: the positions of queries and keys, if queries have a bias by distance.
         by_block: whether the bits of a batch row and head must not depend on other ones, on
             strides, or on where the tensors are in memory, see `Kernel.bitwise_by_block`.
         intervals: the keys that each query sees, in place of the mask; `None` for a band.
@@ -124,6 +126,7 @@ class Launch:
     dropout: Dropout | None = None
     by_block: bool = False
     intervals: Intervals | None = None
+    lags: Lags | None = None
 
 
 class Scores(NamedTuple):
@@ -209,6 +212,7 @@ class Problem:
         grouped: whether there are fewer key heads than query heads.
         packed: whether the sequence has documents; then a step may have any number of tiles.
         dropout: whether weights are dropped.
+        biased: whether queries have a bias by distance.
         by_block: whether launches are `by_block`.
         fleeting: whether each call has tiles of its own, as those to a cache have.
         determinism: PyTorch's setting, by default the current one.
@@ -228,6 +232,7 @@ class Problem:
     dropout: bool = False
     by_block: bool = False
     fleeting: bool = False
+    biased: bool = False
     determinism: Determinism = field(default_factory=determinism)
     capability: tuple[int, int] | None = field(init=False, default=None)
 
@@ -300,11 +305,19 @@ class Kernel(ABC):
     the weights of values by `launch.dropout.factors`, after lse, which it leaves as it is. In the
     formula above `grad_out.v` gets this factor, and so do the weights in the gradient of v.
 
+    **A bias by distance** is what `q` has beside the head dim of `k`: with `q` `(B, N, R, H + E)`,
+    number d of the last E is added to the score of the key that is d positions before the query,
+    after the softcap. Keys after the query, and those E or more before it, get nothing.
+    `launch.lags` has the positions. Only a kernel that sets `has_bias` gets such queries, in tiles.
+    Their gradient has that of the bias in the same place: number d is the gradient of the score of
+    the key d positions before.
+
     Attributes:
         name: the name in the `kernel` argument and in `available_kernels`.
         has_segments: whether the kernel takes launches with segments.
         has_intervals: whether the kernel takes launches with intervals.
         has_dropout: whether the kernel drops weights by the positions of the whole sequence.
+        has_bias: whether the kernel adds a bias by distance to scores.
         bitwise_by_block: whether launches `by_block` are served: for tiles of the same shape, mask
             and content, a batch row and a key head with its queries get the same bits, whatever
             else is in the launch, and wherever the tensors are. Sums in a fixed order need it.
@@ -314,6 +327,7 @@ class Kernel(ABC):
     has_segments: ClassVar[bool] = False
     has_intervals: ClassVar[bool] = False
     has_dropout: ClassVar[bool] = False
+    has_bias: ClassVar[bool] = False
     bitwise_by_block: ClassVar[bool] = False
 
     @abstractmethod

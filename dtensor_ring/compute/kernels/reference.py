@@ -19,6 +19,7 @@ from dtensor_ring.compute.kernels.kernel import (
     Saved,
     Scores,
 )
+from dtensor_ring.compute.lags import Lags
 from dtensor_ring.compute.memory import Region, unfold_heads
 from dtensor_ring.planning.mask import Mask
 
@@ -35,6 +36,7 @@ class Reference(Kernel):
     name = "reference"
     has_segments = True
     has_dropout = True
+    has_bias = True
     bitwise_by_block = True
 
     def missing(self) -> str | None:
@@ -51,7 +53,8 @@ class Reference(Kernel):
         if launch.by_block:
             return _forward_by_head(q, k, v, launch.mask, scores)
         if launch.segments is None:
-            return _forward(q, k, v, _seen(launch, q), scores, launch.dropout)
+            how = scores, launch.dropout, launch.lags
+            return _forward(q, k, v, _seen(launch, q), *how)
         num_rows, heads = q.shape[:2]
         wide = torch.promote_types(q.dtype, torch.float32)
         # Rows without keys keep (0, -inf).
@@ -70,7 +73,8 @@ class Reference(Kernel):
         if launch.by_block:
             return _backward_by_head(saved, q, k, v, launch.mask, scores)
         if launch.segments is None:
-            return _backward(saved, q, k, v, _seen(launch, q), scores, launch.dropout)
+            how = scores, launch.dropout, launch.lags
+            return _backward(saved, q, k, v, _seen(launch, q), *how)
         grads = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
         for rows, cols in launch.segments.tiles():
             tile = _by_head(q[rows]), _by_head(k[cols]), _by_head(v[cols])
@@ -100,6 +104,7 @@ def _forward(
     mask: Seen,
     scores: Scores,
     dropout: Dropout | None = None,
+    lags: Lags | None = None,
 ) -> Result:
     """Return `(out, lse)` of a tile, or of intervals."""
     batch, heads, rows, _ = query.shape
@@ -108,7 +113,8 @@ def _forward(
     out = query.new_empty(batch, rows, heads, value.shape[-1]).transpose(1, 2)
     for block, seen in _blocks(rows, key.shape[2], mask):
         keys, values = (x[:, :, seen].to(wide) for x in (key, value))
-        scored, _ = _scored(_grouped(query[:, :, block], keys), keys, scores)
+        near = None if lags is None else lags.part(block, seen)
+        scored, _ = _scored(_grouped(query[:, :, block], keys), keys, scores, near)
         scored = _hide(scored, block, seen, mask)
         factors = _factors(dropout, block, seen, scored)
         out[:, :, block], lse[:, :, block] = _weighted(scored, values, heads, factors)
@@ -206,6 +212,7 @@ def _backward(
     mask: Seen,
     scores: Scores,
     dropout: Dropout | None = None,
+    lags: Lags | None = None,
 ) -> Gradients:
     """Return the gradients of query, key and value of a tile, or of intervals.
 
@@ -224,7 +231,8 @@ def _backward(
     for block, seen in _blocks(rows, key.shape[2], mask):
         keys, values = (x[:, :, seen].to(wide) for x in (key, value))
         queries, grads = (_grouped(x[:, :, block], keys) for x in (query, saved.grad_out))
-        scored, slope = _scored(queries, keys, scores)
+        near = None if lags is None else lags.part(block, seen)
+        scored, slope = _scored(queries, keys, scores, near)
         scored = _hide(scored, block, seen, mask)
         per_row = (*scored.shape[:-1], 1)
         # lse is over the whole row, so these are the weights among all keys of the ring.
@@ -233,14 +241,19 @@ def _backward(
         factors = _factors(dropout, block, seen, scored)
         if factors is not None:
             grad_weights *= factors
-        grad_scored = weights * (grad_weights - delta[:, :, block].reshape(per_row)) * slope
+        grad_scored = weights * (grad_weights - delta[:, :, block].reshape(per_row))
+        grad_table = _of_table(near, grad_scored, queries, keys)
+        grad_scored *= slope
         # Products over the joined rows of a group sum the gradients of shared keys.
         flat_weights, flat_scored = weights.flatten(2, 3), grad_scored.flatten(2, 3)
         if factors is not None:
             flat_weights *= factors.flatten(2, 3)
         grad_value[:, :, seen] += flat_weights.mT @ grads.flatten(2, 3)
-        grad_key[:, :, seen] += flat_scored.mT @ queries.flatten(2, 3)
-        grad_query[:, :, block] = unfold_heads(flat_scored @ keys, heads)
+        grad_key[:, :, seen] += flat_scored.mT @ queries[..., : keys.shape[3]].flatten(2, 3)
+        grad_queries = flat_scored @ keys
+        if grad_table is not None:
+            grad_queries = torch.cat([grad_queries, grad_table], -1)
+        grad_query[:, :, block] = unfold_heads(grad_queries, heads)
     return grad_query, grad_key.to(key.dtype), grad_value.to(value.dtype)
 
 
@@ -261,9 +274,24 @@ def _grouped(x: Tensor, keys: Tensor) -> Tensor:
     return x.to(keys.dtype).unflatten(1, (keys.shape[1], -1))
 
 
-def _scored(queries: Tensor, keys: Tensor, scores: Scores) -> tuple[Tensor, Tensor | float]:
+def _of_table(
+    lags: Lags | None, grad_scored: Tensor, queries: Tensor, keys: Tensor
+) -> Tensor | None:
+    """Return the gradient of the bias by distance, `(B, Nkv, N / Nkv * R, E)`, if there is one."""
+    if lags is None:
+        return None
+    return lags.gradient(grad_scored, queries.shape[-1] - keys.shape[-1]).flatten(2, 3)
+
+
+def _scored(
+    queries: Tensor, keys: Tensor, scores: Scores, lags: Lags | None = None
+) -> tuple[Tensor, Tensor | float]:
     """Return scores `(B, Nkv, N / Nkv, R, C)` and their derivative with respect to `q.k`."""
     scale, softcap = scores.scale, scores.softcap
+    if lags is not None:
+        queries, table = queries.tensor_split([keys.shape[-1]], -1)
+        scored, slope = _scored(queries, keys, scores)
+        return scored + lags.bias(table), slope
     scored = (queries.flatten(2, 3) @ keys.mT).unflatten(2, queries.shape[2:4]) * scale
     if not softcap:
         return scored, scale

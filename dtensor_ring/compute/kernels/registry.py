@@ -78,7 +78,7 @@ class CheckedKernel(Kernel):
         self.wrapped = kernel
         self.name, self.has_segments = kernel.name, kernel.has_segments  # type: ignore[misc]
         self.has_intervals = kernel.has_intervals  # type: ignore[misc]
-        self.has_dropout = kernel.has_dropout  # type: ignore[misc]
+        self.has_dropout, self.has_bias = kernel.has_dropout, kernel.has_bias  # type: ignore[misc]
         self.bitwise_by_block = kernel.bitwise_by_block  # type: ignore[misc]
         self._seen: set[tuple[str, bool, torch.dtype]] = set()
 
@@ -365,12 +365,15 @@ def first_able(
 
 
 NO_DROPOUT = "it cannot drop weights by the positions of the whole sequence"
+NO_BIAS = "it cannot add a bias by distance to scores"
 
 
 def able_kernel(kernel: Kernel, problem: Problem) -> tuple[Kernel, str | None]:
     """Return the kernel, widened if the gradient of lse needs it, and why it cannot serve."""
     if problem.dropout and not kernel.has_dropout:
         return kernel, NO_DROPOUT
+    if problem.biased and not kernel.has_bias:
+        return kernel, NO_BIAS
     reason = kernel.supports(problem)
     if reason is None and problem.by_block and not kernel.bitwise_by_block:
         reason = 'its bits depend on what else is in a launch, and order="fixed" needs others'

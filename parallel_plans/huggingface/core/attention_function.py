@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -9,11 +11,12 @@ from torch import Tensor, nn
 
 from dtensor_ring.extension import numbered, within_layer
 from parallel_plans.huggingface.core import patterns
+from parallel_plans.huggingface.core.bias_tables import log_scale, log_scaled, takes_table
 from parallel_plans.huggingface.core.layer_inputs import LayerInputs, ScanChunks
 from parallel_plans.huggingface.core.model_masks import ModelMask, PrecomputedMask
 
 IMPLEMENTATION = "ring"
-BIASES = ("position_bias", "attention_bias", "alibi", "head_mask", "block_mask", "block_indices")
+BIASES = ("attention_bias", "alibi", "head_mask", "block_mask", "block_indices")
 
 
 class KeySelection(Protocol):
@@ -81,6 +84,8 @@ def attention(
     dropout: float = 0.0,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
+    sinks: Tensor | None = None,
+    position_bias: Tensor | None = None,
     indices: KeySelection | None = None,
     ring: RingInputs | None = None,
     **others: Any,
@@ -88,6 +93,8 @@ def attention(
     """Attend over the whole sequence: local shards `(B, N, L, H)` give outputs `(B, L, N, H)`.
 
     With `indices`, a query sees only keys that an index chooses of those that the mask shows.
+    `position_bias` is a table by distance, see `bias_tables`. `sinks` are of each query,
+    `(B, N, L, 1)`, and `s_aux` of each head.
     """
     if ring is None:
         raise ValueError(
@@ -95,9 +102,12 @@ def attention(
             "context_parallel_plan on the module that you call"
         )
     inputs = ring.of_layer(module)
-    _refuse(module, query, key, others, inputs)
-    query = at_positions(module, query, ring.indices, ring.past)
-    scores: dict[str, Any] = {"sinks": s_aux, "scale": scaling}
+    _refuse(module, query, key, others | {"position_bias": position_bias}, inputs)
+    query, bias = at_positions(module, query, position_bias, ring.indices, ring.past)
+    scores: dict[str, Any] = {"scale": scaling}
+    scores["sinks"] = s_aux if sinks is None else sinks.squeeze(-1)
+    if bias is not None:
+        scores["relative_bias"] = bias
     seen = _seen(module, attention_mask, ring, inputs)
     with within_layer(module):
         if indices is None:
@@ -106,6 +116,7 @@ def attention(
             out = inputs.attend(query, key, value, softcap=softcap or 0.0, **scores, **seen)
         else:
             _refuse_indices(module, indices, softcap, dropout)
+            _refuse_by_query(module, sinks=sinks, position_bias=bias)
             out = indices.attend(module, (query, key, value), inputs, seen, scores)
     return out.transpose(1, 2), None
 
@@ -166,7 +177,7 @@ def _refuse(
             f"{type(module).__name__} attends from {query.shape[2]} to {key.shape[2]} tokens: "
             "cross attention of Hugging Face models is not supported over a sharded sequence"
         )
-    for name in BIASES:
+    for name in BIASES if takes_table(module) else ("position_bias", *BIASES):
         if others.get(name) is not None:
             raise ValueError(f"{type(module).__name__} gives {name}, which a ring does not take")
 
@@ -184,6 +195,15 @@ def _refuse_indices(module: nn.Module, indices: Any, softcap: float | None, drop
         raise ValueError(
             f"{name} drops weights of keys that an index chooses: {set_to_zero(module, dropout)}"
         )
+
+
+def _refuse_by_query(module: nn.Module, **given: Tensor | None) -> None:
+    for name, x in given.items():
+        if x is not None:
+            raise ValueError(
+                f"{type(module).__name__} gives {name} beside keys that an index chooses, which "
+                "take none"
+            )
 
 
 # The attribute that numbers the attentions of a model. A tensor: a compiler compiles layers, which
@@ -209,22 +229,32 @@ def _dropout_of(module: nn.Module, dropout: float, ring: RingInputs) -> dict[str
     return {"dropout_p": dropout, "dropout_seed": numbered(ring.seed, number)}
 
 
-def at_positions(module: Any, query: Tensor, indices: Tensor, past: int = 0) -> Tensor:
-    """Rescale queries that a layer has scaled by their position in the shard.
+def at_positions(
+    module: Any, query: Tensor, bias: Tensor | None, indices: Tensor, past: int = 0
+) -> tuple[Tensor, Tensor | None]:
+    """Rescale queries and their bias that a layer has scaled by their position in the shard.
 
     Layers without rotary embeddings may scale queries by their position (Nakanishi, 2025, arXiv
     2501.19399). They count it in the tensor they see, after the cached tokens. `indices`, `(L,)`,
     are the true positions.
     """
-    if not getattr(module, "attn_temperature_tuning", False) or getattr(module, "use_rope", True):
-        return query
+    scale = _scale_of(module)
+    if scale is None:
+        return query, bias
     # One factor undoes the layer's scale and applies that of the true position.
     here = past + torch.arange(query.shape[2], device=query.device)
-    wanted, applied = (
-        torch.log1p(torch.floor((x.float() + 1) / module.floor_scale)) * module.attn_scale + 1
-        for x in (indices, here)
-    )
-    return (query * (wanted / applied).view(1, 1, -1, 1)).to(query.dtype)
+    factor = (scale(indices) / scale(here)).view(1, 1, -1, 1)
+    bias = None if bias is None else (bias * factor).to(bias.dtype)
+    return (query * factor).to(query.dtype), bias
+
+
+def _scale_of(module: Any) -> Callable[[Tensor], Tensor] | None:
+    """Return by which factors a layer scales queries at some positions, `None` if it does not."""
+    if getattr(module, "attn_temperature_tuning", False) and not getattr(module, "use_rope", True):
+        return lambda x: (
+            torch.log1p(torch.floor((x.float() + 1) / module.floor_scale)) * module.attn_scale + 1
+        )
+    return partial(log_scale, module) if log_scaled(module) else None
 
 
 def attention_dropout(model: Any) -> float:

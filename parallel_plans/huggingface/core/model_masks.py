@@ -174,7 +174,9 @@ def precomputed_masks(mask: Any, seq_len: int, of: str = "", keeps_plain: bool =
     """
     if isinstance(mask, dict) and mask:
         return {
-            name: precomputed_masks(x, seq_len, f" for {name}", keeps_plain)
+            name: x
+            if _is_padding(x)
+            else precomputed_masks(x, seq_len, f" for {name}", keeps_plain)
             for name, x in mask.items()
         }
     if patterns.is_pattern(mask):
@@ -194,6 +196,11 @@ def precomputed_masks(mask: Any, seq_len: int, of: str = "", keeps_plain: bool =
     return mask if keeps_plain and not mask.pattern.is_extended else mask.precompute()
 
 
+def _is_padding(mask: Any) -> bool:
+    """Return whether a mask is for layers with a state, which get the padding of their tokens."""
+    return mask is None or (isinstance(mask, Tensor) and mask.ndim == 2)
+
+
 def padding_of(mask: Any) -> Tensor | None:
     """Return the attention mask `(B, S)` of the batch for which these masks were made."""
     masks = mask.values() if isinstance(mask, dict) else [mask]
@@ -203,7 +210,7 @@ def padding_of(mask: Any) -> Tensor | None:
 def largest(precomputed: Any) -> Slices:
     """Return the slices with the most visible pairs among the results of `precomputed_masks`."""
     masks = precomputed.values() if isinstance(precomputed, dict) else [precomputed]
-    every = [x.slices() for x in masks]
+    every = [x.slices() for x in masks if not _is_padding(x)]
     num_queries = max(int(table[:, 1].max(initial=0)) for x in every for table in x)
     return max(every, key=lambda x: visible_pairs(x, (0, num_queries)))
 

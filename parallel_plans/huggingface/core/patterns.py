@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from dtensor_ring import Mask
+from parallel_plans.huggingface.core.local_attention import keeping_local_attention
 from parallel_plans.huggingface.core.modules import has_axes
 from parallel_plans.strategies import Strategies
 
@@ -414,7 +415,7 @@ def run_with(
     AttentionMaskInterface.register(PROBE, make_mask)
     model.set_attn_implementation(PROBE)
     try:
-        with torch.no_grad():
+        with torch.no_grad(), keeping_local_attention(model):
             model(use_cache=False, **inputs)
     except (AttributeError, IndexError, TypeError) as error:
         raise ValueError(

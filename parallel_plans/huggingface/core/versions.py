@@ -62,6 +62,12 @@ def names_in_forward(module: Any) -> tuple[str, ...]:
     return () if code is None else code.co_names
 
 
+def reads_positions(module: Any) -> bool:
+    """Return whether the forward of a module's class reads `position_ids` of its keywords."""
+    code = getattr(unwrap(type(module).forward), "__code__", None)
+    return code is not None and "position_ids" in code.co_consts
+
+
 def kept_whole() -> tuple[type, ...]:
     """Return the classes of stock cache layers that keep all tokens of a layer."""
     from transformers import cache_utils

@@ -155,9 +155,12 @@ class ContextParallelCache(Cache):
         return self.memory.usage()
 
     def _states_of(self, layer_idx: int) -> States:
-        """Return the states of the layer that a model calls by this index."""
-        numbers = [x.layer_idx for x in self._stateful]
-        return self.memory.states.get(numbers.index(layer_idx), {}) if layer_idx in numbers else {}
+        """Return the states of the modules that a model calls by this index of a layer."""
+        found: States = {}
+        for number, module in enumerate(self._stateful):
+            if module.layer_idx == layer_idx:
+                found |= self.memory.states.get(number, {})
+        return found
 
     def has_previous_state(
         self, layer_idx: int | None = None, state_idx: int | None = None

@@ -23,6 +23,8 @@ import torch
 from torch import Tensor, nn
 
 from parallel_plans.huggingface.core.attention_function import at_positions
+from parallel_plans.huggingface.core.bias_tables import making_tables
+from parallel_plans.huggingface.core.local_attention import keeping_local_attention
 from parallel_plans.huggingface.core.modules import language_model_of
 from parallel_plans.huggingface.core.passed_on import passing_on
 from parallel_plans.huggingface.core.patterns import (
@@ -71,7 +73,7 @@ def probe(model: Any, indices: tuple[int, ...], **inputs: Any) -> Any:
 
     hook = decoder.register_forward_pre_hook(add_inputs, with_kwargs=True)
     try:
-        with passing_on(decoder):
+        with passing_on(decoder), making_tables(decoder), keeping_local_attention(decoder):
             return model(
                 input_ids=index % config.vocab_size,
                 position_ids=positions,
@@ -90,6 +92,8 @@ def _alone(
     value: Tensor,
     attention_mask: Any,
     ring: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    sinks: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Return a value that depends on the query, key and value of each token alone."""
@@ -100,8 +104,11 @@ def _alone(
         )
     groups = query.shape[1] // key.shape[1]
     key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
+    query, bias = at_positions(module, query, position_bias, ring)
     # No product of query and key: it would hide wrong positions that rotate both alike.
-    scores = (at_positions(module, query, ring) - key.roll(1, -1)).sum(-1, keepdim=True)
+    scores = (query - key.roll(1, -1)).sum(-1, keepdim=True)
+    for x in (bias, sinks):  # of each query, too
+        scores = scores if x is None else scores + x.sum(-1, keepdim=True)
     return (value * (1 + scores.tanh())).transpose(1, 2).contiguous(), None
 
 
@@ -130,9 +137,11 @@ def check_token_mixing(model: Any) -> StateSpecs:
     """
     layers, states = stateful_layers(model), LocalStatePassing()
     with frozen(model), passing_states(layers, states):
+        states.begin()
         whole = _outputs(model, tuple(range(NUM_TOKENS)))
         states.forget()
         for shard in NEIGHBOURS if layers else SHARDS:
+            states.begin()
             parts = _outputs(model, shard)
             _check_states(model, layers, states)
             for (name, call), found in parts.items():
@@ -270,7 +279,7 @@ def _hidden_states(decoder: nn.Module, shard: tuple[int, ...]) -> Iterator[None]
 def _check_states(model: Any, layers: list[nn.Module], states: LocalStatePassing) -> None:
     """Refuse a layer that reads its state only when it is called with a single token."""
     names = {module: name for name, module in model.named_modules()}
-    for number, (kind, _) in states.unused.items():
+    for number, (kind, _) in states.unused().items():
         raise ValueError(
             f"no context-parallel plan for {type(model).__name__}: {names[layers[number]]} goes on "
             f"from the {kind} state of its cache with a single token only, and begins again with "

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from itertools import product
 from typing import Any, NamedTuple
 from weakref import WeakSet
 
@@ -66,27 +69,38 @@ StateSpecs = tuple[tuple[StateSpec, ...], ...]
 
 
 class LocalStatePassing:
-    """Passes states from shard to shard in one process, in sequence order.
-
-    Attributes:
-        unused: a state that a layer ignores when it has several tokens, by layer.
-    """
+    """Passes states from shard to shard in one process, in sequence order."""
 
     def __init__(self) -> None:
-        self._states: dict[int, States] = {}
+        self._states: dict[tuple[int, int], States] = {}
         self._sent: dict[int, dict[StateKey, int]] = {}
-        self.unused: dict[int, StateKey] = {}
+        self._times: Counter[int] | None = None
+        self._tests: list[tuple[int, StateKey, Callable[[], bool]]] = []
+
+    def begin(self) -> None:
+        """Begin a forward, in which each of several calls of a layer has states of its own."""
+        self._times = Counter()
 
     def call(self, call: LayerCall, run: RunLayer) -> Any:
-        before = self._states.get(call.number, {})
+        number, time = call.number, 0
+        if self._times is not None:
+            time, self._times[number] = self._times[number], self._times[number] + 1
+        before = self._states.get((number, time), {})
         source = GivenStates(before)
         output = run(call.hidden, None, source)
-        self._states[call.number], self._sent[call.number] = source.after, source.sent
-        for key, x in before.items():  # some layers read a state for single tokens only
-            other = first(run(call.hidden, None, GivenStates(before | {key: x + 1})))
-            if torch.equal(other, first(output)):
-                self.unused.setdefault(call.number, key)
+        self._states[number, time], self._sent[number] = source.after, source.sent
+        for key, x in before.items():
+            given = GivenStates(before | {key: x + 1})
+            self._tests.append((number, key, partial(_is_same, run, call.hidden, given, output)))
         return output
+
+    def unused(self) -> dict[int, StateKey]:
+        """Return a state that a layer ignores when it has several tokens, by layer.
+
+        Some layers read a state for single tokens only. They run again here, unseen by hooks.
+        """
+        tests, self._tests = self._tests, []
+        return {number: key for number, key, is_unused in tests if is_unused()}
 
     def forget(self) -> None:
         """Drop all states, before a new sequence."""
@@ -97,21 +111,42 @@ class LocalStatePassing:
         return tuple(
             tuple(
                 StateSpec(key, tuple(x.shape[1:]), x.dtype, self._sent[number].get(key))
-                for key, x in self._states.get(number, {}).items()
+                for key, x in self._states.get((number, 0), {}).items()
             )
             for number in range(num_layers)
         )
 
 
+def _is_same(run: RunLayer, hidden: Tensor, states: StateSource, output: Any) -> bool:
+    return torch.equal(first(run(hidden, None, states)), first(output))
+
+
 def specs_of(model: Any) -> StateSpecs:
     """Return the states of a model's layers from a run of two tokens, also on the meta device."""
     layers, states = stateful_layers(model), LocalStatePassing()
-    weight = next(model.parameters())
-    hidden = weight.new_zeros(1, 2, model.config.hidden_size)
+    hidden = next(model.parameters()).new_zeros(1, 2, model.config.hidden_size)
     with frozen(model), passing_states(layers, states):
         for layer in layers:
-            layer(hidden, **dict.fromkeys(required_parameters(layer)))
+            _run_alone(layer, hidden)
     return states.specs(len(layers))
+
+
+def _run_alone(layer: nn.Module, hidden: Tensor) -> None:
+    """Run a layer on hidden states of the model, or on tokens as wide as its weights ask for.
+
+    Where it takes other tensors beside, these are the hidden states of the model.
+    """
+    needed = required_parameters(layer)
+    sizes = sorted({size for x in layer.parameters() for size in x.shape}, reverse=True)
+    errors: list[Exception] = []
+    for width, beside in product([hidden.shape[-1], *sizes], (None, hidden)):
+        given = {name: None if name.endswith("_mask") else beside for name in needed}
+        try:
+            layer(hidden.new_zeros(1, 2, width), **given)
+            return
+        except Exception as error:  # model code may raise anything for another width
+            errors.append(error)
+    raise errors[0]
 
 
 def map_bytes(specs: StateSpecs) -> tuple[int, int] | None:

@@ -181,16 +181,19 @@ def _forward(layer: nn.Module, number: int, passing: StatePassing) -> Callable[.
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         ring = kwargs.pop("ring", None)  # for attention; kernels accept no other keywords
         bound = known.bind(self, *args, **kwargs)
-        hidden = bound.arguments[first]
-        _refuse_more_inputs(self, {name: bound.arguments[name] for name in needed})
-        kept = {name: x for name, x in bound.arguments.items() if name in ("self", first)}
+        inputs = _of_tokens(self, {name: bound.arguments[name] for name in (first, *needed)})
+        sizes = [x.shape[-1] for x in inputs.values()]
+        hidden = torch.cat([*inputs.values()], -1) if len(sizes) > 1 else inputs[first]
+        kept = {"self": self}
         others = {name: _without_tokens(x) for name, x in bound.arguments.items()} | kept
 
         def run(hidden: Tensor, mask: Tensor | None, source: StateSource) -> Any:
             scans = has_scan and not source.steps
             here = StateCache(source, scans)
             masks = dict.fromkeys((x for x in others if x.endswith("_mask")), mask)
-            bound.arguments.update(others | masks | {first: hidden, cache: here})
+            parts = hidden.split(sizes, -1) if len(sizes) > 1 else (hidden,)
+            own = dict(zip(inputs, parts, strict=True))
+            bound.arguments.update(others | masks | own | {cache: here})
             runs = with_source(plain, source, self) if scans else plain
             return runs(*bound.args, **bound.kwargs)
 
@@ -212,14 +215,22 @@ def first(output: Any) -> Tensor:
     return output[0] if isinstance(output, tuple) else output
 
 
-def _refuse_more_inputs(layer: nn.Module, arguments: dict[str, Any]) -> None:
-    """Refuse a second tensor of tokens next to the layer's input: its order is unknown."""
-    for name, x in arguments.items():
-        if isinstance(x, Tensor):
+def _of_tokens(layer: nn.Module, arguments: dict[str, Any]) -> dict[str, Tensor]:
+    """Return a layer's inputs that have a row for each token, which go together.
+
+    Raises:
+        ValueError: if the layer takes another tensor, whose order is unknown.
+    """
+    found = {name: x for name, x in arguments.items() if isinstance(x, Tensor)}
+    hidden = next(iter(found.values()))
+    for name, x in found.items():
+        if x.ndim != 3 or x.shape[:2] != hidden.shape[:2] or x.dtype != hidden.dtype:
             raise ValueError(
                 f"{type(layer).__name__} carries a state, and takes {name} for its tokens beside "
-                "its input, of which only the input is sharded in the order that a state needs"
+                f"its input, which is not sharded with that: {tuple(x.shape)} {x.dtype}, and the "
+                f"input is {tuple(hidden.shape)} {hidden.dtype}"
             )
+    return found
 
 
 def _without_tokens(x: Any) -> Any:

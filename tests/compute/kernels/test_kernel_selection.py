@@ -202,7 +202,8 @@ def test_what_a_ring_asks_for(
 
     monkeypatch.setattr(options, "kernel_for", select)
     call = options.Call(options.Batch(), Scores(mask, 0.5), options.Place())
-    call.select(torch.empty(1, 2, 8, 4), torch.empty(1, kv_heads, 8, 6))
+    shapes = (1, 2, 8, 4), (1, kv_heads, 8, 4), (1, kv_heads, 8, 6)
+    call.select(*map(torch.empty, shapes))
     expected = Problem("cpu", torch.float32, 4, 6, 0.5, windowed=windowed, grouped=kv_heads == 1)
     assert asked == [expected]
     # Only a window has tiles that are neither full nor causal.

@@ -12,7 +12,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 
 from parallel_plans.huggingface import context_parallel_plan
-from parallel_plans.huggingface.core.model_masks import ModelMask, mask_of, precomputed_masks
+from parallel_plans.huggingface.core.model_masks import (
+    ModelMask,
+    mask_of,
+    precomputed_masks,
+)
+from parallel_plans.huggingface.core.model_masks import largest as largest_of
 from parallel_plans.huggingface.core.patterns import MARKER
 from tests.dense import largest
 from tests.pool import Pool
@@ -187,6 +192,17 @@ def test_masks_of_a_compiled_model_are_refused() -> None:
     mask = {"full_attention": mask_of(mask_function=None)}
     with pytest.raises(ValueError, match="for full_attention cannot be read while the model is"):
         precomputed_masks(mask, 8)
+
+
+@pytest.mark.parametrize("padding", [None, torch.ones(1, 9, dtype=torch.bool)])
+def test_masks_of_layers_with_a_state_stay(padding: Tensor | None) -> None:
+    """They are padding, beside those of attention, as in the outer model of Inkling."""
+    seen = torch.ones(1, 9, 9, dtype=torch.bool).tril()
+    given = {"full_attention": model_mask(seen), "linear_attention": padding}
+    found = precomputed_masks(given, 9)
+    assert found["linear_attention"] is padding
+    (table,) = largest_of(found)
+    assert torch.equal(torch.from_numpy(shown(table, (9, 9))), seen[0].long())
 
 
 def test_more_than_one_range_is_refused() -> None:

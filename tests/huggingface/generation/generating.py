@@ -18,7 +18,7 @@ from transformers import LlamaForCausalLM
 from dtensor_ring.transport.transport import ProcessGroupTransport
 from parallel_plans.huggingface import ContextParallelCache, context_parallel_plan
 from parallel_plans.huggingface.core.versions import parameter_of_cache
-from tests.families import ENCODERS, FAMILIES, VOCABULARY, small_model
+from tests.families import ENCODERS, FAMILIES, VOCABULARY, in_dtype, small_model
 
 CAUSAL = tuple(family for family in FAMILIES if family not in ENCODERS)
 NUM_NEW, PROMPT = 6, 13
@@ -33,10 +33,8 @@ def tokens(num_tokens: int = PROMPT, rows: int = 2) -> Tensor:
 
 
 def stock(family: str) -> Any:
-    """In float64, so that rounding decides no token."""
-    model = small_model(family).double()
-    model.set_experts_implementation("eager")  # the others take no float64
-    return model
+    """In float64, so that rounding decides no token, but for what a model wants in float32."""
+    return in_dtype(small_model(family), torch.float64)
 
 
 def sharded(family: str, layout: str = "zigzag", **options: Any) -> Any:

@@ -17,15 +17,17 @@ from tests.huggingface.generation.generating import exact_softmax, generate, sha
 from tests.huggingface.generation.test_generate import FLOAT32, check_turns, check_ways
 from tests.pool import Pool
 
-OTHERS = ("MiniMax-01", "Zamba", "Granite 4, attention only")
-"""A cache of its own and attention without a number, which are not served; and no state."""
+LOOP = "Inkling 2, loop"
+OTHERS = ("MiniMax-01", "Zamba", "Granite 4, attention only", LOOP)
+"""A cache of its own and attention without a number, which are not served; no state; and layers
+that run several times, which are served without a cache."""
 FAMILIES = tuple(x for x in HYBRIDS if x not in OTHERS)
 WAYS = ("greedy", "sampled beams", "left padded", "chunked prefill", "two of each", "stops")
-SAMPLE = [("Qwen3-Next", 2), ("Granite 4", 3), ("Mamba 2", 2)]
+SAMPLE = [("Qwen3-Next", 2), ("Granite 4", 3), ("Mamba 2", 2), ("Inkling 2", 2)]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """A delta rule, Mamba 2 beside attention and alone, or all families."""
+    """A delta rule, Mamba 2 beside attention and alone, a bias by distance, or all families."""
     if "world_size" in metafunc.fixturenames:
         is_all = metafunc.config.getoption("--all-generations")
         cases = [*product(FAMILIES, (2, 3))] if is_all else SAMPLE
@@ -111,3 +113,17 @@ def check_refused() -> None:
 def test_refused(pool: Pool) -> None:
     """To take tokens back out of a state, and a cache of a model's own."""
     pool.run(2, check_refused)
+
+
+def check_without_a_cache() -> None:
+    ours, theirs = sharded(LOOP), stock(LOOP)
+    with pytest.raises(ValueError, match=r"copies layers of its cache .* use_cache=False"):
+        generate(ours, input_ids=tokens())
+    with exact_softmax():
+        expected = generate(theirs, input_ids=tokens(), use_cache=False).sequences
+    assert torch.equal(generate(ours, input_ids=tokens(), use_cache=False).sequences, expected)
+
+
+@pytest.mark.skipif(LOOP not in HYBRIDS, reason="since transformers 5.24")
+def test_layers_that_run_several_times_generate_without_a_cache(pool: Pool) -> None:
+    pool.run(2, check_without_a_cache)

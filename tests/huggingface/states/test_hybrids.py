@@ -30,8 +30,9 @@ from tests.huggingface.test_families_trained import CHECKPOINTING, train, train_
 from tests.pool import Pool
 
 KINDS = ("plain", "padded left", "padded right")
-SAMPLE = ("Qwen3-Next", "Granite 4", "LFM2", "MiniMax-01")
-"""A delta rule, a selective scan, convolutions alone, and a loop within a forward;
+SAMPLE = ("Qwen3-Next", "Granite 4", "LFM2", "MiniMax-01", "Inkling, scaled", "Inkling 2, loop")
+"""A delta rule, a selective scan, convolutions alone, and a loop within a forward; convolutions of
+keys and a bias by distance; the same in layers that run several times;
 `--all-hybrids` runs the others, too."""
 
 
@@ -92,12 +93,17 @@ def test_layers_go_on_from_their_states(family: str) -> None:
                 ends.append(output(layer, x[:, 5:]))
             torch.testing.assert_close(ends[0], whole[:, 5:], rtol=1e-4, atol=1e-5)
             assert (ends[1] - whole[:, 5:]).norm() > 1e-3 * whole.norm()
-    assert not states.unused
+    assert not states.unused()
+
+
+BESIDE = ("dynamic_input",)
+"""What a layer needs for each token beside its input."""
 
 
 def output(layer: Any, hidden: Tensor) -> Tensor:
     """That of a layer that gets nothing else."""
-    return first(layer(hidden, **dict.fromkeys(required_parameters(layer))))
+    beside = {name: hidden.flip(-1) for name in required_parameters(layer) if name in BESIDE}
+    return first(layer(hidden, **dict.fromkeys(required_parameters(layer)) | beside))
 
 
 @pytest.mark.parametrize(

@@ -13,12 +13,17 @@ from tests.huggingface.states.hybrids import LAYOUT, gradients, planned
 from tests.pool import Pool
 
 NO_STATE = "Granite 4, attention only"
+UNSERVED = {
+    NO_STATE: "no layer has a state, and its masks do not know positions",
+    "Inkling, scaled": "scales by the position in a row, whatever documents that has",
+}
 PACKED = {
     ("MiniMax-01", 3, 1),
     ("Qwen3-Next", 2, 1),
     ("Granite 4", 2, 1),
     ("LFM2", 4, 2),
     ("Mamba 2", 4, 2),
+    ("Inkling 2", 4, 2),
 }
 """Family, ranks and rows of the default run."""
 
@@ -94,8 +99,8 @@ def test_packed_documents_are_as_alone(
     is_sample = (family, world_size, len(rows)) in PACKED
     if not is_sample and not request.config.getoption("--all-hybrids"):
         pytest.skip("make test ARGS=--all-hybrids")
-    if family == NO_STATE:
-        pytest.skip("no layer has a state, and its masks do not know positions")
+    if family in UNSERVED:
+        pytest.skip(UNSERVED[family])
     found = pool.run(world_size, packed_error, family, rows, layout, len(rows) > 1)
     assert largest(x for errors in found for x in errors) < 1e-5, found
 
@@ -104,7 +109,11 @@ def errors_by_mark(family: str) -> dict[str, list[float]]:
     return {mark: packed_error(family, ((0, 5, 7, 17),), "zigzag", False, mark) for mark in MARKS}
 
 
-@pytest.mark.parametrize("family", [x for x in HYBRIDS if x != NO_STATE])
+BY_POSITION = ("Inkling 2", "Inkling 2, loop")
+"""They scale by position_ids, which go on over documents that something else marks."""
+
+
+@pytest.mark.parametrize("family", [x for x in HYBRIDS if x not in (*UNSERVED, *BY_POSITION)])
 def test_whatever_marks_documents(pool: Pool, request: pytest.FixtureRequest, family: str) -> None:
     """Masks of Granite 4 do not know positions, and its layers with a state no mark at all."""
     if family != "Granite 4" and not request.config.getoption("--all-hybrids"):

@@ -1,0 +1,131 @@
+"""A bias by distance that tokens compute, and an attention within a token."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import parallelize_module
+
+from parallel_plans.huggingface import context_parallel_plan, restore_model
+from parallel_plans.huggingface.core.bias_tables import bias_modules, making_tables, takes_table
+from parallel_plans.huggingface.core.local_attention import keeping_local_attention
+from tests.families import HYBRIDS, VOCABULARY, in_dtype, small_model
+from tests.pool import Pool
+from tests.results import results_of
+
+FAMILIES = ("Inkling, scaled", "Inkling 2")
+ALL_EXPERTS = {"num_experts_per_tok": 4}
+"""With fewer, rounding would choose others."""
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_table_has_what_pairs_look_up(family: str) -> None:
+    """By the module's own code, for tokens that it sees at once."""
+    model = small_model(family)
+    given: dict[nn.Module, tuple[Any, ...]] = {}
+    pairs: dict[nn.Module, Tensor] = {}
+    tables: dict[nn.Module, Tensor] = {}
+    modules = bias_modules(model)
+    assert len(modules) == model.config.num_hidden_layers
+
+    def keep(module: nn.Module, args: tuple[Any, ...], out: Tensor) -> None:
+        given[module], pairs[module] = args, out
+
+    hooks = [module.register_forward_hook(keep) for module in modules]
+    with torch.no_grad():
+        model(torch.randint(2, VOCABULARY, (2, 20)), use_cache=False)
+        for hook in hooks:
+            hook.remove()
+        with making_tables(model):
+            tables = {module: module(*args) for module, args in given.items()}
+            assert any(takes_table(x) for x in model.modules())
+    assert not any(takes_table(x) for x in model.modules())
+    lags = torch.arange(20).unsqueeze(1) - torch.arange(20)
+    for module, table in tables.items():
+        assert table.shape == (2, 4, 20, module.rel_extent)
+        assert pairs[module].any()
+        for lag in range(20):
+            wanted = table[..., lag] if lag < module.rel_extent else torch.zeros(())
+            found = pairs[module][..., lags == lag]
+            torch.testing.assert_close(found, wanted.broadcast_to(2, 4, 20)[..., lag:])
+
+
+def errors_in_bfloat16(family: str) -> list[tuple[float, float]]:
+    """Of the loss and each gradient, under the plan and of the stock model, of one in float32."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    tokens = torch.randint(2, VOCABULARY, (2, 24), generator=torch.Generator().manual_seed(1))
+    batch, found = {"input_ids": tokens, "labels": tokens}, []
+    cases = (torch.float32, False), (torch.bfloat16, True), (torch.bfloat16, False)
+    for dtype, is_planned in cases:
+        model = in_dtype(small_model(family, **ALL_EXPERTS), dtype)
+        if is_planned:
+            parallelize_module(model, mesh, context_parallel_plan(model, "zigzag"))
+        loss, grads = results_of(model, batch)
+        grad = torch.cat([x.float().flatten() for x in grads.values()])
+        if is_planned:
+            dist.all_reduce(grad.div_(mesh.size()))
+        found.append((loss.float().view(1), grad))
+    exact, *others = found
+    ours, stock = (
+        [((x - y).norm() / y.norm()).item() for x, y in zip(other, exact, strict=True)]
+        for other in others
+    )
+    return [*zip(ours, stock, strict=True)]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_in_bfloat16_as_exact_as_the_stock_model(pool: Pool, family: str) -> None:
+    for found in pool.run(2, errors_in_bfloat16, family):
+        for ours, stock in found:
+            assert ours < 1.5 * stock + 1e-3, found
+
+
+class OverTokens(nn.Module):
+    """An attention without mask and keywords, along the sequence."""
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__()
+        self.inner, self.config, self.num_key_value_groups = inner, inner.config, 1
+
+    def forward(self, block_states: Tensor, partial_block_states: Tensor) -> Any:
+        from transformers.models.inkling2.modeling_inkling2 import (
+            ALL_ATTENTION_FUNCTIONS,
+            eager_attention_forward,
+        )
+
+        x = partial_block_states.unsqueeze(1).float()
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(
+            self.config._attn_implementation, eager_attention_forward
+        )
+        return attend(self, x, x, x, None, scaling=1.0)[0].unbind(2)
+
+
+def _check_local_attention() -> None:
+    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("cp",))
+    model = small_model("Inkling 2")
+    residual = model.model.layers[0].mlp_input
+    own = residual.config
+    with keeping_local_attention(model):
+        assert residual.config is not own
+        assert residual.config._attn_implementation == "eager"
+        assert model.model.layers[0].self_attn.config is own
+    assert residual.config is own
+    parallelize_module(model, mesh, context_parallel_plan(model))
+    assert model.config._attn_implementation == "ring"
+    assert residual.config._attn_implementation == "eager"
+    restore_model(model)
+    assert residual.config is own
+    model.model.layers[0].mlp_input = OverTokens(residual)
+    with pytest.raises(ValueError, match=r"the output of .* depends on tokens that a rank does"):
+        parallelize_module(model, mesh, context_parallel_plan(model))
+
+
+@pytest.mark.skipif("Inkling 2, loop" not in HYBRIDS, reason="since transformers 5.24")
+def test_an_attention_without_keywords_stays_within_a_token(pool: Pool) -> None:
+    """It keeps its own function; one along the sequence is refused."""
+    pool.run(1, _check_local_attention)

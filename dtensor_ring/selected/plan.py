@@ -14,7 +14,7 @@ import numpy as np
 from dtensor_ring.planning.demand import Cols
 from dtensor_ring.planning.layout import Layout, run_positions
 from dtensor_ring.planning.lru import cached_bytes
-from dtensor_ring.planning.ranges import Span
+from dtensor_ring.planning.ranges import Span, as_count
 from dtensor_ring.planning.run_table import shard_table
 
 # A call that selects at least this part of the keys moves all of them: its requests save nothing.
@@ -26,6 +26,21 @@ MAX_SELECTED = 1 << 16
 # How keys travel to the queries that selected them.
 SELECTED, ALL = "selected", "all"
 KEY_ROUTES = SELECTED, ALL
+
+
+def checked_choice(k: int, block_size: int, local_blocks: int) -> tuple[int, int, int]:
+    """Return how queries choose, as plain integers: numbers of blocks, of positions, of blocks.
+
+    Raises:
+        TypeError: if one is not an integer.
+        ValueError: if one is out of range, or local blocks have no blocks.
+    """
+    block_size = as_count("block_size", block_size, 1, MAX_SELECTED)
+    k = as_count("k", k, 1, MAX_SELECTED // block_size)
+    local_blocks = as_count("local_blocks", local_blocks, 0)
+    if local_blocks and block_size == 1:
+        raise ValueError(f"local_blocks={local_blocks} needs blocks; pass block_size")
+    return k, block_size, local_blocks
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,7 +13,7 @@ from parallel_plans.huggingface.core.layer_inputs import LayerInputs, ScanChunks
 from parallel_plans.huggingface.core.model_masks import ModelMask, PrecomputedMask
 
 IMPLEMENTATION = "ring"
-BIASES = ("position_bias", "attention_bias", "alibi", "head_mask", "block_mask", "block_indices")
+BIASES = ("position_bias", "attention_bias", "alibi", "head_mask", "block_mask")
 
 
 class KeySelection(Protocol):
@@ -82,12 +82,14 @@ def attention(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     indices: KeySelection | None = None,
+    block_indices: KeySelection | None = None,
     ring: RingInputs | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Attend over the whole sequence: local shards `(B, N, L, H)` give outputs `(B, L, N, H)`.
 
-    With `indices`, a query sees only keys that an index chooses of those that the mask shows.
+    With `indices` or `block_indices`, a query sees only keys that an index chooses of those that
+    the mask shows.
     """
     if ring is None:
         raise ValueError(
@@ -99,6 +101,7 @@ def attention(
     query = at_positions(module, query, ring.indices, ring.past)
     scores: dict[str, Any] = {"sinks": s_aux, "scale": scaling}
     seen = _seen(module, attention_mask, ring, inputs)
+    indices = block_indices if indices is None else indices
     with within_layer(module):
         if indices is None:
             if dropout:

@@ -72,7 +72,7 @@ from parallel_plans.huggingface.probing.proxy_model import (
     without_weights,
 )
 from parallel_plans.huggingface.selecting.indexers import (
-    counts_places,
+    choose_blocks,
     describing_scores,
     select_keys_of,
 )
@@ -288,7 +288,7 @@ class ShardedModel(ParallelStyle):
         if states:
             passing = state_passing.AxisStatePassing(axis, states, hybrid_of(decoder, states))
         how = unshards, passing, self.cache_dtype, self.local_batch, why_whole(model), drops
-        places = counts_places(decoder)
+        places = choose_blocks(decoder)
         sharding = Sharding(decoder, axis, layer_masks, loss, *how, counts_places=places)
         if passing is not None:
             stateful.pass_states(stateful.stateful_layers(decoder), passing)

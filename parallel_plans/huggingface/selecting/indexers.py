@@ -52,9 +52,9 @@ def give_index(layer: Any, keys: Tensor) -> None:
         layer.update_index(keys.unsqueeze(1))
 
 
-def counts_places(model: nn.Module) -> bool:
-    """Return whether indexers compare `position_ids` with places in the row, as blocks need it."""
-    return any(POSITIONS in signature(type(x).forward).parameters for x in indexers_of(model))
+def choose_blocks(model: nn.Module) -> bool:
+    """Return whether indexers describe blocks, which count places in the row."""
+    return any(UPDATE_LAYER in names_in_forward(x) for x in indexers_of(model))
 
 
 def selecting_layers(model: Any) -> list[Any]:
@@ -135,7 +135,7 @@ class LayerTaker(NamedTuple):
 def _forward(indexer: nn.Module) -> Any:
     """Return a forward of the indexer that returns a `Selection`."""
     plain, cache = type(indexer).forward, parameter_of_cache(type(indexer).forward)
-    known = signature(plain)
+    known, of_blocks = signature(plain), choose_blocks(indexer)
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Selection:
         bound = known.bind(self, *args, **kwargs)
@@ -144,11 +144,10 @@ def _forward(indexer: nn.Module) -> Any:
             given[MASK] = SeenLater()
         if cache is not None:
             given[cache] = KeyTaker(given.get(cache))
-        by_places = POSITIONS in given
-        if by_places:
+        if of_blocks and POSITIONS in given:
             given[POSITIONS] = Places("queries")
         try:
-            with CountedPlaces() if by_places else nullcontext():
+            with CountedPlaces() if of_blocks else nullcontext():
                 chosen = plain(*bound.args, **bound.kwargs)
         except (AttributeError, IndexError, TypeError, UnknownScoresError) as error:
             raise ValueError(_refusal(self, str(error))) from error

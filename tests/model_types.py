@@ -111,6 +111,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "full_attention"] * 2,
         "num_kv_shared_layers": 2,
     },
+    "minimax_m3_vl_text, sparse layers": {
+        "layer_types": ["full_attention", "minimax_m3_sparse"],
+        "index_block_size": 4,
+        "index_topk_blocks": 2,
+    },
     "granitemoehybrid, attention only": {"layer_types": ["full_attention"] * 2},
 }
 """By type: what its config has no default for, or what users set. Others are variants of a type."""

@@ -22,6 +22,7 @@ from tests.families import HYBRIDS, VOCABULARY, small_model
 from tests.pool import Pool
 
 FAMILIES = ("Llama", "Gemma 3", "Qwen3-MoE", "gpt-oss", "DeepSeek-V3.2", "Granite 4", "LFM2")
+FAMILIES += ("MiniMax M3",)
 
 
 def stock_model(family: str) -> Any:

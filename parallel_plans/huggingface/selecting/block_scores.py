@@ -80,13 +80,21 @@ class Places:
 
 
 class CountedPlaces(TorchFunctionMode):
-    """Makes the ranges that an indexer counts `Places` of as many keys."""
+    """Makes the ranges that an indexer counts `Places` of as many keys.
+
+    Attributes:
+        has_keys: whether the indexer has its keys: modules and hooks that run before count alone.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.has_keys = False
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         """Return places in place of a range from 0."""
-        if func is torch.arange and len(args) == 1:
+        if func is torch.arange and self.has_keys and len(args) == 1:
             return Places("keys", args[0])
         return func(*args, **kwargs or {})
 

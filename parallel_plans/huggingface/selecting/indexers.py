@@ -97,10 +97,11 @@ class KeyTaker:
 
     Args:
         cache: the cache of the call, if there is one.
+        places: what counts places from then on, for an indexer of blocks.
     """
 
-    def __init__(self, cache: Any) -> None:
-        self._cache = cache
+    def __init__(self, cache: Any, places: CountedPlaces) -> None:
+        self._cache, self._places = cache, places
 
     def update_indexer(self, keys: Tensor, layer_idx: int) -> IndexScores:
         """Store keys of new tokens, `(B, L, D)`, and return what stands for all keys."""
@@ -115,7 +116,7 @@ class KeyTaker:
 
     def __getitem__(self, layer_idx: int) -> LayerTaker:
         """Return what takes the keys of one layer."""
-        return LayerTaker(self._cache, layer_idx)
+        return LayerTaker(self._cache, layer_idx, self._places)
 
 
 class LayerTaker(NamedTuple):
@@ -123,12 +124,14 @@ class LayerTaker(NamedTuple):
 
     cache: Any
     layer_idx: int
+    places: CountedPlaces
 
     def update_index(self, keys: Tensor) -> BlockScores:
         """Store keys of new tokens, `(B, 1, L, D)`, and return what stands for all keys."""
         own = keys.squeeze(1)
         if self.cache is not None:
             own = self.cache.update_indexer(own, self.layer_idx)
+        self.places.has_keys = True
         return BlockScores(own)
 
 
@@ -139,15 +142,15 @@ def _forward(indexer: nn.Module) -> Any:
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Selection:
         bound = known.bind(self, *args, **kwargs)
-        given = bound.arguments
+        given, places = bound.arguments, CountedPlaces()
         if MASK in given:
             given[MASK] = SeenLater()
         if cache is not None:
-            given[cache] = KeyTaker(given.get(cache))
+            given[cache] = KeyTaker(given.get(cache), places)
         if of_blocks and POSITIONS in given:
             given[POSITIONS] = Places("queries")
         try:
-            with CountedPlaces() if of_blocks else nullcontext():
+            with places if of_blocks else nullcontext():
                 chosen = plain(*bound.args, **bound.kwargs)
         except (AttributeError, IndexError, TypeError, UnknownScoresError) as error:
             raise ValueError(_refusal(self, str(error))) from error

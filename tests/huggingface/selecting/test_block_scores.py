@@ -131,7 +131,9 @@ def test_anything_else_is_unknown(case: str) -> None:
 
 
 def test_ranges_from_0_are_places() -> None:
-    with CountedPlaces():
+    with CountedPlaces() as places:
+        assert isinstance(torch.arange(3), Tensor), "a hook of a projection counts"
+        places.has_keys = True
         assert torch.arange(3, device="cpu") == Places("keys", 3)
         assert isinstance(torch.arange(1, 3), Tensor)
         assert isinstance(torch.ones(2), Tensor)

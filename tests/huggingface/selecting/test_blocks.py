@@ -42,6 +42,15 @@ def test_family_equals_the_stock_model(
         assert worst < 1e-5, f"{layout}, rank {rank}: {errors}"
 
 
+def over_tiles() -> dict[str, dict[str, float]]:
+    return compare("MiniMax M3", "zigzag", None, KINDS, mlp_tile=5)
+
+
+def test_over_tiles_of_tokens(pool: Pool) -> None:
+    for errors in pool.run(2, over_tiles):
+        assert largest(x for error in errors.values() for x in error.values()) < 1e-5, errors
+
+
 def planned(**options: Any) -> Any:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
     model = small_model("MiniMax M3")

@@ -242,9 +242,10 @@ def page(found: Rows) -> str:
     """What docs/models.md says."""
     lines = [ABOUT.format(version=transformers.__version__), *COUNTS]
     for kind, rows in found.items():
-        counts = Counter(what for name, (what, _) in rows.items() if "," not in name)
+        of_types = {name: row for name, row in rows.items() if "," not in name}
+        counts = Counter(what for what, _ in of_types.values())
         cells = [counts.total(), *(counts[what] for what in VERDICTS)]
-        cells.insert(2, sum("packed batches refused" in note for _, note in rows.values()))
+        cells.insert(2, sum("packed batches refused" in note for _, note in of_types.values()))
         lines.append(table_row(kind, *cells))
     for kind, rows in found.items():
         lines += [

@@ -231,6 +231,19 @@ SELECTING: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """Layers whose index chooses the keys of each token."""
 
+CHOOSES_BLOCKS: dict[str, tuple[str, dict[str, Any]]] = {
+    "MiniMax M3": (
+        "MiniMaxM3VL",
+        HEAD_DIM
+        | {"num_local_experts": 4, "num_experts_per_tok": 2, "rotary_dim": 4}
+        | {"dense_intermediate_size": 24, "shared_intermediate_size": 12}
+        | {"index_n_heads": 2, "index_head_dim": 8, "index_block_size": 4, "index_topk_blocks": 2}
+        | {"layer_types": ["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"]}
+        | {"mlp_layer_types": ["dense", "sparse", "sparse"], "num_hidden_layers": 3},
+    ),
+}
+"""Layers whose index chooses blocks of the row for each head of keys; rows are one document."""
+
 REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "RecurrentGemma": (
         "RecurrentGemma",
@@ -240,13 +253,13 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "xLSTM": ("xLSTM", {"num_heads": 2, "embedding_dim": 16, "num_blocks": 2}),
 }
 ENCODERS = ("ModernBERT", "BERT", "RoBERTa")
-TEXT = ("Gemma3", "Llama4", "Qwen3_5", "Inkling", "Inkling2", "Inkling2Loop")
+TEXT = ("Gemma3", "Llama4", "Qwen3_5", "Inkling", "Inkling2", "Inkling2Loop", "MiniMaxM3VL")
 """Their configs of language models are named so."""
 
 
 def small_model(family: str, head: str = "", **changes: Any) -> Any:
     """The same weights at every call, attention as transformers writes it out."""
-    name, options = (FAMILIES | HYBRIDS | SELECTING | REFUSED)[family]
+    name, options = (FAMILIES | HYBRIDS | SELECTING | CHOOSES_BLOCKS | REFUSED)[family]
     text = "Text" if name in TEXT else ""
     config = getattr(transformers, f"{name}{text}Config")(**SMALL | options | changes)
     head = head or ("ForMaskedLM" if family in ENCODERS else "ForCausalLM")

@@ -29,6 +29,11 @@ IMAGE_AT = 5
 LARGEST = 20_000_000
 """Weights of a model that is still small."""
 
+CHOOSES_BLOCKS = {
+    "layer_types": ["full_attention", "minimax_m3_sparse"],
+    "index_block_size": 4,
+    "index_topk_blocks": 2,
+}
 OPTIONS: dict[str, dict[str, Any]] = {
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
@@ -118,6 +123,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "full_attention"] * 2,
         "num_kv_shared_layers": 2,
     },
+    "minimax_m3_vl_text, sparse layers": CHOOSES_BLOCKS,
     "granitemoehybrid, attention only": {"layer_types": ["full_attention"] * 2},
 }
 """By type: what its config has no default for, or what users set. Others are variants of a type."""
@@ -131,6 +137,7 @@ PARTS: dict[str, dict[str, dict[str, Any]]] = {
     "hy_v4_vl": {"text_config": {"qk_rope_head_dim": 8}},
     "inkling2_loop": {"text_config": OPTIONS["inkling2_loop_text"]},
     "inkling_mm_model": {"vision_config": {"n_layers": 5, "patch_size": 8}},  # fewer need scipy
+    "minimax_m3_vl": {"text_config": CHOOSES_BLOCKS},
     "qwen4_exp": {"text_config": OPTIONS["qwen4_exp_text"]},
 }
 """The same of the models that a model consists of."""

@@ -27,7 +27,7 @@ from dtensor_ring.dtensor.token_mesh import token_mesh
 from dtensor_ring.ops.checks import called_by_user, check_all_to_all, check_strided
 from dtensor_ring.planning.layout import Contiguous, Layout
 from dtensor_ring.planning.ranges import as_count
-from dtensor_ring.planning.run_table import PerBatch, as_layout
+from dtensor_ring.planning.run_table import PerBatch, RunTable, as_layout
 from dtensor_ring.planning.tile import FULL
 
 
@@ -276,6 +276,8 @@ def _side(name: str, given: Any, seq_len: int, group: ProcessGroup) -> _Side:
         raise type(error)(f"{name} must be a layout: {error}") from None
     if not layout.per_batch:
         return _Side(layout, None)
+    if isinstance(layout, RunTable):
+        return _Side(layout, torch.from_numpy(layout.numbers.astype("int32")))
     if not isinstance(layout, Balanced):
         raise ValueError(
             f"{name} belongs to a batch, so it must be the Balanced layout of this one, got {given}"

@@ -362,6 +362,11 @@ class DecodeRequest(NamedTuple):
             )
         return step
 
+    def seen(self) -> Slices:
+        """Return what queries see as slices, which may reach beyond the last key."""
+        longest = max(self.seq_len, max(self.starts, default=0) + self.num_queries)
+        return _seen(self.mask, self.world_size, longest, self.documents, self.slices)
+
     def _runs(self) -> str:
         if isinstance(self.layout, RunTable):
             return self.layout.argument

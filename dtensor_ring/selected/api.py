@@ -34,7 +34,7 @@ from dtensor_ring.planning.slices import Slices
 from dtensor_ring.planning.strategy import Strategy
 from dtensor_ring.planning.tile import FULL
 from dtensor_ring.selected.op import select_op, selected_backward_op, selected_op
-from dtensor_ring.selected.plan import KEY_ROUTES, MAX_SELECTED
+from dtensor_ring.selected.plan import KEY_ROUTES, checked_choice
 
 
 def select_keys(
@@ -105,18 +105,14 @@ def select_keys(
     if weights is not None:
         call_check.check_dims("weights", weights, 3, "(B, L, Hi)")
         weights = weights.transpose(1, 2)
-    block_size = as_count("block_size", block_size, 1, MAX_SELECTED)
-    k = as_count("k", k, 1, MAX_SELECTED // block_size)
-    local_blocks = as_count("local_blocks", local_blocks, 0)
-    if local_blocks and block_size == 1:
-        raise ValueError(f"local_blocks={local_blocks} needs blocks; pass block_size")
+    choice = checked_choice(k, block_size, local_blocks)
     mask = call_check.mask_of(mask, slices)
     batch = call_check.batch_of(cu_seqlens, None, runs, slices, key_runs)
     scores = call_check.scores_of(query, mask, scale, 0.0, None, None)
     place = _placed_call(query, key, mesh, batch, _route(route), seq_len)
     call = Call(batch, scores, place)
     call_check.check_options(query, call)
-    arguments = query, key, weights, k, block_size, local_blocks, *flatten(call)
+    arguments = query, key, weights, *choice, *flatten(call)
     found = called_by_user(select_op, *arguments)
     return found if weights is None else found.squeeze(1)
 

@@ -17,7 +17,7 @@ from dtensor_ring.planning.ranges import as_count
 from dtensor_ring.planning.slices import Slices
 from dtensor_ring.planning.tile import FULL
 from dtensor_ring.selected.decode_ops import decode_select_op, decode_selected_op
-from dtensor_ring.selected.plan import MAX_SELECTED
+from dtensor_ring.selected.plan import checked_choice
 
 
 def decode_select_keys(
@@ -32,6 +32,8 @@ def decode_select_keys(
     slices: Slices | Tensor | None = None,
     key_runs: Tensor | None = None,
     query_starts: Tensor | None = None,
+    block_size: int = 1,
+    local_blocks: int = 0,
     mesh: DeviceMesh | None = None,
     agree: Tensor | None = None,
 ) -> Tensor:
@@ -46,19 +48,22 @@ def decode_select_keys(
         index_key: this rank's columns `(B, C, Di)`; C may be 0, and may differ between ranks. Its
             dtype may be narrower than that of the queries.
         weights: `(B, M, Hi)`; with `None` each index head selects its own keys.
-        k: the number of keys of a query.
+        k: the number of keys, or of blocks, of a query.
         scale: a factor of the products, before the relu.
         mask: which keys a query sees, by position; causal by default, full with `slices`.
         cu_seqlens: boundaries of documents in positions.
         slices: what queries see, in place of mask and boundaries.
         key_runs: the positions of each rank's columns, see `decode_attention`.
         query_starts: the position of the first of the M tokens, `(1,)` or `(B,)`; by default the
-            queries are at the last M positions.
+            queries are at the last M positions. With blocks, one number for all rows.
+        block_size: the number of positions that compete as one, see `select_keys`.
+        local_blocks: how many blocks up to that of a query are always among its k.
         mesh: the 1-D mesh of the axis; `None` if this rank holds all keys.
         agree: integers that must be the same on all ranks, such as token ids.
 
     Returns:
-        Positions, int32, `(B, M, k)`, or without weights `(B, Hi, M, k)`: ascending, then -1.
+        Positions, int32, `(B, M, k * block_size)`, or without weights `(B, Hi, M, k * block_size)`:
+        ascending, then -1.
 
     Raises:
         TypeError: if an argument has a wrong type.
@@ -84,7 +89,8 @@ def decode_select_keys(
     place, _ = placed(query, mesh, key_runs is not None, None, "decode_select_keys")
     call = DecodeCall(batch, scores, place)
     call_check.check_options(query, call)
-    arguments = query, key, weights, as_count("k", k, 1, MAX_SELECTED), *flatten_decode(call)
+    choice = checked_choice(k, block_size, local_blocks)
+    arguments = query, key, weights, *choice, *flatten_decode(call)
     found = called_by_user(decode_select_op, *arguments)
     return found if weights is None else found.squeeze(1)
 

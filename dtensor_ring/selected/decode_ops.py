@@ -40,7 +40,7 @@ from dtensor_ring.ops.attention_record import (
 )
 from dtensor_ring.ops.checks import CALLER, check_inputs, check_num_queries, unit_stride
 from dtensor_ring.ops.ring_op import check_batch
-from dtensor_ring.planning.layout import Layout, run_positions
+from dtensor_ring.planning.layout import Layout, Run, run_positions
 from dtensor_ring.planning.lru import cached_bytes
 from dtensor_ring.planning.plan import Step
 from dtensor_ring.selected.listed_attention import Residents, gathered_forward
@@ -52,6 +52,7 @@ from dtensor_ring.selected.run import (
     KeyChoice,
     best_keys,
     score_tile,
+    tokens_of_blocks,
 )
 from dtensor_ring.transport.transport import P2P, Transport
 
@@ -94,15 +95,21 @@ def _decode_select(
 
 
 def _merged_lists(
-    scores: Tensor, positions: Tensor, rank: int, world_size: int, transport: Transport | None
+    scores: Tensor,
+    positions: Tensor,
+    of_blocks: bool,
+    place: tuple[int, int],
+    transport: Transport | None,
 ) -> Tensor:
     """Return the positions of the best keys of all ranks, `(B, G, M, k)`, -1 for none.
 
+    A block that is among the best of all is among those of the rank that has its best key.
+
     Args:
-        scores: `(B, G, M, k)`, of this rank's best keys.
-        positions: int32, likewise.
-        rank: this rank.
-        world_size: number of ranks.
+        scores: `(B, G, M, k)`, of this rank's best keys, or of blocks by its best keys of them.
+        positions: int32, likewise, or numbers of blocks.
+        of_blocks: whether they are numbers of blocks.
+        place: this rank, and the number of ranks.
         transport: what moves the messages; `None` if this rank has all keys.
     """
     if transport is None:
@@ -110,14 +117,20 @@ def _merged_lists(
     shape, k = scores.shape, scores.shape[-1]
     split = scores.nbytes, positions.nbytes
     mine = torch.cat([x.contiguous().view(-1).view(torch.uint8) for x in (scores, positions)])
-    everyone = _exchanged(mine, rank, world_size, transport)
+    everyone = _exchanged(mine, *place, transport)
     of_scores, of_positions = everyone.split(split, 1)
     scores, positions = (
-        x.contiguous().view(dtype).view(world_size, *shape).movedim(0, -2).flatten(-2)
+        x.contiguous().view(dtype).view(place[1], *shape).movedim(0, -2).flatten(-2)
         for x, dtype in ((of_scores, scores.dtype), (of_positions, positions.dtype))
     )
-    positions, order = positions.sort(-1)
-    _, found = best_keys(scores.gather(-1, order), positions, k)
+    if of_blocks:  # several ranks may list one: its best score is to come first
+        scores, order = scores.sort(-1, descending=True)
+        positions = positions.gather(-1, order)
+    positions, order = positions.sort(dim=-1, stable=True)
+    scores = scores.gather(-1, order)
+    if of_blocks:
+        scores[..., 1:].masked_fill_(positions[..., 1:] == positions[..., :-1], -torch.inf)
+    _, found = best_keys(scores, positions, k)
     return found.masked_fill(found == NO_KEY, -1)
 
 
@@ -141,7 +154,9 @@ DECODE_SELECT = "dtensor_ring::decode_select_keys"
 DECODE_ATTEND = "dtensor_ring::decode_selected_attention"
 
 torch.library.define(
-    DECODE_SELECT, f"(Tensor query, Tensor key, Tensor? weights, int k, {DECODE_SCHEMA}) -> Tensor"
+    DECODE_SELECT,
+    "(Tensor query, Tensor key, Tensor? weights, int k, int block_size, int local_blocks, "
+    f"{DECODE_SCHEMA}) -> Tensor",
 )
 torch.library.define(
     DECODE_ATTEND,
@@ -153,21 +168,48 @@ decode_selected_op = torch.ops.dtensor_ring.decode_selected_attention.default
 
 
 def decode_keys(
-    query: Tensor, key: Tensor, weights: Tensor | None, k: int, *options: Any
+    query: Tensor,
+    key: Tensor,
+    weights: Tensor | None,
+    k: int,
+    block_size: int,
+    local_blocks: int,
+    *options: Any,
 ) -> Tensor:
     """Run the selection among cached keys on plain tensors, see `decode_select_keys`."""
     call = unflatten_decode(options)
     check_index(query, key, weights)
     check_num_queries(query, MAX_QUERIES)
-    request, choice = call.request(query, key), KeyChoice(k, call.scores.scale)
-    with _checked_select(call, request, query, key, (k, weights is not None)) as transport:
+    request = call.request(query, key)
+    choice = KeyChoice(k, call.scores.scale, block_size, local_blocks)
+    own = IndexQueries(query, weights, _query_positions(request, block_size, query.device))
+    with _checked_select(call, request, query, key, (choice, weights is not None)) as transport:
         # Within the context: an error of this rank is reported to the others.
         step = request.step(key.shape[2])
         at = own_positions(request.layout, request.rank, request.world_size, request.seq_len)
-        # Blocks alone need the positions of queries, and are not decoded.
-        own = IndexQueries(query, weights, query.new_empty(0, dtype=torch.int32))
-        scores, positions = _decode_select(own, key, step, choice, at)
-        return _merged_lists(scores, positions, request.rank, request.world_size, transport)
+        scores, found = _decode_select(own, key, step, choice, at)
+        place = request.rank, request.world_size
+        found = _merged_lists(scores, found, block_size > 1, place, transport)
+    if block_size == 1:
+        return found
+    runs = (Run(request.starts[0], request.num_queries),)
+    found = tokens_of_blocks(found, block_size, own.positions, runs, request.seen())
+    return found.masked_fill(found >= request.seq_len, -1)
+
+
+def _query_positions(request: DecodeRequest, block_size: int, device: torch.device) -> Tensor:
+    """Return the positions of the queries, int32 `(M,)`, which blocks alone need.
+
+    Raises:
+        ValueError: if rows have blocks, and queries at other positions.
+    """
+    first = request.starts[0]
+    if block_size > 1 and len(set(request.starts)) > 1:
+        raise ValueError(
+            f"query_starts must be one number for all rows with block_size={block_size}, got "
+            f"{list(request.starts)}; call once for each row"
+        )
+    return torch.arange(first, first + request.num_queries, dtype=torch.int32, device=device)
 
 
 torch.library.impl(DECODE_SELECT, "CompositeExplicitAutograd")(decode_keys)
@@ -175,12 +217,19 @@ torch.library.impl(DECODE_SELECT, "CompositeExplicitAutograd")(decode_keys)
 
 @torch.library.register_fake(DECODE_SELECT)
 def _fake_select(
-    query: Tensor, key: Tensor, weights: Tensor | None, k: int, *options: Any
+    query: Tensor,
+    key: Tensor,
+    weights: Tensor | None,
+    k: int,
+    block_size: int,
+    local_blocks: int,
+    *options: Any,
 ) -> Tensor:
     check_index(query, key, weights)
     check_batch(query, unflatten_decode(options).batch)
-    groups = query.shape[1] if weights is None else 1
-    return query.new_empty(query.shape[0], groups, query.shape[2], k, dtype=torch.int32)
+    batch, heads, num_queries, _ = query.shape
+    groups = heads if weights is None else 1
+    return query.new_empty(batch, groups, num_queries, k * block_size, dtype=torch.int32)
 
 
 def decode_attend(
@@ -257,10 +306,10 @@ def _checked_select(
     request: DecodeRequest,
     query: Tensor,
     key: Tensor,
-    own: tuple[int, bool],
+    own: tuple[KeyChoice, bool],
 ) -> AbstractContextManager[Transport | None]:
-    """Return the context of a selection, which gives its transport; `own` is k, and weights."""
-    group, (k, with_weights) = call.group, own
+    """Return the context of a selection: it gives the transport. `own` tells of weights, too."""
+    group, (choice, with_weights) = call.group, own
     if group is None or request.world_size == 1:
         return nullcontext()  # nobody to agree with
     agree = call.batch.agree
@@ -269,7 +318,7 @@ def _checked_select(
     record = _best_keys_record(attention, text, own, *request)
     groups = 1 if with_weights else query.shape[1]
     wide = torch.promote_types(query.dtype, torch.float32)
-    size = query.shape[0] * groups * query.shape[2] * k * (wide.itemsize + 4)
+    size = query.shape[0] * groups * query.shape[2] * choice.k * (wide.itemsize + 4)
     return checked_transport(
         group, record, "select keys", query.device, call_site=CALLER.site, first_bytes=size
     )
@@ -277,7 +326,7 @@ def _checked_select(
 
 @cached_bytes(max_bytes=8 << 20, num_bytes=lambda record: 4 * MAX_BYTES)
 def _best_keys_record(
-    attention: AttentionFacts, agree: str, own: tuple[int, bool], *asked: Any
+    attention: AttentionFacts, agree: str, own: tuple[KeyChoice, bool], *asked: Any
 ) -> CallRecord:
     request = DecodeRequest(*asked)
     listed: dict[str, object] = {
@@ -285,7 +334,8 @@ def _best_keys_record(
         AGREE: agree,
         "query_starts": request.starts,
         "key_runs": runs_text(request.layout),
-        "k": own[0],
+        "k": own[0].k,
+        "blocks": own[0][2:],
         "weights": own[1],
     }
     return record_of(attention, request, listed)

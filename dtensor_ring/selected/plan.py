@@ -12,10 +12,10 @@ from typing import NamedTuple
 import numpy as np
 
 from dtensor_ring.planning.demand import Cols
-from dtensor_ring.planning.layout import Layout, run_positions
+from dtensor_ring.planning.layout import Layout, Run, joined, run_positions
 from dtensor_ring.planning.lru import cached_bytes
-from dtensor_ring.planning.ranges import Span
-from dtensor_ring.planning.run_table import shard_table
+from dtensor_ring.planning.ranges import Span, as_count
+from dtensor_ring.planning.run_table import RunTable, shard_table
 
 # A call that selects at least this part of the keys moves all of them: its requests save nothing.
 NEARLY_ALL = 7 / 8
@@ -26,6 +26,21 @@ MAX_SELECTED = 1 << 16
 # How keys travel to the queries that selected them.
 SELECTED, ALL = "selected", "all"
 KEY_ROUTES = SELECTED, ALL
+
+
+def checked_choice(k: int, block_size: int, local_blocks: int) -> tuple[int, int, int]:
+    """Return how queries choose, as plain integers: numbers of blocks, of positions, of blocks.
+
+    Raises:
+        TypeError: if one is not an integer.
+        ValueError: if one is out of range, or local blocks have no blocks.
+    """
+    block_size = as_count("block_size", block_size, 1, MAX_SELECTED)
+    k = as_count("k", k, 1, MAX_SELECTED // block_size)
+    local_blocks = as_count("local_blocks", local_blocks, 0)
+    if local_blocks and block_size == 1:
+        raise ValueError(f"local_blocks={local_blocks} needs blocks; pass block_size")
+    return k, block_size, local_blocks
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,6 +122,44 @@ def blocks_of(positions: np.ndarray, size: int) -> PositionBlocks:
     """
     numbers, index = np.unique(positions // size, return_inverse=True)
     return PositionBlocks(numbers.astype(np.int32), index.reshape(-1).astype(np.int64))
+
+
+@cached_bytes(2**24, lambda table: table.num_bytes)
+def pool_table(layout: Layout, world_size: int, seq_len: int, size: int) -> RunTable:
+    """Return the tokens of each rank, if all tokens of a pool are where the last one is.
+
+    Tokens after the last whole pool are where the last of them is.
+
+    Args:
+        layout: shards the sequence.
+        world_size: number of ranks.
+        seq_len: number of tokens of the sequence.
+        size: tokens of a pool.
+
+    Raises:
+        ValueError: if the layout cannot shard the length.
+
+    >>> from dtensor_ring import Contiguous
+    >>> pool_table(Contiguous(), 2, 14, 4)
+    RunTable([[(0, 4)], [(4, 10)]])
+    """
+    shards = shard_table(layout, world_size, seq_len).shards
+    spans = [[x for run in runs for x in _pools_of(run, seq_len, size)] for runs in shards]
+    rows = [[(x.start, x.length) for x in joined(of_rank)] for of_rank in spans]
+    return RunTable(rows, "pools")
+
+
+def _pools_of(run: Run, seq_len: int, size: int) -> list[Run]:
+    """Return the tokens of the pools whose last token is in a run."""
+    if run.stride > 1:
+        firsts = lasts = run_positions([run])
+    else:
+        firsts, lasts = np.array([run.start]), np.array([run.last])
+    begins = firsts // size * size
+    ends = np.where(lasts == seq_len - 1, seq_len, (lasts + 1) // size * size)
+    has_any = ends > begins
+    pairs = zip(begins[has_any].tolist(), (ends - begins)[has_any].tolist(), strict=True)
+    return [Run(start, length) for start, length in pairs]
 
 
 def key_route(route: str | None, num_selected: int, seq_len: int) -> str:

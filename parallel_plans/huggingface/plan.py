@@ -73,7 +73,11 @@ from parallel_plans.huggingface.probing.proxy_model import (
     small_proxy,
     without_weights,
 )
-from parallel_plans.huggingface.selecting.indexers import describing_scores, select_keys_of
+from parallel_plans.huggingface.selecting.indexers import (
+    choose_blocks,
+    describing_scores,
+    select_keys_of,
+)
 from parallel_plans.huggingface.serving.continuous_batch import install_generate_batch
 from parallel_plans.huggingface.sharding.local_batch import refuse_local, why_whole
 from parallel_plans.huggingface.sharding.sharding import Sharding, forward_by_name, shardings_of
@@ -285,8 +289,9 @@ class ShardedModel(ParallelStyle):
         passing = None
         if states:
             passing = state_passing.AxisStatePassing(axis, states, hybrid_of(decoder, states))
-        how = unshards, passing, self.cache_dtype, self.local_batch, why_whole(model)
-        sharding = Sharding(decoder, axis, layer_masks, loss, *how, drops=drops)
+        how = unshards, passing, self.cache_dtype, self.local_batch, why_whole(model), drops
+        places = choose_blocks(decoder)
+        sharding = Sharding(decoder, axis, layer_masks, loss, *how, counts_places=places)
         if passing is not None:
             stateful.pass_states(stateful.stateful_layers(decoder), passing)
         select_keys_of(decoder)

@@ -110,7 +110,9 @@ FUNCTIONS: dict[str, Function] = {
     ),
     "decode_select_keys": Function(
         lambda _, **given: ring.decode_select_keys(**given),
-        INDEXED | {name: DECODED[name] for name in ("key_runs", "query_starts", "agree", "mesh")},
+        INDEXED
+        | {"block_size": just(2), "local_blocks": just(0, 1)}
+        | {name: DECODED[name] for name in ("key_runs", "query_starts", "agree", "mesh")},
     ),
     "decode_selected_attention": Function(
         lambda _, **given: ring.decode_selected_attention(**given),

@@ -26,9 +26,10 @@ SAMPLE = {
     "qwen3_vl": "image-text",  # the small one has no features for early layers
     "unlimited_ocr": "image-text",
     "hy_v4_vl": "image-text",
+    "minimax_m3_vl": "image-text",
 }
 """All of them are tried by `make census`."""
-WITH_IMAGES = ("qwen3_vl", "qwen2_5_vl", "gemma4", "hy_v4_vl")
+WITH_IMAGES = ("qwen3_vl", "qwen2_5_vl", "gemma4", "hy_v4_vl", "minimax_m3_vl")
 
 
 @pytest.mark.parametrize("name", SAMPLE)

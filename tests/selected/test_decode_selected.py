@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from dtensor_ring import Mask, decode_select_keys, decode_selected_attention
+from dtensor_ring.planning.tile import CAUSAL, FULL
 from tests.decode.test_decode_messages import Counted
 from tests.pool import Pool
 from tests.rings import Ring
@@ -30,14 +31,18 @@ class Case:
     sinks: tuple[float, ...] = ()
     documents: tuple[int, ...] | None = None
     dtype: torch.dtype = torch.float64
+    block_size: int = 1
+    local_blocks: int = 0
+    mask: Mask = CAUSAL
 
     def indexer(self) -> Indexer:
         """Of all tokens; the last ones are new."""
         from dtensor_ring import Contiguous
 
         documents = None if self.documents is None else (self.documents,)
-        ring = Ring(Contiguous(), 1, END, Mask.causal(), documents)
-        return Indexer(ring, self.k, 4, self.with_weights, scale=0.5)
+        ring = Ring(Contiguous(), 1, END, self.mask, documents)
+        blocks = self.block_size, self.local_blocks
+        return Indexer(ring, self.k, 4, self.with_weights, *blocks, scale=0.5)
 
     def tensors(self) -> list[Tensor]:
         """Query, key and value of all tokens."""
@@ -53,6 +58,14 @@ CASES = {
     "sinks": Case(2, sinks=(0.5, -1.0, 2.0, 0.0)),
     "documents": Case(3, documents=(0, 11, 16)),
     "bfloat16": Case(2, dtype=torch.bfloat16),
+    "blocks on several ranks": Case(5, 1, with_weights=False, latent=False, block_size=5),
+    "local blocks, heads apart": Case(
+        3, 2, with_weights=False, latent=False, block_size=4, local_blocks=1
+    ),
+    "more blocks than there are": Case(1, 9, block_size=3),
+    "blocks of documents": Case(3, 2, documents=(0, 5, 16), block_size=4, local_blocks=1),
+    "blocks in a window": Case(2, 2, block_size=4, mask=Mask.sliding(6)),
+    "blocks of all keys": Case(2, 2, block_size=6, mask=FULL),
 }
 
 
@@ -85,8 +98,10 @@ def _of_rank(case: Case) -> tuple[Tensor, Tensor]:
     given = query[:, :, new].transpose(1, 2), key[:, 0, mine]
     weights = None if weights is None else weights[:, :, new].transpose(1, 2)
     bounds = None if case.documents is None else torch.tensor(case.documents).int()
+    how: dict[str, Any] = {"scale": 0.5, "mask": case.mask, "cu_seqlens": bounds}
+    how |= {"block_size": case.block_size, "local_blocks": case.local_blocks}
     with torch.no_grad():
-        found = decode_select_keys(*given, weights, case.k, scale=0.5, cu_seqlens=bounds, **where)
+        found = decode_select_keys(*given, weights, case.k, **how, **where)
         query, key, value = case.tensors()
         values: Any = 4 if case.latent else value[:, :, mine]
         sinks = torch.tensor(case.sinks).double() if case.sinks else None
@@ -94,6 +109,20 @@ def _of_rank(case: Case) -> tuple[Tensor, Tensor]:
             query[:, :, new], key[:, :, mine], values, found, sinks=sinks, **where
         )
     return found, out
+
+
+def test_blocks_of_rows_apart(pool: Pool) -> None:
+    pool.run(1, _check_rows_apart)
+
+
+def _check_rows_apart() -> None:
+    mesh = init_device_mesh("cpu", (1,))
+    given = torch.ones(2, 1, 2, 3), torch.ones(2, 9, 3), torch.ones(2, 1, 2), 1
+    starts = torch.tensor([7, 8])
+    with pytest.raises(ValueError, match=r"for all rows with block_size=4, got \[7, 8\]"):
+        decode_select_keys(*given, block_size=4, query_starts=starts, mesh=mesh)
+    with pytest.raises(ValueError, match="local_blocks=1 needs blocks"):
+        decode_select_keys(*given, local_blocks=1, mesh=mesh)
 
 
 def test_one_message_more(pool: Pool) -> None:

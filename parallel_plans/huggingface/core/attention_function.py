@@ -16,7 +16,7 @@ from parallel_plans.huggingface.core.layer_inputs import LayerInputs, ScanChunks
 from parallel_plans.huggingface.core.model_masks import ModelMask, PrecomputedMask
 
 IMPLEMENTATION = "ring"
-BIASES = ("attention_bias", "alibi", "head_mask", "block_mask", "block_indices")
+BIASES = ("attention_bias", "alibi", "head_mask", "block_mask")
 
 
 class KeySelection(Protocol):
@@ -87,14 +87,15 @@ def attention(
     sinks: Tensor | None = None,
     position_bias: Tensor | None = None,
     indices: KeySelection | None = None,
+    block_indices: KeySelection | None = None,
     ring: RingInputs | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Attend over the whole sequence: local shards `(B, N, L, H)` give outputs `(B, L, N, H)`.
 
-    With `indices`, a query sees only keys that an index chooses of those that the mask shows.
-    `position_bias` is a table by distance, see `bias_tables`. `sinks` are of each query,
-    `(B, N, L, 1)`, and `s_aux` of each head.
+    With `indices` or `block_indices`, a query sees only keys that an index chooses of those that
+    the mask shows. `position_bias` is a table by distance, see `bias_tables`. `sinks` are of each
+    query, `(B, N, L, 1)`, and `s_aux` of each head.
     """
     if ring is None:
         raise ValueError(
@@ -109,6 +110,7 @@ def attention(
     if bias is not None:
         scores["relative_bias"] = bias
     seen = _seen(module, attention_mask, ring, inputs)
+    indices = block_indices if indices is None else indices
     with within_layer(module):
         if indices is None:
             if dropout:

@@ -168,7 +168,7 @@ def check_ones_and_zeros(attention_mask: Any) -> None:
     wrong = [((x != 0) & (x != 1)).any() for x in blocks(attention_mask)]
     is_right = ~torch.stack(wrong).any()
     got = "" if is_traced or is_right else f", such as {_number_of(attention_mask)}"
-    _require(is_right, ONES_AND_ZEROS.format(got))
+    require(is_right, ONES_AND_ZEROS.format(got))
 
 
 def _number_of(attention_mask: Tensor) -> float:
@@ -269,7 +269,7 @@ def find_documents(
 
 def _check_no_padding(name: str, is_token: Tensor) -> None:
     """Refuse padding beside an argument that says where documents are."""
-    _require(
+    require(
         is_token.bool().all(),
         f"{name} and an attention_mask with padding both say where documents are; leave one of "
         "them out",
@@ -293,7 +293,7 @@ def _by_starts(
     starts: Starts, seq_len: int, chunks: Set[int], has_axes: bool, for_all: bool
 ) -> DocumentBounds:
     """Return the documents that start there."""
-    _require(starts.by_positions or starts.has_one_stretch(), ONE_STRETCH)
+    require(starts.by_positions or starts.has_one_stretch(), ONE_STRETCH)
     bounds = starts.boundaries(seq_len)
     # Masks by padding hold in all layers, masks by positions in some.
     others = None if starts.by_positions and not for_all else bounds
@@ -374,7 +374,7 @@ def left_padding(attention_mask: Tensor, num_tokens: int) -> Tensor | None:
     check_ones_and_zeros(attention_mask)
     is_token = attention_mask.bool().cpu()
     padding = is_token.int().argmax(-1)
-    _require(
+    require(
         (is_token.sum(-1) == num_tokens - padding).all(),
         "attention_mask must have no padding but on the left of each row, if there is a cache: "
         'tokenizer.padding_side = "left"; generate takes tokens of the pad id for padding, unless '
@@ -392,12 +392,12 @@ def _by_boundaries(
             f"cu_seq_lens_q and cu_seq_lens_k must be one row of boundaries, got "
             f"{tuple(cu_seqlens.shape)} and {None if of_keys is None else tuple(of_keys.shape)}"
         )
-    _require(
+    require(
         (cu_seqlens[0] == 0) & (cu_seqlens[-1] <= seq_len) & (cu_seqlens.diff() >= 0).all(),
         f"cu_seq_lens_q must start at 0, never decrease and end at or before {seq_len} tokens",
     )
     if of_keys is not None:
-        _require((of_keys == cu_seqlens).all(), "cu_seq_lens_q and cu_seq_lens_k must be the same")
+        require((of_keys == cu_seqlens).all(), "cu_seq_lens_q and cu_seq_lens_k must be the same")
     # One more boundary makes tokens after the last one a document.
     bounds = torch.nn.functional.pad(cu_seqlens, (0, 1), value=seq_len).int().cpu()
     within = {}
@@ -421,7 +421,7 @@ def _within(starts: Tensor, chunks: Set[int], positions: Tensor | None) -> dict[
 def _starts_by_padding(attention_mask: Tensor) -> Tensor:
     is_token = attention_mask.bool()
     before = torch.nn.functional.pad(is_token, (1, 0))[:, :-1]
-    _require(((is_token & ~before).sum(-1) <= 1).all(), ONE_STRETCH)
+    require(((is_token & ~before).sum(-1) <= 1).all(), ONE_STRETCH)
     return _with_first(is_token[:, 1:] != is_token[:, :-1])
 
 
@@ -446,7 +446,7 @@ def _starts_of_chunks(starts: Tensor, chunk: int, position_ids: Tensor | None) -
     return starts | (position % chunk == 0)
 
 
-def _require(condition: Any, message: str) -> None:
+def require(condition: Any, message: str) -> None:
     """Raise unless the condition holds; a compiled graph asserts it when it runs."""
     if torch.compiler.is_compiling():
         torch._assert_async(condition, message)

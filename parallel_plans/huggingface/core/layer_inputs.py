@@ -25,21 +25,32 @@ from parallel_plans.huggingface.core.documents import DocumentBounds
 class KeyIndex:
     """An index by which queries choose keys: the best by a sum over heads of rectified products.
 
+    Without weights each head chooses its own, by plain products. Keys may be chosen by blocks.
+
     This is not a tuple: fully_shard moves the tensors in a layer's tuples to the device.
 
     Attributes:
         query: queries of this rank, `(B, L, heads, D)`.
         keys: keys of this rank, `(B, C, D)`.
-        weights: weights of the heads, `(B, L, heads)`.
-        k: how many keys each query chooses.
+        weights: weights of the heads, `(B, L, heads)`, or `None`.
+        k: how many keys or blocks each query chooses.
         scale: the factor of the products.
+        block_size: how many keys are chosen as one, by the best of them.
+        local_blocks: how many blocks up to that of a query it always chooses.
     """
 
     query: Tensor
     keys: Tensor
-    weights: Tensor
+    weights: Tensor | None
     k: int
     scale: float
+    block_size: int = 1
+    local_blocks: int = 0
+
+    def of(self, num_keys: int) -> dict[str, Any]:
+        """Return how queries choose among so many keys, as arguments of a selection."""
+        blocks = {"block_size": self.block_size, "local_blocks": self.local_blocks}
+        return {"k": min(self.k, -(-num_keys // self.block_size)), "scale": self.scale} | blocks
 
 
 class LayerInputs(Protocol):
@@ -65,7 +76,7 @@ class LayerInputs(Protocol):
         ...
 
     def select(self, index: KeyIndex, strategy: str | None = None, **seen: Any) -> Tensor:
-        """Return the positions that this rank's queries choose, `(B, L, k)`."""
+        """Return the positions that this rank's queries choose, `(B, L, K)` or `(B, G, L, K)`."""
         ...
 
     def attend_selected(
@@ -106,15 +117,15 @@ class ShardedInputs:
         return {"seq_len": self.seq_len, "runs": self.runs, "key_runs": self.key_runs}
 
     def select(self, index: KeyIndex, strategy: str | None = None, **seen: Any) -> Tensor:
-        """Return the positions that this rank's queries choose, `(B, L, k)`; -1 for none.
+        """Return the positions that this rank's queries choose, -1 for none.
 
+        They are `(B, L, K)`, or for each head of the index `(B, G, L, K)`.
         Keys of an index take the axis's route, so `strategy` is ignored.
         """
         num_keys = _num_keys(self.key_runs) if self.seq_len is None else self.seq_len
-        how: dict[str, Any] = {"scale": index.scale, "mesh": self.axis.mesh}
-        how |= self._where | seen
-        k = min(index.k, num_keys)
-        return select_keys(index.query, self._own(index.keys, 1), index.weights, k, **how)
+        how = index.of(num_keys) | self._where | seen
+        keys = self._own(index.keys, 1)
+        return select_keys(index.query, keys, index.weights, mesh=self.axis.mesh, **how)
 
     def attend_selected(
         self, query: Tensor, key: Tensor, value: Tensor | int, chosen: Tensor, **scores: Any
@@ -195,11 +206,11 @@ class DecodeInputs:
             )
 
     def select(self, index: KeyIndex, strategy: str | None = None, **seen: Any) -> Tensor:
-        """Return the positions that the queries choose, `(B, M, k)`, the same on all ranks."""
+        """Return the positions that the queries choose, the same on all ranks."""
         keys = index.keys.narrow(1, 0, self.num_columns)
-        k = min(index.k, _num_keys(self.key_runs))
-        how: dict[str, Any] = {"scale": index.scale, "key_runs": self.key_runs, "mesh": self.mesh}
-        return decode_select_keys(index.query, keys, index.weights, k, **how, **seen)
+        how = index.of(_num_keys(self.key_runs)) | seen
+        how |= {"key_runs": self.key_runs, "mesh": self.mesh}
+        return decode_select_keys(index.query, keys, index.weights, **how)
 
     def attend_selected(
         self, query: Tensor, key: Tensor, value: Tensor | int, chosen: Tensor, **scores: Any

@@ -13,6 +13,7 @@ from transformers.cache_utils import (
     CacheLayerMixin,
     DummyLayer,
     DynamicCache,
+    DynamicLayer,
     DynamicSlidingWindowLayer,
     LinearAttentionAndFullAttentionLayer,
     LinearAttentionAndSlidingWindowAttentionLayer,
@@ -22,7 +23,7 @@ from transformers.cache_utils import (
 from dtensor_ring.extension import MAX_QUERIES, CacheUsage, NotPickled
 from parallel_plans.huggingface.core.versions import kept_whole
 from parallel_plans.huggingface.generation.cache_memory import CacheMemory, Pair
-from parallel_plans.huggingface.selecting.indexers import indexers_of
+from parallel_plans.huggingface.selecting.indexers import give_index, indexers_of
 from parallel_plans.huggingface.sharding.sharding import shardings_of
 from parallel_plans.huggingface.states.state_sources import States
 from parallel_plans.huggingface.states.stateful import (
@@ -120,7 +121,7 @@ class ContextParallelCache(Cache):
             if pair is not None:
                 layer.update(*pair)
             if index is not None:
-                layer.update_indexer(index)
+                give_index(layer, index)
             for (kind, state_idx), x in self._states_of(number).items():
                 if kind == "recurrent":
                     layer.update_recurrent_state(x, state_idx)
@@ -313,12 +314,16 @@ def _stock_layers(model: Any, has_states: bool = False) -> tuple[list[Any], list
     config = model.config.get_text_config(decoder=True)
     layers: list[Any] = DynamicCache(config=config).layers
     types: Sequence[str] = getattr(config, "layer_types", None) or ()
+    indexed = {x.layer_idx for x in indexers_of(model)}
     owners: list[int] = []
     of_type: dict[str, int] = {}
     for number, layer in enumerate(layers):
         kind = types[number] if number < len(types) else ""
         known = (*kept_whole(), DynamicSlidingWindowLayer, DummyLayer)
-        if type(layer) not in known + (STATES + STATES_BESIDE if has_states else ()):
+        known += STATES + STATES_BESIDE if has_states else ()
+        # A class of a model's own keeps the keys of an index beside keys and values.
+        is_indexed = number in indexed and isinstance(layer, DynamicLayer)
+        if type(layer) not in known and not is_indexed:
             raise ValueError(
                 f"layer {number} keeps a {type(layer).__name__}, which is not supported over a "
                 "sharded sequence; generate with use_cache=False, or with the stock model"

@@ -27,18 +27,13 @@ from parallel_plans.huggingface.states.stateful import stateful_layers
 
 # Types of layers that mix tokens in attention, or not at all.
 WITHOUT_STATE = re.compile(r"(\w+_)?(full|sliding|chunked)_attention|moe|mlp|dense|sparse")
-# In a description from `_stateful_layers`: layers that choose keys in a way that is not served.
-INDEXED = re.compile(r"\((\w*_)?(indexed|compressed|sparse)\w*\)")
+# In a description from `_stateful_layers`: layers whose keys are windows of tokens.
+COMPRESSES = re.compile(r"\((\w*_)?compressed\w*\)")
 COMPRESSED = (
     "attend to windows of tokens, each pooled into one key, which an index may choose. It would "
     "take the tokens of a window from two ranks where it reaches over the end of a rank's tokens, "
     "the number of each window in the whole sequence, where the model counts from the first token "
     "that it gets, and one softmax over tokens and windows"
-)
-BLOCKS = (
-    "choose blocks of keys by the best token of each. It would take the best tokens of a block "
-    "that several ranks share, and the position of each block in the whole sequence, where the "
-    "model counts from the first token that it gets"
 )
 STATEFUL = re.compile(
     "mamba|deltanet|shortconv|lightning|linearattention|recurrent|rwkv|xlstm", re.I
@@ -102,10 +97,9 @@ def _reasons(model: Any, config: Any) -> Iterator[str]:
         yield from _reasons_of_parts(model)
         return
     layers = _stateful_layers(model, config)
-    indexed = [layer for layer in layers if INDEXED.search(layer)]
-    if indexed:
-        why = COMPRESSED if "compressed" in indexed[0] else BLOCKS
-        yield f"{', '.join(indexed)} {why}; over a sequence that is not sharded it trains"
+    compressed = [layer for layer in layers if COMPRESSES.search(layer)]
+    if compressed:
+        yield f"{', '.join(compressed)} {COMPRESSED}; over a sequence that is not sharded it trains"
     if layers:
         yield (
             f"{', '.join(layers)} carry a state along the sequence, or convolve it, and store it "
@@ -187,12 +181,13 @@ def _stateful_layers(model: Any, config: Any) -> list[str]:
     # Modules that pass their state to the next rank are served, and so are layers around them.
     served = {name for name, x in modules.items() if not handing.isdisjoint(x.modules())}
     kinds = enumerate(getattr(config, "layer_types", None) or ())
+    indexed = {x.layer_idx for x in indexers_of(model)}
     # An indexer may serve layers after its own, which have none.
-    selects = {INDEXED_KIND} if indexers_of(model) else set()
+    selects = {INDEXED_KIND} if indexed else set()
     stateful = {
         f"layers.{i}": kind
         for i, kind in kinds
-        if not WITHOUT_STATE.fullmatch(kind) and kind not in selects
+        if not WITHOUT_STATE.fullmatch(kind) and kind not in selects and i not in indexed
     }
     paths = {layer: next((x for x in modules if x.endswith(layer)), layer) for layer in stateful}
     if refused := [layer for layer, path in paths.items() if path not in served]:

@@ -60,6 +60,7 @@ SAME = {
     "num_key_value_heads": ("num_attention_heads",),
     "head_dim": ("qk_rope_head_dim", "qk_head_dim"),
     "codebook_dim": ("hidden_size",),
+    "index_n_heads": ("num_key_value_heads",),
 }
 SHARED = "num_kv_shared_layers"
 SECTIONS = "mrope_section"

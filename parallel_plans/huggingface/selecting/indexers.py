@@ -5,35 +5,56 @@ Note [Scores that are not computed]: an indexer of transformers scores each toke
 of the keys. Products, ReLU and weights are written down there, and what it chooses is a
 `Selection`: an op makes it later of queries, keys and weights. So projections and rotations are
 those of the model, no scores of all pairs exist, and code that does anything else is refused.
+`BlockScores` do the same for indexers that choose blocks.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from inspect import signature
 from types import MethodType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from parallel_plans.huggingface.core.layer_inputs import KeyIndex
 from parallel_plans.huggingface.core.versions import names_in_forward, parameter_of_cache
+from parallel_plans.huggingface.selecting.block_scores import (
+    BlockScores,
+    CountedPlaces,
+    Places,
+    UnknownScoresError,
+)
 from parallel_plans.huggingface.selecting.selection import Selection, keep_latents
 
-# The cache method to which indexers give their keys.
-UPDATE = "update_indexer"
+# The methods to which indexers give their keys: of a cache, or of one of its layers.
+UPDATE, UPDATE_LAYER = "update_indexer", "update_index"
 # The type, in a config, of layers whose attention gets what an indexer chooses.
 INDEXED_KIND = "indexed_attention"
-MASK = "attention_mask"
+MASK, POSITIONS = "attention_mask", "position_ids"
 
 
 def indexers_of(model: nn.Module) -> list[Any]:
     """Return the modules whose forward gives keys of an index to a cache."""
-    return [x for x in model.modules() if UPDATE in names_in_forward(x)]
+    updates = {UPDATE, UPDATE_LAYER}
+    return [x for x in model.modules() if updates.intersection(names_in_forward(x))]
+
+
+def give_index(layer: Any, keys: Tensor) -> None:
+    """Give the keys of an index, `(B, S, D)`, to a layer of a stock cache."""
+    if hasattr(layer, UPDATE):
+        layer.update_indexer(keys)
+    else:
+        layer.update_index(keys.unsqueeze(1))
+
+
+def choose_blocks(model: nn.Module) -> bool:
+    """Return whether indexers describe blocks, which count places in the row."""
+    return any(UPDATE_LAYER in names_in_forward(x) for x in indexers_of(model))
 
 
 def selecting_layers(model: Any) -> list[Any]:
@@ -76,10 +97,11 @@ class KeyTaker:
 
     Args:
         cache: the cache of the call, if there is one.
+        places: what counts places from then on, for an indexer of blocks.
     """
 
-    def __init__(self, cache: Any) -> None:
-        self._cache = cache
+    def __init__(self, cache: Any, places: CountedPlaces) -> None:
+        self._cache, self._places = cache, places
 
     def update_indexer(self, keys: Tensor, layer_idx: int) -> IndexScores:
         """Store keys of new tokens, `(B, L, D)`, and return what stands for all keys."""
@@ -87,21 +109,49 @@ class KeyTaker:
             keys = self._cache.update_indexer(keys, layer_idx)
         return IndexScores(keys)
 
+    @property
+    def layers(self) -> KeyTaker:
+        """What stands for the layers of the cache."""
+        return self
+
+    def __getitem__(self, layer_idx: int) -> LayerTaker:
+        """Return what takes the keys of one layer."""
+        return LayerTaker(self._cache, layer_idx, self._places)
+
+
+class LayerTaker(NamedTuple):
+    """Stands in for a layer of the cache in one call of an indexer, and takes its keys."""
+
+    cache: Any
+    layer_idx: int
+    places: CountedPlaces
+
+    def update_index(self, keys: Tensor) -> BlockScores:
+        """Store keys of new tokens, `(B, 1, L, D)`, and return what stands for all keys."""
+        own = keys.squeeze(1)
+        if self.cache is not None:
+            own = self.cache.update_indexer(own, self.layer_idx)
+        self.places.has_keys = True
+        return BlockScores(own)
+
 
 def _forward(indexer: nn.Module) -> Any:
     """Return a forward of the indexer that returns a `Selection`."""
     plain, cache = type(indexer).forward, parameter_of_cache(type(indexer).forward)
-    known = signature(plain)
+    known, of_blocks = signature(plain), choose_blocks(indexer)
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Selection:
         bound = known.bind(self, *args, **kwargs)
-        given = bound.arguments
+        given, places = bound.arguments, CountedPlaces()
         if MASK in given:
             given[MASK] = SeenLater()
         if cache is not None:
-            given[cache] = KeyTaker(given.get(cache))
+            given[cache] = KeyTaker(given.get(cache), places)
+        if of_blocks and POSITIONS in given:
+            given[POSITIONS] = Places("queries")
         try:
-            chosen = plain(*bound.args, **bound.kwargs)
+            with places if of_blocks else nullcontext():
+                chosen = plain(*bound.args, **bound.kwargs)
         except (AttributeError, IndexError, TypeError, UnknownScoresError) as error:
             raise ValueError(_refusal(self, str(error))) from error
         if not isinstance(chosen, Selection):
@@ -115,7 +165,8 @@ def _refusal(indexer: nn.Module, what: str) -> str:
     return (
         f"no context-parallel plan: {type(indexer).__name__} chooses keys in a way that is not "
         f"known: {what}. Known are the best keys of each query by a sum, over heads, of weights "
-        "times rectified products of queries and keys"
+        "times rectified products of queries and keys, and the best blocks of each query and head, "
+        "by their best product"
     )
 
 
@@ -142,10 +193,6 @@ class SeenLater:
         if name.startswith("__"):
             raise AttributeError(name)
         raise UnknownScoresError(f"it reads {name} of its mask, to find what a query sees")
-
-
-class UnknownScoresError(ValueError):
-    """An indexer does something else with its keys than to choose by sums of products."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -103,7 +103,7 @@ class Selection:
         return self
 
     def positions(self, inputs: LayerInputs, seen: dict[str, Any]) -> Tensor:
-        """Return ascending positions in the whole sequence, `(B, L, k)`, int32; -1 for none."""
+        """Return ascending positions in the whole sequence, see `LayerInputs.select`."""
         if self._positions is None:
             assert self._index is not None
             self._positions = inputs.select(self._index, **seen)

@@ -12,7 +12,12 @@ from torch.distributed.tensor import DTensor
 from dtensor_ring.extension import IGNORE_INDEX, Layout, check_strided
 from parallel_plans.huggingface.core.adapters import adapters_of, check_adapters
 from parallel_plans.huggingface.core.attention_function import RingInputs
-from parallel_plans.huggingface.core.documents import DocumentBounds, blocks, check_ones_and_zeros
+from parallel_plans.huggingface.core.documents import (
+    DocumentBounds,
+    blocks,
+    check_ones_and_zeros,
+    has_content,
+)
 from parallel_plans.huggingface.core.layer_inputs import ScanChunks
 from parallel_plans.huggingface.core.model_masks import (
     PrecomputedMask,
@@ -20,6 +25,7 @@ from parallel_plans.huggingface.core.model_masks import (
     precomputed_masks,
 )
 from parallel_plans.huggingface.core.modules import has_axes
+from parallel_plans.huggingface.core.whole_rows import WHOLE_ROWS, check_whole_rows
 from parallel_plans.huggingface.losses.loss import LossFunction
 
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
@@ -132,6 +138,29 @@ def parse(model: Any, arguments: dict[str, Any], loss: LossFunction) -> ModelBat
         seq_idx=seq_idx,
         others=others,
     )
+
+
+def check_whole_batch(batch: ModelBatch) -> None:
+    """Refuse a batch of all tokens whose rows are not one document each.
+
+    Raises:
+        ValueError: saying why.
+    """
+    check_undivided(batch)
+    if torch.compiler.is_compiling() or has_content(batch.mask, batch.positions):
+        check_whole_rows(batch.mask, batch.positions)
+
+
+def check_undivided(batch: ModelBatch) -> None:
+    """Refuse a batch that names documents, or what tokens see.
+
+    Raises:
+        ValueError: naming the argument.
+    """
+    named = {BOUNDARIES[0]: batch.cu_seq_lens_q, DOCUMENT_NUMBERS: batch.seq_idx}
+    for name, x in (named | {"a mask of the model's own": batch.seen}).items():
+        if x is not None:
+            raise ValueError(f"{name} says where documents are, and {WHOLE_ROWS}")
 
 
 def num_labels(batch: ModelBatch) -> Tensor:

@@ -32,6 +32,7 @@ from parallel_plans.huggingface.core.documents import (
     text_positions,
 )
 from parallel_plans.huggingface.core.modules import backbone_of, language_model_of
+from parallel_plans.huggingface.core.whole_rows import WHOLE_ROWS, are_whole
 from parallel_plans.huggingface.losses.loss import LossFunction
 from parallel_plans.huggingface.sharding.agreement import (
     SAME_WEIGHTS,
@@ -44,6 +45,7 @@ from parallel_plans.huggingface.sharding.batch import (
     BOUNDARIES,
     POSITIONS,
     ModelBatch,
+    check_undivided,
     num_labels,
     parse,
 )
@@ -158,6 +160,7 @@ class LocalBatches:
         counts_from_zero: whether positions that are not given count from zero in each row.
         is_stateless: whether no layer passes a state on, which takes shards of one length.
         ignores_largest: whether no layer reads the largest position.
+        counts_places: whether layers need rows that are one document each.
     """
 
     def __init__(
@@ -169,10 +172,12 @@ class LocalBatches:
         counts_from_zero: bool,
         is_stateless: bool,
         ignores_largest: bool,
+        counts_places: bool = False,
     ) -> None:
         self._axis, self._agreement, self._loss = axis, agreement, loss
         self._why_whole, self._counts_from_zero = why_whole, counts_from_zero
         self._is_stateless, self._ignores_largest = is_stateless, ignores_largest
+        self._counts_places = counts_places
 
     def receive(self, model: Any, arguments: dict[str, Any]) -> tuple[ModelBatch, Shared]:
         """Return this rank's batch with its labels shifted, and what the ranks find together.
@@ -203,6 +208,8 @@ class LocalBatches:
         batch = parse(model, arguments, self._loss)
         if batch.seen is not None:
             raise ValueError("attention_mask must be (B, L), of this rank's tokens")
+        if self._counts_places:
+            check_undivided(batch)
         if batch.seq_idx is not None and batch.mask is not None:
             raise ValueError(
                 "seq_idx and an attention_mask both say where documents of a sharded batch are; "
@@ -246,6 +253,8 @@ class LocalBatches:
             return batch, Shared(seq_len)
         group = axis_group(self._axis.mesh)
         every = check_agreement(group, {"facts": str(list(told))}, SAME_SHARDS, told=told)
+        if not all(x.get("whole rows", True) for x in every):
+            raise ValueError(WHOLE_ROWS)
         if "labels" in told:
             batch = replace(batch, num_items=sum(x["labels"] for x in every))
         return batch, _joined(seq_len, every, padding)
@@ -268,6 +277,9 @@ class LocalBatches:
             told["starts"] = find_starts(values, by_positions, order.begin, before)
         if padding is not None:
             told["checksum"] = checksum_of(padding)
+        if self._counts_places and values is not None:
+            positions = None if batch.positions is None else order.contiguous(batch.positions)
+            told["whole rows"] = bool(are_whole(padding, positions, order.begin))
         if batch.labels is not None and batch.num_items is None:
             told["labels"] = int(num_labels(batch))
         if batch.positions is not None and not self._ignores_largest:

@@ -50,6 +50,7 @@ from parallel_plans.huggingface.sharding.batch import (
     LOGITS_TO_KEEP,
     BatchPlan,
     ModelBatch,
+    check_whole_batch,
     keywords,
     num_labels,
     parse,
@@ -85,10 +86,12 @@ class Sharding:
         local_batch: bool = False,
         why_whole: str | None = None,
         drops: bool = False,
+        counts_places: bool = False,
     ) -> None:
         self._not_pickled = NotPickled(NO_PICKLE)  # first: pickle reads attributes in order
         self.cache_dtype, self.local_batch, self.drops = cache_dtype, local_batch, drops
         self.axis, self.layer_masks, self.loss, self.passing = axis, layer_masks, loss, passing
+        self.counts_places = counts_places
         self.outputs = Outputs(axis, unshard_outputs, is_even=passing is not None)
         self.agreement = Agreement(axis, model)
         self.largest, self.tokenwise = LargestPosition(model), TokenwiseCheck(nn.Linear, LossHead)
@@ -99,7 +102,9 @@ class Sharding:
         self.chunks = frozenset(x.mask.chunk for x in known if x.mask.chunk)
         self._known_masks, self._counts = known, counter_of(model)
         is_plain = self._counts is None, passing is None, not self.largest.is_read
-        self._local_batches = LocalBatches(axis, self.agreement, loss, why_whole, *is_plain)
+        self._local_batches = LocalBatches(
+            axis, self.agreement, loss, why_whole, *is_plain, counts_places
+        )
         self._names = list(signature(model.forward).parameters)
         self._spec: OutputSpec | None = None
 
@@ -198,6 +203,8 @@ class Sharding:
     def plan(self, batch: ModelBatch) -> BatchPlan:
         """Decide how a batch is sharded, and find its documents."""
         layout, mesh, seq_len = self.axis.layout, self.axis.mesh, batch.tokens.shape[1]
+        if self.counts_places:
+            check_whole_batch(batch)
         documents = self._documents(batch, seq_len)
         if self.passing is None:
             length, scan_chunks = layout.dealt_length(seq_len, mesh.size()), None

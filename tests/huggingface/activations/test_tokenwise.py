@@ -11,7 +11,14 @@ from parallel_plans.huggingface.activations.kept_for_backward import KeptForBack
 from parallel_plans.huggingface.activations.token_tiles import tokenwise_modules
 from parallel_plans.huggingface.core.modules import language_model_of
 from tests.dense import largest
-from tests.families import FAMILIES, HYBRIDS, SELECTING, VOCABULARY, small_model
+from tests.families import (
+    CHOOSES_BLOCKS,
+    FAMILIES,
+    HYBRIDS,
+    SELECTING,
+    VOCABULARY,
+    small_model,
+)
 
 NORMS = ("input_layernorm", "post_attention_layernorm")
 FOUND: dict[str, list[str]] = {
@@ -25,7 +32,7 @@ FOUND: dict[str, list[str]] = {
 WITHOUT = ("OPT",)
 """Has fused norms, and the products of its MLPs are modules of the layer."""
 DEFAULT = ("Llama", "Qwen3-MoE, router loss", "gpt-oss", "Gemma 3", "Qwen3-Next", "Nemotron-H")
-DEFAULT += ("DeepSeek-V3.2",)
+DEFAULT += ("DeepSeek-V3.2", "MiniMax M3")
 
 
 @pytest.mark.parametrize("family", FOUND)
@@ -46,7 +53,7 @@ def test_found_by_what_they_keep(family: str) -> None:
         *DEFAULT,
         *(
             pytest.param(family, marks=pytest.mark.repeats)
-            for family in {**FAMILIES, **HYBRIDS, **SELECTING}
+            for family in {**FAMILIES, **HYBRIDS, **SELECTING, **CHOOSES_BLOCKS}
             if family not in (*DEFAULT, *WITHOUT)
         ),
     ],

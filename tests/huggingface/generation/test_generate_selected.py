@@ -6,32 +6,34 @@ import pytest
 import torch
 
 from parallel_plans.huggingface import ContextParallelCache
-from tests.families import SELECTING
+from tests.families import CHOOSES_BLOCKS, SELECTING
 from tests.huggingface.generation.generating import decode_messages, sharded, tokens
 from tests.huggingface.generation.test_generate import WAYS, check_turns, check_ways
 from tests.pool import Pool
 
 SOME = ("greedy", "left padded", "chunked prefill")
 OF_DEEPSEEK = ("greedy", "no cache", "beams", "assisted", "left padded", "chunked prefill")
+OF_BLOCKS = ("greedy", "no cache", "beams", "assisted", "chunked prefill")
+"""The prompt of 13 tokens ends within a block of 4, and so do chunks of 5."""
 
 
-# One family with an index in each layer, one with layers that share it.
-GENERATED = {"DeepSeek-V3.2": 3, "GLM-5": 2}
+# One family with an index in each layer, one with layers that share it, one with blocks.
+GENERATED = {"DeepSeek-V3.2": 3, "GLM-5": 2, "MiniMax M3": 3}
 
 
 @pytest.mark.parametrize(
     ("family", "world_size"),
     [
         pytest.param(x, GENERATED.get(x, 2), marks=() if x in GENERATED else pytest.mark.repeats)
-        for x in SELECTING
+        for x in (*SELECTING, *CHOOSES_BLOCKS)
     ],
 )
 def test_ways_to_generate(
     pool: Pool, request: pytest.FixtureRequest, family: str, world_size: int
 ) -> None:
-    ways = OF_DEEPSEEK if family == "DeepSeek-V3.2" else SOME
+    ways = {"DeepSeek-V3.2": OF_DEEPSEEK, "MiniMax M3": OF_BLOCKS}.get(family, SOME)
     if request.config.getoption("--all-cases"):
-        ways = tuple(WAYS)
+        ways = tuple(x for x in WAYS if family in SELECTING or not x.startswith("left padded"))
     pool.run(world_size, check_ways, family, ways)
 
 
@@ -39,6 +41,8 @@ def check_all_turns() -> None:
     """Parts of a sequence, sharded or not, choose the keys that the whole chooses."""
     for number, family in enumerate(SELECTING):
         check_turns(family, "zigzag", number % 2)
+    for family in CHOOSES_BLOCKS:
+        check_turns(family, "zigzag", 0)
 
 
 @pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.repeats), 4])
@@ -52,10 +56,10 @@ def messages(family: str) -> list[int]:
 
 @pytest.mark.parametrize(
     ("family", "expected"),
-    [pytest.param("DeepSeek-V3.2", 6, marks=pytest.mark.repeats), ("GLM-5", 5)],
+    [pytest.param("DeepSeek-V3.2", 6, marks=pytest.mark.repeats), ("GLM-5", 5), ("MiniMax M3", 5)],
 )
 def test_messages_of_a_token(pool: Pool, family: str, expected: int) -> None:
-    """One for each attention, and one for each index: the second layer of GLM-5 has none."""
+    """One for each attention, and one for each index, which one of the three layers has not."""
     for counts in pool.run(2, messages, family):
         assert counts == [expected] * 3
 

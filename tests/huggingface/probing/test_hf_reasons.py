@@ -53,12 +53,6 @@ def deepseek() -> Any:
     return built("DeepseekV4Config", "DeepseekV4ForCausalLM", **TEXT | sizes | kinds)
 
 
-def minimax() -> Any:
-    """Its index chooses blocks."""
-    options = TEXT | {"layer_types": ["full_attention", "minimax_m3_sparse"]}
-    return built("MiniMaxM3VLTextConfig", "MiniMaxM3VLForCausalLM", **options)
-
-
 def with_mamba() -> Any:
     """A model of images whose language model has no plan either."""
     model = gemma3()
@@ -75,7 +69,6 @@ def answers() -> Any:
 
 REFUSED = {
     r"layers\.0 \(heavily_compr.* windows of tokens, .* one softmax over tokens and": deepseek,
-    r"layers\.1 \(minimax_m3_sparse\) choose blocks of keys": minimax,
     r"beside model\.vision_tower, and its head .* to its model\.language_model alone": answers,
     r"that part, model\.language_model, has no plan either: layers\.0\.mamba": with_mamba,
 }

@@ -15,7 +15,7 @@ from parallel_plans.huggingface import context_parallel_plan, restore_model
 from parallel_plans.huggingface.selecting.indexers import indexers_of, selecting_layers
 from parallel_plans.huggingface.selecting.selection import has_latents
 from tests.dense import largest
-from tests.families import SELECTING, VOCABULARY, small_model
+from tests.families import CHOOSES_BLOCKS, SELECTING, VOCABULARY, small_model
 from tests.huggingface.test_families import compare
 from tests.huggingface.test_families_trained import CHECKPOINTING, train_both
 from tests.pool import Pool
@@ -45,14 +45,14 @@ def test_family_equals_the_stock_model(
 
 
 # Hy 4 has layers that share an index, and all kinds of this plan; `--all-cases` has the others.
-TRAINED = {("Hy 4", "selective")}
+TRAINED = {("Hy 4", "selective"), ("MiniMax M3", "full")}
 
 
 @pytest.mark.parametrize(
     ("family", "name"),
     [
         pytest.param(*x, marks=() if x in TRAINED else pytest.mark.repeats)
-        for x in product(SELECTING, CHECKPOINTING)
+        for x in product((*SELECTING, *CHOOSES_BLOCKS), CHECKPOINTING)
     ],
 )
 def test_ten_steps_of_fsdp_equal_one_process(pool: Pool, family: str, name: str) -> None:
@@ -78,7 +78,10 @@ def in_16_bits(family: str) -> list[float]:
 
 @pytest.mark.parametrize(
     "family",
-    [pytest.param(x, marks=() if x == "GLM-5" else pytest.mark.repeats) for x in SELECTING],
+    [
+        pytest.param(x, marks=() if x in ("GLM-5", "MiniMax M3") else pytest.mark.repeats)
+        for x in (*SELECTING, *CHOOSES_BLOCKS)
+    ],
 )
 def test_models_in_16_bits(pool: Pool, family: str) -> None:
     """Rounding chooses other keys here and there, so only the loss is near."""

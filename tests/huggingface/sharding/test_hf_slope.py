@@ -106,6 +106,7 @@ CASES = [
     ("Gemma 3", "prefill", False),
     ("Qwen3-Next", "padded", False),
     ("DeepSeek-V3.2", "plain", False),
+    ("MiniMax M3", "plain", False),
 ]
 REPEATED = [
     ("Llama", "prefill", False),
@@ -115,6 +116,7 @@ REPEATED = [
     ("Qwen3-Next", "prefill", False),
     ("Jamba", "padded", False),
     ("DeepSeek-V3.2", "prefill", False),
+    ("MiniMax M3", "prefill", False),
 ]
 
 

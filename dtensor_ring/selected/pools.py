@@ -1,0 +1,92 @@
+"""Pools of tokens over a sharded sequence: each `size` tokens make one, as keys of an index do."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from dtensor_ring.all_to_all.api import relayout
+from dtensor_ring.dtensor.annotation import axis_group
+from dtensor_ring.planning.layout import Layout
+from dtensor_ring.planning.ranges import as_count
+from dtensor_ring.planning.run_table import as_layout
+from dtensor_ring.selected.plan import pool_table
+
+
+def pool_tokens(
+    tensor: Tensor,
+    mesh: DeviceMesh,
+    size: int,
+    *,
+    layout: Layout | str,
+    gates: Tensor | None = None,
+    seq_len: int | None = None,
+) -> Tensor:
+    """Return the means of each `size` tokens of a sharded sequence, where the last of them is.
+
+    Pools are those of the sequence: pool n has the tokens from position `n * size` on. Tokens after
+    the last whole pool belong to none. Only tokens whose pool ends on another rank travel, so a
+    rank with one run of the sequence receives fewer than `size`. Differentiable: backward sends
+    their gradients back. Sums are in float32 or wider, and the same on any number of ranks.
+
+    Args:
+        tensor: this rank's tokens, `(B, L, D)`, in the order of the layout.
+        mesh: the 1-D mesh of the axis.
+        size: tokens of a pool.
+        layout: the layout of the tokens: a layout, its spec, or the `Balanced` layout of the batch.
+        gates: scores of the tokens, `(B, L, D)` or `(B, L, 1)`, whose softmax over a pool weighs
+            its tokens; without them all weigh alike.
+        seq_len: the global length, if ranks hold different numbers of tokens.
+
+    Returns:
+        `(B, P, D)`, in the order of positions. P differs between ranks, and may be 0.
+
+    Raises:
+        TypeError: if an argument has a wrong type.
+        ValueError: if the shapes do not fit, or the layout cannot shard the length.
+        RingError: if calls of ranks differ, or a rank ended, raised, or did not answer in time.
+
+    Example:
+        >>> mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("cp",))
+        >>> pool_tokens(torch.arange(5.0).view(1, 5, 1), mesh, 2, layout="zigzag").flatten()
+        tensor([0.5000, 2.5000])
+    """
+    size, num_ranks = as_count("size", size, 1), axis_group(mesh).size()
+    check_pooled(tensor, gates)
+    length = tensor.shape[1] * num_ranks if seq_len is None else as_count("seq_len", seq_len)
+    to = pool_table(as_layout(layout), num_ranks, length, size)
+    both = tensor if gates is None else torch.cat((tensor, gates), -1)
+    both = relayout(both, mesh, 1, to, layout=layout, seq_len=length)
+    # Tokens after the last whole pool are the last of their rank.
+    whole = both[:, : both.shape[1] // size * size].unflatten(1, (-1, size))
+    whole = whole.to(torch.promote_types(whole.dtype, torch.float32))
+    if gates is None:
+        return whole.mean(2).to(tensor.dtype)
+    tokens, scores = whole.tensor_split([tensor.shape[2]], -1)
+    return (tokens * scores.softmax(2)).sum(2).to(tensor.dtype)
+
+
+def check_pooled(tensor: Tensor, gates: Tensor | None) -> None:
+    """Refuse what is no shard `(B, L, D)`, and gates that do not fit it.
+
+    Raises:
+        TypeError: if one is no plain tensor.
+        ValueError: if the shapes or dtypes do not fit.
+    """
+    for name, x in {"tensor": tensor, "gates": gates}.items():
+        if name == "gates" and x is None:
+            continue
+        if not isinstance(x, Tensor) or type(x) not in (Tensor, torch.nn.Parameter):
+            raise TypeError(f"{name} must be a plain local shard, got {type(x).__name__}")
+        if x.ndim != 3 or not x.is_floating_point():
+            raise ValueError(f"{name} must be floating, (B, L, D), got {x.dtype} {tuple(x.shape)}")
+    if gates is not None and (
+        gates.shape[:2] != tensor.shape[:2]
+        or gates.shape[2] not in (1, tensor.shape[2])
+        or gates.dtype != tensor.dtype
+    ):
+        raise ValueError(
+            f"gates must be (B, L, D) or (B, L, 1) in the dtype of tensor, {tuple(tensor.shape)} "
+            f"{tensor.dtype}, got {tuple(gates.shape)} {gates.dtype}"
+        )

@@ -1,0 +1,158 @@
+"""Models whose layers choose blocks equal the stock model, where rows are one document each."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import parallelize_module
+
+from parallel_plans.huggingface import ContextParallelCache, context_parallel_plan
+from parallel_plans.huggingface.core.whole_rows import are_whole
+from tests.dense import largest
+from tests.families import CHOOSES_BLOCKS, VOCABULARY, small_model
+from tests.huggingface.sharding.test_hf_local_batch import shards
+from tests.huggingface.test_families import batches, compare
+from tests.pool import Pool
+from tests.results import difference, results_of
+
+KINDS = ("plain", "padded right")
+"""Of 23 tokens, which neither ranks nor blocks divide."""
+OFTEN = {(2, "contiguous"), (3, "striped"), (4, "zigzag"), (3, "balanced")}
+WORLDS = [*product((2, 3, 4), ("contiguous", "zigzag", "striped", "balanced"))]
+
+
+@pytest.mark.parametrize("family", CHOOSES_BLOCKS)
+@pytest.mark.parametrize(
+    ("world_size", "layout"),
+    [pytest.param(*x, marks=() if x in OFTEN else pytest.mark.repeats) for x in WORLDS],
+)
+def test_family_equals_the_stock_model(
+    pool: Pool, family: str, world_size: int, layout: str
+) -> None:
+    """Loss, logits and all gradients."""
+    for rank, errors in enumerate(pool.run(world_size, compare, family, layout, None, KINDS)):
+        assert set(errors) == set(KINDS)
+        worst = largest(x for error in errors.values() for x in error.values())
+        assert worst < 1e-5, f"{layout}, rank {rank}: {errors}"
+
+
+def over_tiles() -> dict[str, dict[str, float]]:
+    return compare("MiniMax M3", "zigzag", None, KINDS, mlp_tile=5)
+
+
+def test_over_tiles_of_tokens(pool: Pool) -> None:
+    for errors in pool.run(2, over_tiles):
+        assert largest(x for error in errors.values() for x in error.values()) < 1e-5, errors
+
+
+def planned(**options: Any) -> Any:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    model = small_model("MiniMax M3")
+    return parallelize_module(model, mesh, context_parallel_plan(model, **options))
+
+
+def with_positions(seq_len: int) -> dict[str, Tensor]:
+    """What a tokenizer and a collator make of rows with padding after their tokens."""
+    batch = {name: x[:, :seq_len] for name, x in batches()["padded right"].items()}
+    mask = batch["attention_mask"]
+    return batch | {"position_ids": (mask.cumsum(1) - 1).masked_fill(mask == 0, 1)}
+
+
+def sharded_batches() -> dict[str, tuple[float, str | None]]:
+    """Differences of batches that come sharded."""
+    model, stock, found = planned(), small_model("MiniMax M3"), {}
+    for name, batch in {
+        "plain": {name: x[:, :20] for name, x in batches()["plain"].items()},
+        "positions": with_positions(20),
+    }.items():
+        mesh = model.context_parallel_sharding.axis.mesh
+        found[name] = difference(results_of(model, shards(batch, mesh)), results_of(stock, batch))
+    return found
+
+
+def test_sharded_batches_equal_the_stock_model(pool: Pool) -> None:
+    for found in pool.run(2, sharded_batches):
+        assert not any(name for _, name in found.values()), found
+
+
+def refused_batches() -> dict[str, dict[str, Tensor]]:
+    """Of 20 tokens: which ranks divide."""
+    known = {kind: {k: x[:, :20] for k, x in batch.items()} for kind, batch in batches().items()}
+    plain, index = known["plain"], torch.arange(20).expand(2, -1)
+    bounds = torch.tensor([0, 20], dtype=torch.int32)
+    return {
+        "packed": known["packed"],
+        "padded left": known["padded left"],
+        "from 5": plain | {"position_ids": index + 5},
+        "cu_seq_lens_q": plain | {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds},
+        "seq_idx": plain | {"seq_idx": index // 10},
+        "other positions": with_positions(20) | {"position_ids": index.flip(1)},
+    }
+
+
+def refusals() -> None:
+    """On every rank, whole and sharded: no rank waits, so the same model goes on."""
+    model = planned()
+    mesh = model.context_parallel_sharding.axis.mesh
+    for name, batch in refused_batches().items():
+        for given in (batch, shards(batch, mesh)):
+            with pytest.raises(ValueError, match=r"each row must be one document") as raised:
+                model(**given)
+            if "_" in name:
+                assert str(raised.value).startswith(name)
+    plain = batches()["plain"]
+    with torch.no_grad():
+        cache = ContextParallelCache(model)
+        model(plain["input_ids"], cache=cache)
+        late = {"position_ids": torch.full((2, 1), 24), "cache": cache}
+        for more in (late, {"attention_mask": refused_mask(), "cache": cache}):
+            with pytest.raises(ValueError, match="each row must be one document"):
+                model(plain["input_ids"][:, :1], **more)
+        assert cache.get_seq_length() == 23
+        with pytest.raises(ValueError, match="each row must be one document"):
+            model.generate(
+                plain["input_ids"], attention_mask=refused_mask()[:, 1:], max_new_tokens=2
+            )
+
+
+def refused_mask() -> Tensor:
+    """Of 24 tokens, the first of which are padding in one row."""
+    return (torch.arange(24) >= torch.tensor([[3], [0]])).long()
+
+
+def test_rows_of_several_documents_are_refused(pool: Pool) -> None:
+    pool.run(2, refusals)
+
+
+@pytest.mark.parametrize("block", [2, 8192])
+def test_are_whole(monkeypatch: pytest.MonkeyPatch, block: int) -> None:
+    """However many tokens are read at a time."""
+    monkeypatch.setattr("parallel_plans.huggingface.core.documents.BLOCK", block)
+    index, mask = torch.arange(5).unsqueeze(0), torch.tensor([[1, 1, 1, 0, 0]])
+    assert are_whole(None, None)
+    assert are_whole(mask, None)
+    assert are_whole(None, index + 7, begin=7)
+    assert are_whole(mask, index * mask)
+    assert are_whole(mask.flip(1), None, begin=5)
+    assert not are_whole(mask.flip(1), None)
+    assert not are_whole(None, index * mask)
+    assert not are_whole(mask, index.flip(1))
+
+
+def index_heads() -> None:
+    """The first forward of a model whose index has more heads than keys have."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    model = small_model("MiniMax M3", index_n_heads=4)
+    model = parallelize_module(model, mesh, context_parallel_plan(model))
+    with pytest.raises(ValueError, match="groups that divide the 2 key heads"):
+        model(torch.full((1, 9), VOCABULARY - 1))
+
+
+def test_heads_of_the_index_are_groups_of_key_heads(pool: Pool) -> None:
+    pool.run(2, index_heads)

@@ -14,9 +14,9 @@ from dtensor_ring.compute.accumulate import (
 from dtensor_ring.compute.dropout import Dropout, ShardDropout
 from dtensor_ring.compute.exact import tree_sum
 from dtensor_ring.compute.execute import Pair, backward_step, forward_step
-from dtensor_ring.compute.kernels import Kernel, Launch, Saved, Scores
+from dtensor_ring.compute.kernels import Kernel, Saved, Scores
 from dtensor_ring.compute.lags import Lags, resident_positions
-from dtensor_ring.compute.memory import TOKEN_MAJOR, in_order, order_of, positions_of
+from dtensor_ring.compute.memory import positions_of
 from dtensor_ring.compute.merge import accumulate_sums
 from dtensor_ring.compute.ordered import OrderedGradients, OrderedOutput, sinks_by_block
 from dtensor_ring.compute.trace import Label
@@ -61,31 +61,6 @@ def ring_forward(
     last = plan.steps[-1]
     with Label("forward", last.number, last.source)("merge"):
         return running.result()
-
-
-def sole_forward(
-    query: Tensor, shard: Pair, launch: Launch, kernel: Kernel, scores: Scores, source: int
-) -> tuple[Tensor, Tensor]:
-    """Return `(out, lse)` of a ring that is one launch, see `sole_launch`."""
-    with Label("forward", 0, source)("tile"):
-        out, lse = kernel.forward(query, *shard, launch, scores)
-    return in_order(out, order_of(query), query.dtype), lse.contiguous()
-
-
-def sole_backward(
-    saved: Saved,
-    query: Tensor,
-    shard: Pair,
-    launch: Launch,
-    kernel: Kernel,
-    scores: Scores,
-    source: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of query, key and value of a ring that is one launch."""
-    with Label("backward", 0, source)("tile"):
-        grads = kernel.backward(saved, query, *shard, launch, scores)
-    query, key, value = (in_order(x, TOKEN_MAJOR, x.dtype) for x in grads)
-    return query, key, value
 
 
 def ring_backward(

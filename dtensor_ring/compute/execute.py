@@ -32,7 +32,7 @@ from dtensor_ring.compute.memory import Region, cols_of, part_of, rows_of
 from dtensor_ring.compute.trace import Label
 from dtensor_ring.compute.whole_step import whole_step
 from dtensor_ring.planning.mask import Mask
-from dtensor_ring.planning.plan import Plan, Step
+from dtensor_ring.planning.plan import Step
 from dtensor_ring.planning.ranges import Span, length
 from dtensor_ring.planning.tile import CAUSAL, FULL, Tile
 
@@ -366,7 +366,7 @@ def forward_step(
         lags: the positions of all queries and all resident keys, if queries have a bias.
     """
     joins_tiles = joins_tiles and lags is None
-    for launch in _launches(step, query, kv[0], kernel, joins_tiles, in_flight):
+    for launch in launches_of(step, query, kv[0], kernel, joins_tiles, in_flight):
         with label("merge"):
             running.make_room()
         with label("tile"):
@@ -404,7 +404,7 @@ def backward_step(
         dropout: the weights that were dropped, of all queries and all resident keys.
         lags: the positions of all queries and all resident keys, if queries have a bias.
     """
-    for launch in _launches(step, query, kv[0], kernel, joins_tiles=lags is None):
+    for launch in launches_of(step, query, kv[0], kernel, joins_tiles=lags is None):
         sums = grad_query, *grad_kv
         with label("merge"):
             for one in sums:
@@ -419,28 +419,7 @@ def backward_step(
             one.add(region, grad)
 
 
-def sole_launch(plan: Plan, query: Tensor, key: Tensor, kernel: Kernel) -> Launch | None:
-    """Return the launch that is all of a ring, `None` if there are more, or messages.
-
-    Its results are those of the call: nothing is merged, and no sum is wider than its dtype.
-
-    Args:
-        plan: the plan of this rank.
-        query: local queries `(B, N, L, H)`.
-        key: this rank's keys `(B, Nkv, L, H)`.
-        kernel: the block kernel.
-    """
-    if plan.num_steps > 1 or plan.order is not None:
-        return None
-    found = _launches(plan.steps[0], query, key, kernel)
-    if len(found) != 1 or found[0].segments is not None:
-        return None
-    (launch,) = found
-    is_whole = part_of(query, launch.rows) is query and part_of(key, launch.cols) is key
-    return launch if is_whole else None
-
-
-def _launches(
+def launches_of(
     step: Step,
     query: Tensor,
     key: Tensor,
@@ -448,6 +427,7 @@ def _launches(
     joins_tiles: bool = True,
     in_flight: bool = False,
 ) -> tuple[Launch, ...]:
+    """Return the launches of a step by a kernel; `joins_tiles` as in `forward_step`."""
     batch_size, _, num_rows, _ = query.shape
     if not batch_size:
         return ()  # some kernels refuse an empty batch, others return nothing for it

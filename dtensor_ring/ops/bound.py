@@ -16,11 +16,12 @@ from weakref import ref
 from torch import Tensor
 
 from dtensor_ring.agreement.call_record import CallRecord
-from dtensor_ring.compute.execute import sole_launch
 from dtensor_ring.compute.kernels import Kernel, Launch
+from dtensor_ring.compute.sole import sole_launch
 from dtensor_ring.ops.checks import LOG, announce, check_inputs, warn_of_boundaries, warn_of_tiles
 from dtensor_ring.ops.options import LEAVES, unflatten
 from dtensor_ring.planning.plan import Plan
+from dtensor_ring.transport.transport import QUANTISED
 
 # The most calls that are kept; a model has a few.
 MAX_BOUND = 256
@@ -56,6 +57,7 @@ class BoundCall:
         self._group = ref(self.call.group) if is_kept else None
         self._plan: Plan | None = None  # of a call that is not kept
         self._is_planned = False
+        self._kv_dtype = self.call.place.policy.kv_dtype
         self.records: dict[str, CallRecord] = {}
         self._soles: dict[str, Launch | None] = {}
 
@@ -93,13 +95,14 @@ class BoundCall:
             announce(self.call, self.request, plan, kernel.name, key, value)
 
     def sole(self, kernel: Kernel, query: Tensor, key: Tensor) -> Launch | None:
-        """Return the launch that is all of the call, `None` if there is more to do."""
+        """Return the launch that is all of a call that is kept, `None` if there is more to do."""
+        # Sinks and dropout are tensors, too; a bias by distance is in the query. Eight bits round
+        # this rank's own keys and values, as they are rounded on other ranks.
+        is_biased, is_rounded = query.shape[3] > key.shape[3], self._kv_dtype in QUANTISED
+        if self._group is None or is_biased or is_rounded:
+            return None
         if kernel.name not in self._soles:
-            plan, scores = self.plan(query, key), self.call.scores
-            is_biased = query.shape[3] > key.shape[3]
-            is_plain = scores.sinks is None and not (scores.dropout_p or is_biased)
-            found = sole_launch(plan, query, key, kernel) if is_plain else None
-            self._soles[kernel.name] = found
+            self._soles[kernel.name] = sole_launch(self.plan(query, key), query, key, kernel)
         return self._soles[kernel.name]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from dtensor_ring.agreement.group_state import group_state_of
 from dtensor_ring.balanced.work import visible_pairs
 from dtensor_ring.compute.kernels import Saved
 from dtensor_ring.compute.memory import TOKEN_MAJOR, empty, order_of
+from dtensor_ring.compute.sole import sole_backward, sole_forward
 from dtensor_ring.ops import nodes
 from dtensor_ring.ops.attention_record import (
     AttentionFacts,
@@ -36,13 +38,7 @@ from dtensor_ring.ops.checks import (
 from dtensor_ring.ops.options import LEAVES, SCHEMA, Call, PlanRequest, unflatten
 from dtensor_ring.planning.lru import cached_bytes
 from dtensor_ring.planning.slices import slices_of
-from dtensor_ring.ring import (
-    ring_backward,
-    ring_forward,
-    ring_sinks,
-    sole_backward,
-    sole_forward,
-)
+from dtensor_ring.ring import ring_backward, ring_forward, ring_sinks
 from dtensor_ring.transport.transport import TransferPolicy, Transport, transport_of
 
 FORWARD = "dtensor_ring::ring_attention"
@@ -287,17 +283,16 @@ class _RingFunction(_SingleLevelFunction):
         # Only lse was used: the formula still takes a gradient of out.
         if grad_out is None:
             grad_out = torch.zeros_like(out)
-        inputs = grad_out, grad_lse, query, key, value, out, lse, *options
-        # Without `create_graph` nothing is recorded, and autograd need not look at the arguments.
-        if torch.is_grad_enabled():
-            *of_inputs, grad_sinks = ring_backward_op(*inputs)
-        elif nodes.is_plain(grad_out, query, out):
+        if not torch.is_grad_enabled() and nodes.is_plain(grad_out, query, out):
             bound = ctx.bound or bound_call(options, query, key, value)
             saved = Saved(grad_out, out, lse, grad_lse)
             with torch._C._AutoDispatchBelowADInplaceOrView():
                 *of_inputs, grad_sinks = run_backward(bound, saved, query, key, value)
         else:
-            with torch._C._AutoDispatchBelowAutograd():
+            inputs = grad_out, grad_lse, query, key, value, out, lse, *options
+            # Without `create_graph` nothing is recorded: autograd need not look at the arguments.
+            is_recorded = torch.is_grad_enabled()
+            with nullcontext() if is_recorded else torch._C._AutoDispatchBelowAutograd():
                 *of_inputs, grad_sinks = ring_backward_op(*inputs)
         # Without sinks their gradient is an empty tensor.
         return *of_inputs, None if options[_SINKS] is None else grad_sinks, None, None, None

@@ -89,6 +89,8 @@ def _measured(name: str, strategy: str, checkpoint: str, kernels_too: bool) -> M
     with (
         patch.object(ring_op, "ring_forward", _counted(ring_op.ring_forward, loops, places[0])),
         patch.object(ring_op, "ring_backward", _counted(ring_op.ring_backward, loops, places[1])),
+        patch.object(ring_op, "sole_forward", _counted(ring_op.sole_forward, loops, places[0])),
+        patch.object(ring_op, "sole_backward", _counted(ring_op.sole_backward, loops, places[1])),
     ):
         step()
     return Measured(peaks["Total"], peaks["Parameter"], max(loop.peak for loop in loops))

@@ -159,6 +159,10 @@ class PrecomputedMask:
         return self._slices[origin]
 
 
+# Names of transformers for layers with attention; layers with a state have others.
+ATTENTIONS = ("full_attention", "sliding_attention", "chunked_attention")
+
+
 def precomputed_masks(mask: Any, seq_len: int, of: str = "", keeps_plain: bool = False) -> Any:
     """Return what tokens see by a mask from outside, or by each mask of a dict by layer type.
 
@@ -175,7 +179,7 @@ def precomputed_masks(mask: Any, seq_len: int, of: str = "", keeps_plain: bool =
     if isinstance(mask, dict) and mask:
         return {
             name: x
-            if _is_padding(x)
+            if name not in ATTENTIONS and _is_padding(x)
             else precomputed_masks(x, seq_len, f" for {name}", keeps_plain)
             for name, x in mask.items()
         }

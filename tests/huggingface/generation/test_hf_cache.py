@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from copy import deepcopy
 from itertools import count
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -267,4 +266,4 @@ def test_layers_that_keep_something_else() -> None:
 
     config = transformers.LlamaConfig(**SMALL, layer_types=["full_attention", "conv"])
     with pytest.raises(ValueError, match="layer 1 keeps a LinearAttentionLayer"):
-        _stock_layers(SimpleNamespace(config=config))
+        _stock_layers(transformers.LlamaModel(config))

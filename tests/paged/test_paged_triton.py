@@ -187,12 +187,17 @@ def test_next_to_gathered_on_a_gpu(name: str) -> None:
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
 
 
+FEW = ("", "two splits", "blocks of 5", "shared blocks", "3 queries", "17 queries, tiles of rows")
+FEW += ("8 channels, 5 of values", "512 channels", "softcap", "a negative scale", "bfloat16")
+
+
 @needs_triton
-def test_by_the_interpreter() -> None:
+@pytest.mark.parametrize("names", [FEW, pytest.param(tuple(CASES), marks=pytest.mark.repeats)])
+def test_by_the_interpreter(names: tuple[str, ...]) -> None:
     """A new process runs it: Triton reads the setting when it is imported."""
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     options = ["-W", "error", "-X", "faulthandler"]  # a wrong address ends the process
-    command = [sys.executable, *options, "-m", "tests.paged.test_paged_triton"]
+    command = [sys.executable, *options, "-m", "tests.paged.test_paged_triton", *names]
     subprocess.run(command, check=True, cwd=ROOT, env=environment, timeout=300)
 
 
@@ -358,8 +363,8 @@ if __name__ == "__main__":
     # rows that only fill a tile.
     warnings.filterwarnings("ignore", "All-NaN slice")
     with mended_interpreter(), patched_once(), np.errstate(all="ignore"):
-        for each in CASES.values():
-            check(each, "cpu")
+        for each in sys.argv[1:]:
+            check(CASES[each], "cpu")
         check_batches()
         check_drawn()
         check_far()

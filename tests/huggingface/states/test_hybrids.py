@@ -30,9 +30,9 @@ from tests.huggingface.test_families_trained import CHECKPOINTING, train, train_
 from tests.pool import Pool
 
 KINDS = ("plain", "padded left", "padded right")
-SAMPLE = ("Qwen3-Next", "Granite 4", "LFM2", "MiniMax-01", "Inkling, scaled", "Inkling 2, loop")
+SAMPLE = ("Qwen3-Next", "Granite 4", "LFM2", "MiniMax-01", "Inkling 2, loop")
 """A delta rule, a selective scan, convolutions alone, and a loop within a forward; convolutions of
-keys and a bias by distance; the same in layers that run several times;
+keys and a bias by distance, in layers that run several times;
 `--all-hybrids` runs the others, too."""
 
 

@@ -52,7 +52,8 @@ def test_two_runs_of_a_rank(
     stays_from: int | None,
 ) -> None:
     """Are two maps, or are exchanged for one run."""
-    is_sample = family in SAMPLE and (world_size, stays_from) in ((3, 0), (4, None))
+    # A loop runs layers that others have once.
+    is_sample = family in SAMPLE[:-1] and (world_size, stays_from) in ((3, 0), (4, None))
     if not is_sample and not request.config.getoption("--all-hybrids"):
         pytest.skip("make test ARGS=--all-hybrids")
     for rank, errors in enumerate(pool.run(world_size, compare_runs, family, stays_from)):

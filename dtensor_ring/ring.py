@@ -15,7 +15,7 @@ from dtensor_ring.compute.dropout import Dropout, ShardDropout
 from dtensor_ring.compute.exact import tree_sum
 from dtensor_ring.compute.execute import Pair, backward_step, forward_step
 from dtensor_ring.compute.kernels import Kernel, Saved, Scores
-from dtensor_ring.compute.lags import Lags, resident_positions
+from dtensor_ring.compute.lags import Lags, is_biased, resident_positions
 from dtensor_ring.compute.memory import positions_of
 from dtensor_ring.compute.merge import accumulate_sums
 from dtensor_ring.compute.ordered import OrderedGradients, OrderedOutput, sinks_by_block
@@ -38,7 +38,7 @@ def ring_forward(
 ) -> tuple[Tensor, Tensor]:
     """Return `(out, lse)` of the local queries over all keys and values of the ring."""
     dropped = _dropped(query, plan, scores) if scores.dropout_p else None
-    at = positions_of(plan.runs, query.device) if _is_biased(query, shard) else None
+    at = positions_of(plan.runs, query.device) if is_biased(query, shard[0]) else None
     head_dim, sinks = shard[1].shape[3], scores.sinks
     running: RunningOutput | OrderedOutput
     if plan.order is None:
@@ -78,7 +78,7 @@ def ring_backward(
     sum_dtype = policy.sum_dtype(shard[0].dtype)
     grads = (_Arriving if plan.order is None else _Ordered)(query, shard, plan, policy)
     dropped = _dropped(query, plan, scores) if scores.dropout_p else None
-    at = positions_of(plan.runs, query.device) if _is_biased(query, shard) else None
+    at = positions_of(plan.runs, query.device) if is_biased(query, shard[0]) else None
     with (
         shard_rotation(transport, plan, shard, policy.kv_dtype, rounded) as shards,
         SumRotation(transport, plan, shard, sum_dtype) as sums,
@@ -98,11 +98,6 @@ def ring_backward(
         last = len(plan.steps) - 1
         _collect(sums, grads, last, Label("backward", last, plan.rank))
     return grads.result()
-
-
-def _is_biased(query: Tensor, shard: Pair) -> bool:
-    """Return whether queries have a bias by distance beside their head dim, see `Kernel`."""
-    return query.shape[3] > shard[0].shape[3]
 
 
 def _lags(at: Tensor, step: Step) -> Lags:

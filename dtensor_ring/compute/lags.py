@@ -33,6 +33,11 @@ def resident_positions(runs: Sequence[Run], cols: Cols, device: torch.device) ->
     return torch.cat(resident or [at[:0]])
 
 
+def is_biased(query: Tensor, key: Tensor) -> bool:
+    """Return whether queries have a bias by distance beside the head dim of keys."""
+    return query.shape[3] > key.shape[3]
+
+
 class Lags(NamedTuple):
     """Positions of some queries and of some keys, int64.
 

@@ -20,7 +20,7 @@ from dtensor_ring.agreement.checked_transport import TransportContext, checked_t
 from dtensor_ring.compute.accumulate import RunningOutput, add_sinks
 from dtensor_ring.compute.execute import Pair, forward_step
 from dtensor_ring.compute.kernels import Kernel, Scores
-from dtensor_ring.compute.lags import Lags, resident_positions
+from dtensor_ring.compute.lags import Lags, is_biased, resident_positions
 from dtensor_ring.compute.memory import empty, in_order, order_of
 from dtensor_ring.compute.trace import Label
 from dtensor_ring.decode.in_blocks import decode_in_blocks, decode_pieces
@@ -179,7 +179,7 @@ def forward(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> tuple[T
         step, kernel = request.step(key.shape[2]), call.select(query, key, value, request)
         query, key, value = loadable(query, key, value)
         if call.place.block is None:
-            lags = _lags(request, step, query) if query.shape[3] > key.shape[3] else None
+            lags = _lags(request, step, query) if is_biased(query, key) else None
             return decode(query, (key, value), step, kernel, call.scores, combine, lags)
         check_head_dims(query, key, value)  # a fixed order has no bias by distance
         pieces, kv = decode_pieces(call.place.block, request), (key, value)

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from dtensor_ring.all_to_all.ulysses import is_exchanged
@@ -38,16 +39,11 @@ def known_call(
         mesh: the mesh of the call.
         asked: the options of the call.
     """
-    # Dynamo must not trace this, and shapes of other tensors may be symbols.
-    if torch.compiler.is_compiling() or not type(query) is type(key) is type(value) is Tensor:
-        return None
-    if mesh is None:
+    if mesh is None or not _is_eager(query, key, value):
         return None
     group = axis_group(mesh)
     try:
-        return annotation_of(group).calls.get(
-            (group.group_name, *_facts(query, key, value), *asked)
-        )
+        return annotation_of(group).calls.get(_key(group, query, key, value, asked))
     except TypeError:  # no option of a wrong type is known
         return None
 
@@ -56,7 +52,7 @@ def keep_call(
     call: Call, query: Tensor, key: Tensor, value: Tensor, mesh: DeviceMesh | None, asked: Asked
 ) -> None:
     """Keep a call that was made, if it is a ring of the tensors as they are."""
-    if torch.compiler.is_compiling() or mesh is None or not type(query) is type(key) is Tensor:
+    if mesh is None or not _is_eager(query, key, value):
         return
     if call.place.strategy == AUTO or is_exchanged(call):
         return
@@ -64,13 +60,19 @@ def keep_call(
     calls = annotation_of(group).calls
     if len(calls) >= MAX_KNOWN:
         calls.clear()
-    calls[group.group_name, *_facts(query, key, value), *asked] = bound_call(
-        flatten(call), query, key, value
-    )
+    found = bound_call(flatten(call), query, key, value)
+    calls[_key(group, query, key, value, asked)] = found
 
 
-def _facts(query: Tensor, key: Tensor, value: Tensor) -> tuple[Any, ...]:
-    """Return what of the tensors was checked. Those of other memory layouts are not plain."""
-    dtypes = query.dtype, key.dtype, value.dtype
+def _is_eager(*tensors: Any) -> bool:
+    # Dynamo must not trace this, and shapes of other tensors may be symbols.
+    return not torch.compiler.is_compiling() and all(type(x) is Tensor for x in tensors)
+
+
+def _key(
+    group: ProcessGroup, query: Tensor, key: Tensor, value: Tensor, asked: Asked
+) -> tuple[Any, ...]:
+    """Return what was checked of a call. Tensors of other memory layouts are not plain."""
+    shapes, dtypes = (query.shape, key.shape, value.shape), (query.dtype, key.dtype, value.dtype)
     devices = query.device, key.device, value.device
-    return query.shape, key.shape, value.shape, *dtypes, *devices
+    return group.group_name, *shapes, *dtypes, *devices, *asked

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from dtensor_ring.agreement.call_record import CallRecord
 from dtensor_ring.compute.kernels import Kernel, Launch
+from dtensor_ring.compute.lags import is_biased
 from dtensor_ring.compute.sole import sole_launch
 from dtensor_ring.ops.checks import LOG, announce, check_inputs, warn_of_boundaries, warn_of_tiles
 from dtensor_ring.ops.options import LEAVES, unflatten
@@ -57,7 +58,10 @@ class BoundCall:
         self._group = ref(self.call.group) if is_kept else None
         self._plan: Plan | None = None  # of a call that is not kept
         self._is_planned = False
-        self._kv_dtype = self.call.place.policy.kv_dtype
+        # Sinks and dropout are tensors, too; a bias by distance is in the query. Eight bits round
+        # this rank's own keys and values, as they are rounded on other ranks.
+        is_rounded = self.call.place.policy.kv_dtype in QUANTISED
+        self._may_be_sole = is_kept and not is_rounded and not is_biased(query, key)
         self.records: dict[str, CallRecord] = {}
         self._soles: dict[str, Launch | None] = {}
 
@@ -80,7 +84,7 @@ class BoundCall:
         if not self._is_planned:
             if self.call.scores.dropout_p:
                 self.call.place.policy.refuse_order("dropout")
-            if query.shape[3] > key.shape[3]:
+            if is_biased(query, key):
                 self.call.place.policy.refuse_order("relative_bias")
             warn_of_tiles(planned, self.request)
             if self.request.documents is not None:
@@ -96,10 +100,7 @@ class BoundCall:
 
     def sole(self, kernel: Kernel, query: Tensor, key: Tensor) -> Launch | None:
         """Return the launch that is all of a call that is kept, `None` if there is more to do."""
-        # Sinks and dropout are tensors, too; a bias by distance is in the query. Eight bits round
-        # this rank's own keys and values, as they are rounded on other ranks.
-        is_biased, is_rounded = query.shape[3] > key.shape[3], self._kv_dtype in QUANTISED
-        if self._group is None or is_biased or is_rounded:
+        if not self._may_be_sole:
             return None
         if kernel.name not in self._soles:
             self._soles[kernel.name] = sole_launch(self.plan(query, key), query, key, kernel)

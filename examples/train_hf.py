@@ -56,7 +56,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--model", default="llama", choices=MODELS, help="family of the model")
     parser.add_argument("--packed", action="store_true", help="several documents in a sequence")
     parser.add_argument("--seq-len", type=positive, default=2048, help="tokens per sequence")
-    parser.add_argument("--steps", type=positive, default=40, help="optimizer steps")
+    parser.add_argument("--steps", type=positive, default=16, help="optimizer steps")
     parser.add_argument("--batch", type=positive, default=2, help="sequences per step")
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--compile", action="store_true", help="torch.compile, no graph break")

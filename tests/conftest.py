@@ -53,7 +53,7 @@ def pytest_configure(config: pytest.Config) -> None:
         config.option.decode_cases = 2000 if config.option.all_cases else 1000
     if config.option.fuzz_cases is None:
         # The same in every run.
-        config.option.fuzz_cases = 30 if config.option.all_cases else 15
+        config.option.fuzz_cases = 30 if config.option.all_cases else 8
     elif config.option.fuzz_seed is None:
         config.option.fuzz_seed = randrange(2**32)
 

@@ -29,7 +29,8 @@ from dtensor_ring.ring import ring_backward, ring_forward
 from dtensor_ring.transport.transport import TransferPolicy
 from tests.machine_code import ARCHITECTURES, Compiling, MachineCode, compiling, launch
 from tests.rings import Ring
-from tests.test_code import ROOT, SOURCES
+from tests.test_code import SOURCES
+from tests.test_public import ROOT
 from tests.traffic import HEADS, KV_HEADS, Fresh, Silent, Traffic, merging_by
 
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64

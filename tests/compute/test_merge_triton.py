@@ -6,9 +6,6 @@
 from __future__ import annotations
 
 import mmap
-import os
-import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -157,15 +154,6 @@ def test_on_a_gpu(case: Case) -> None:
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
 
 
-@needs_triton
-def test_by_the_interpreter() -> None:
-    """In a process of its own: Triton decides when it is imported."""
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
-    options = ["-W", "error", "-X", "faulthandler"]  # a wrong address ends the process
-    command = [sys.executable, *options, "-m", "tests.compute.test_merge_triton"]
-    subprocess.run(command, check=True, cwd=ROOT, env=environment, timeout=300)
-
-
 JUST_32_BITS = 2**29 - 8
 """The largest stride that the kernel gets as an integer of 32 bits, as it travels times 4."""
 FAR = {
@@ -244,7 +232,8 @@ def patched_once() -> Iterator[None]:
         yield
 
 
-if __name__ == "__main__":
+def check_in_the_interpreter() -> None:
+    """`tests/interpreted.py` calls it."""
     with patched_once():
         for each in CASES.values():
             check(each, "cpu")

@@ -5,11 +5,8 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -29,7 +26,6 @@ from dtensor_ring.paged import api, kernels
 from dtensor_ring.paged.kernels import Gathered, PagedTriton
 from tests.dense import dense_attention
 from tests.paged_attention import PagedCase, check_paged
-from tests.test_code import ROOT
 
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 TOLERANCES = {BF16: 2e-2, F16: 3e-3, F32: 1e-5}
@@ -192,16 +188,6 @@ FEW += ("8 channels, 5 of values", "512 channels", "softcap", "a negative scale"
 
 
 @needs_triton
-@pytest.mark.parametrize("names", [FEW, pytest.param(tuple(CASES), marks=pytest.mark.repeats)])
-def test_by_the_interpreter(names: tuple[str, ...]) -> None:
-    """A new process runs it: Triton reads the setting when it is imported."""
-    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    options = ["-W", "error", "-X", "faulthandler"]  # a wrong address ends the process
-    command = [sys.executable, *options, "-m", "tests.paged.test_paged_triton", *names]
-    subprocess.run(command, check=True, cwd=ROOT, env=environment, timeout=300)
-
-
-@needs_triton
 @pytest.mark.parametrize(
     ("num_keys", "longest", "heads", "expected"),
     [
@@ -356,14 +342,20 @@ def mended_interpreter() -> Iterator[None]:
         yield
 
 
-if __name__ == "__main__":
+def check_in_the_interpreter(names: Sequence[str]) -> None:
+    """`tests/interpreted.py` calls it."""
     from tests.compute.test_merge_triton import patched_once
 
-    # That exp(x) is infinite beyond a softcap is no news, nor that infinities times 0 are NaN in
-    # rows that only fill a tile.
-    warnings.filterwarnings("ignore", "All-NaN slice")
-    with mended_interpreter(), patched_once(), np.errstate(all="ignore"):
-        for each in sys.argv[1:]:
+    with (
+        warnings.catch_warnings(),
+        mended_interpreter(),
+        patched_once(),
+        np.errstate(all="ignore"),
+    ):
+        # That exp(x) is infinite beyond a softcap is no news, nor that infinities times 0 are NaN
+        # in rows that only fill a tile.
+        warnings.filterwarnings("ignore", "All-NaN slice")
+        for each in names:
             check(CASES[each], "cpu")
         check_batches()
         check_drawn()

@@ -5,9 +5,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,7 +26,6 @@ from dtensor_ring.quantised.block_scales import (
     quantise_keys,
     quantise_values,
 )
-from tests.test_code import ROOT
 
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 KINDS: dict[str, Callable[..., Quantised]] = {"keys": quantise_keys, "values": quantise_values}
@@ -168,15 +164,6 @@ needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="needs Tri
 
 
 @needs_triton
-def test_by_the_interpreter() -> None:
-    """In a process of its own: Triton decides when it is imported."""
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
-    options = ["-W", "error", "-X", "faulthandler"]  # a wrong address ends the process
-    command = [sys.executable, *options, "-m", "tests.quantised.test_quantise_triton"]
-    subprocess.run(command, check=True, cwd=ROOT, env=environment, timeout=300)
-
-
-@needs_triton
 def test_what_fits() -> None:
     from dtensor_ring.quantised.quantise_triton import fits
 
@@ -271,7 +258,8 @@ def check_far(kind: str) -> None:
     assert torch.equal(out, dequantise(near, F32))
 
 
-if __name__ == "__main__":
+def check_in_the_interpreter() -> None:
+    """`tests/interpreted.py` calls it."""
     from tests.compute.test_merge_triton import patched_once
 
     with exact_interpreter(), patched_once():

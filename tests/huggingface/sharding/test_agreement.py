@@ -104,7 +104,7 @@ def test_compiled_batches_that_part(pool: Pool) -> None:
 
 def _check_compiled() -> None:
     """No step of these compiles again."""
-    rank, counter = dist.get_rank(), CompileCounterWithBackend("aot_eager")
+    rank, counter = dist.get_rank(), CompileCounterWithBackend("eager")
     model = planned(num_hidden_layers=1)
     compiled = torch.compile(model, backend=counter, fullgraph=True)
     for name in ("tokens", "labels", "items, tensor"):
@@ -189,7 +189,7 @@ def test_lengths_are_symbols(pool: Pool) -> None:
 
 def _check_lengths() -> None:
     """A graph for the first length, and one for all others, uneven ones as well."""
-    counter, one_layer = CompileCounterWithBackend("aot_eager"), {"num_hidden_layers": 1}
+    counter, one_layer = CompileCounterWithBackend("eager"), {"num_hidden_layers": 1}
     model, stock = planned(**one_layer), small_model("Llama", **one_layer)
     compiled = torch.compile(model, backend=counter, fullgraph=True)
     for seq_len in (32, 48, 33, 47, 31, 97):

@@ -1,0 +1,23 @@
+"""Runs our kernels for GPUs in Triton's interpreter: `python -m tests.interpreted`, or `... --all`.
+
+All in one process, whose start takes longer than they do. `test_interpreted.py` starts it.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from tests.compute import test_merge_triton
+from tests.paged import test_paged_triton
+from tests.quantised import test_quantise_triton
+
+
+def main() -> None:
+    paged = test_paged_triton.CASES if "--all" in sys.argv else test_paged_triton.FEW
+    test_merge_triton.check_in_the_interpreter()
+    test_quantise_triton.check_in_the_interpreter()
+    test_paged_triton.check_in_the_interpreter([*paged])
+
+
+if __name__ == "__main__":
+    main()

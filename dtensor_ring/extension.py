@@ -31,6 +31,10 @@ Keys and values that a plan keeps by itself, as they are or in eight bits:
     `KeptTokens`, `format_named`, `no_tokens`.
 Sequences of a paged pool, and prompts of some that are prefilled by the ring:
     `BlockCopy`, `PagedPrefill`, `PooledSequence`.
+Blocks that move from a pool to another one, on other ranks:
+    `MovedTokens`, `PagedHandOver`, `moving_blocks`.
+Tensors that some ranks have alike, for others:
+    `copy_whole`.
 Pools of tokens, as an index over windows of them has for keys:
     `pool_tokens`.
 Layouts for models with layers that carry a state:
@@ -65,6 +69,9 @@ from dtensor_ring.dtensor.meta_model import MetaModel, ModelRequest
 from dtensor_ring.dtensor.sequence import IGNORE_INDEX
 from dtensor_ring.dtensor.sequence_tensor import from_local_tokens
 from dtensor_ring.dtensor.style import number_layer
+from dtensor_ring.handover.pages import PagedHandOver, moving_blocks
+from dtensor_ring.handover.plan import MovedTokens
+from dtensor_ring.handover.whole import copy_whole
 from dtensor_ring.ops.axis_ops import attached
 from dtensor_ring.ops.checks import NotPickled, check_strided, name_layer, within_layer
 from dtensor_ring.ops.nodes import autocast_dtype, register_gradient
@@ -92,8 +99,10 @@ __all__ = [
     "Layout",
     "MetaModel",
     "ModelRequest",
+    "MovedTokens",
     "NotPickled",
     "Padded",
+    "PagedHandOver",
     "PagedPrefill",
     "PooledSequence",
     "Problem",
@@ -114,6 +123,7 @@ __all__ = [
     "check_strided",
     "checked_barrier",
     "compare_hybrid_layouts",
+    "copy_whole",
     "draw_seed",
     "dropout_factors",
     "format_named",
@@ -122,6 +132,7 @@ __all__ = [
     "gathered",
     "layout_names",
     "machine_on",
+    "moving_blocks",
     "name_layer",
     "no_tokens",
     "number_layer",

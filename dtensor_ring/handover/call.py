@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
+import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from dtensor_ring.agreement.call_record import CallRecord, RingError
 from dtensor_ring.agreement.checked_transport import checked_transport
 from dtensor_ring.agreement.group_state import group_state_of
+from dtensor_ring.agreement.late_records import time_limit_of
 from dtensor_ring.handover.run import RING, Posts
 from dtensor_ring.ops.checks import CALLER
 from dtensor_ring.transport.transport import transport_of
@@ -23,6 +26,30 @@ class HandOverEnded(BaseException):
     Ranks post different messages, so no error leaves all of them at the same point. This one is no
     `Exception`: the group is shut down at once, and no rank waits for the others.
     """
+
+
+# Groups beside others. An entry ends with the group that it stands beside.
+_BESIDE: WeakKeyDictionary[ProcessGroup, ProcessGroup] = WeakKeyDictionary()
+
+
+def group_beside(group: ProcessGroup) -> ProcessGroup:
+    """Return another group of the same ranks, whose messages go beside those of the group.
+
+    It is made once. All ranks of the group call this.
+
+    >>> group = init_device_mesh("cpu", (1,)).get_group()
+    >>> group_beside(group) is group, group_beside(group) is group_beside(group)
+    (False, True)
+    """
+    found = _BESIDE.get(group)
+    if found is None:
+        ranks, limit = dist.get_process_group_ranks(group), time_limit_of(group)
+        made = dist.new_group(
+            ranks, limit, dist.get_backend_config(group), use_local_synchronization=True
+        )
+        assert isinstance(made, ProcessGroup)
+        found = _BESIDE.setdefault(group, made)
+    return found
 
 
 @contextmanager

@@ -15,9 +15,8 @@ from zlib import crc32
 import numpy as np
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed import ProcessGroup
 
-from dtensor_ring.dtensor.annotation import axis_group
 from dtensor_ring.handover.call import handing_over
 from dtensor_ring.handover.plan import BlockMove, MovedTokens, block_moves
 from dtensor_ring.handover.run import Content, Posts
@@ -211,7 +210,8 @@ class PagedHandOver:
 
 @contextmanager
 def moving_blocks(
-    mesh: DeviceMesh,
+    group: ProcessGroup,
+    device: torch.device,
     moved: Sequence[MovedTokens],
     pools: tuple[BlockPool, BlockPool],
     ranks: tuple[Sequence[int], Sequence[int]],
@@ -220,16 +220,17 @@ def moving_blocks(
 ) -> Iterator[PagedHandOver]:
     """Return a context in which tokens of sequences of one pool go to those of another pool.
 
-    All ranks of the mesh call it with the same numbers. Within it, a rank of the first pool calls
+    All ranks of the group call it with the same numbers. Within it, a rank of the first pool calls
     `send` for each layer, in order, once the layer has written these tokens. Other calls may run
-    meanwhile, but none over the group of this mesh. The end waits for all messages. Then commit the
+    meanwhile, but none over this group, see `group_beside`. The end waits for all messages. Then commit the
     tokens in the second pool.
 
     Args:
-        mesh: a 1-D mesh of the ranks of both pools, whose group nothing else uses meanwhile.
+        group: the ranks of both pools; nothing else uses this group meanwhile.
+        device: the device of this rank's tensors.
         moved: what moves.
         pools: both pools, which all ranks know; their blocks have the same size.
-        ranks: the ranks of each pool, in its order, counted along `mesh`.
+        ranks: the ranks of each pool, in its order, counted in the group.
         caches: the caches of this rank in each pool; `None` if it has none there.
         facts: what else must be equal on all ranks.
 
@@ -238,23 +239,22 @@ def moving_blocks(
         RingError: on every rank, if they differ, or a rank ended, raised, or did not answer in
             time.
 
-    >>> mesh = init_device_mesh("cpu", (1,))
+    >>> group = group_beside(init_device_mesh("cpu", (1,)).get_group())
     >>> pools = BlockPool(num_blocks=4, block=4), BlockPool(num_blocks=2, block=4)
     >>> caches = tuple(PagedCache(pool, 2, head_dim=8, num_layers=1) for pool in pools)
     >>> one, other = (pool.add([5, 6, 7]) for pool in pools)
     >>> PagedBatch(caches[0], [one], 3).write(0, *torch.randn(2, 1, 2, 3, 8))
     >>> moved = [MovedTokens(one, other, 0, 3)]
-    >>> with moving_blocks(mesh, moved, pools, ([0], [0]), caches, {}) as moving:
+    >>> cpu = torch.device("cpu")
+    >>> with moving_blocks(group, cpu, moved, pools, ([0], [0]), caches, {}) as moving:
     ...     moving.send(0)
     >>> torch.equal(caches[0].gather(0, one)[0], caches[1].gather(0, other)[0])
     True
     """
-    group = axis_group(mesh)
     moves = block_moves(moved, (pools[0].dealing, pools[1].dealing), ranks)
     numbers = b"".join(x.blocks.tobytes() for x in moves)
     places = [(x.source, x.target, len(x.blocks)) for x in moves]
     facts = facts | {"blocks that move": f"{places}, checksum {crc32(numbers):08x}"}
-    device = torch.empty(0, device=mesh.device_type).device
     with handing_over(group, facts, device) as posts:
         moving = PagedHandOver(posts, group.rank(), caches, moves)
         yield moving

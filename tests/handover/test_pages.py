@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from dtensor_ring import BlockPool, PagedBatch, PagedCache, RingError
+from dtensor_ring.handover.call import group_beside
 from dtensor_ring.handover.pages import moving_blocks
 from dtensor_ring.handover.plan import MovedTokens
 from dtensor_ring.paged.page_memory import QuantisedPages, _tensors
@@ -52,7 +53,7 @@ def kept_bytes(lengths: tuple[int, ...], kv_dtype: str | None) -> int:
 
 
 def check_moves(kv_dtype: str | None) -> None:
-    mesh, rank = init_device_mesh("cpu", (3,)), dist.get_rank()
+    group, rank = group_beside(init_device_mesh("cpu", (3,)).get_group()), dist.get_rank()
     for ranks in GROUPS:
         (one, given), (other, taken) = (pool_on(x, kv_dtype) for x in ranks)
         other.add([1] * 20)  # so that indices differ
@@ -61,7 +62,9 @@ def check_moves(kv_dtype: str | None) -> None:
         moved = [MovedTokens(*pair, 0, len(pair[0])) for pair in pairs]
         with (
             sent_bytes() as sent,
-            moving_blocks(mesh, moved, (one, other), ranks, (given, taken), {}) as moving,
+            moving_blocks(
+                group, torch.device("cpu"), moved, (one, other), ranks, (given, taken), {}
+            ) as moving,
         ):
             if given is not None:
                 for layer in range(LAYERS):
@@ -114,14 +117,17 @@ def test_blocks_move(pool: Pool, kv_dtype: str | None) -> None:
 
 def check_differ() -> None:
     """Ranks that move other blocks."""
-    mesh, rank, ranks = init_device_mesh("cpu", (2,)), dist.get_rank(), ([0], [1])
+    group = group_beside(init_device_mesh("cpu", (2,)).get_group())
+    rank, ranks = dist.get_rank(), ([0], [1])
     (one, given), (other, taken) = (pool_on(x, None) for x in ranks)
     pair = [pool.add([3] * 40) for pool in (one, other)]
     write(given, pair[:1])
     moved = [MovedTokens(*pair, 0, 40 - 16 * rank)]
 
     def move() -> None:
-        with moving_blocks(mesh, moved, (one, other), ranks, (given, taken), {}) as moving:
+        with moving_blocks(
+            group, torch.device("cpu"), moved, (one, other), ranks, (given, taken), {}
+        ) as moving:
             moving.send(0)
             moving.send(1)
 

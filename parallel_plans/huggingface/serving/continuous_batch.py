@@ -319,9 +319,9 @@ class ContinuousBatch:
         each = [x.config.num_return_sequences * self._need(x) for x in choices]
         return max(1, sum(each))
 
-    def _need(self, choice: TokenChoice) -> int:
-        """Return the blocks that a request has at its end, on the rank that has most of them."""
-        size = self._sharding.axis.mesh.size()
+    def _need(self, choice: TokenChoice, size: int | None = None) -> int:
+        """Return the blocks that a request has at its end, on the rank of `size` with the most."""
+        size = size or self._sharding.axis.mesh.size()
         # The last token is not kept. Block 0 is on the first rank, so it has as many as any other.
         return -(-(choice.config.max_length - 1) // (self._options.page_size * size))
 
@@ -345,7 +345,9 @@ class ContinuousBatch:
 
     def _too_long(self, choice: TokenChoice) -> str | None:
         """Return why a request can never have all its blocks, or `None`."""
-        need, pool = self._need(choice), self._scheduler.pool
+        return self._error_of_length(choice, self._scheduler.pool, self._need(choice))
+
+    def _error_of_length(self, choice: TokenChoice, pool: BlockPool, need: int) -> str | None:
         if need <= pool.num_blocks:
             return None
         return (
@@ -405,6 +407,8 @@ def generate_batch(
     progress_bar: bool = False,
     persistent_manager: bool = False,
     warmup: bool = True,
+    prefill: Any = None,
+    decode: Any = None,
     **options: Any,
 ) -> dict[str, Any]:
     """Generate for all prompts; return transformers' `GenerationOutput` by id, in order.
@@ -421,12 +425,16 @@ def generate_batch(
         progress_bar: whether the first rank shows how many requests have ended.
         persistent_manager: not supported: `init_continuous_batching` returns what persists.
         warmup: ignored: there is nothing to warm up.
+        prefill: with `decode`, the 1-D mesh of the ranks that prefill prompts; the plan's axis has
+            all ranks of both, and all of them call this. See docs/inference.md, "Two groups".
+        decode: the 1-D mesh of the ranks that decode.
         options: options of `generate`, as `max_new_tokens`.
 
     Raises:
         ValueError: on every rank, if ranks differ, or an option is not supported. A prompt that
             cannot be served gives an output with an `error`.
-        RingError: on every rank, if a rank raised, or ranks drifted apart.
+        RingError: on every rank, if a rank raised, or ranks drifted apart; with two groups a
+            `RequestsHandedBack`, which has the requests that have not started.
     """
     if record_timestamps or persistent_manager:
         raise ValueError(
@@ -436,7 +444,10 @@ def generate_batch(
         )
     group = axis_group(self.context_parallel_sharding.axis.mesh)
     try:
-        batch = self.init_continuous_batching(generation_config, continuous_batching_config)
+        groups = {"prefill": prefill, "decode": decode}
+        groups = {name: mesh for name, mesh in groups.items() if mesh is not None}
+        how = generation_config, continuous_batching_config
+        batch = self.init_continuous_batching(*how, **groups)
         ids = batch.add_requests(inputs, **options)
         with _progress(batch, progress_bar and group.rank() == 0) as outputs:
             found = {output.request_id: output for output in outputs}

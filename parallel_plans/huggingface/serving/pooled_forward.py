@@ -7,7 +7,7 @@ together. Attention takes them apart again.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,6 +50,10 @@ class PooledMemory:
             layer has shown its keys, it is taken to.
         seq_len: the number of tokens before a forward, as models ask for it: positions are given.
         is_running: whether the model is running on new tokens.
+        kind: the number of heads, the head dims of keys and values, and the dtype of what is kept;
+            `None` before the first forward.
+        written: called with the number of each layer, among those that keep keys, once it has
+            written its new tokens; `None` if nobody asks.
     """
 
     seq_len, is_running = 0, True
@@ -59,20 +63,34 @@ class PooledMemory:
         self.numbers: Sequence[int] = ()
         self.cache: PagedCache | None = None
         self.kept, self.expands = (0, 0), True
+        self.kind: tuple[int, int, int, torch.dtype] | None = None
+        self.written: Callable[[int], None] | None = None
         self.step: PooledStep | None = None
         self.key_runs = torch.empty(0)
 
     def append(self, layer: int, key: Tensor, value: Tensor) -> Pair:
         """Write new tokens of a layer; return what the layer makes its keys and values of."""
         assert self.step is not None, "outside of a forward"
-        cache = self.cache = self.cache or self._allocated(key, value)
-        return self.step.append(cache, self.numbers[layer], key, value)
+        if self.cache is None:
+            self.allocate((key.shape[1], key.shape[3], value.shape[3], key.dtype), key.device)
+        assert self.cache is not None
+        found = self.step.append(self.cache, self.numbers[layer], key, value)
+        if self.written is not None:
+            self.written(self.numbers[layer])
+        return found
 
-    def _allocated(self, key: Tensor, value: Tensor) -> PagedCache:
-        rank, self.kept = self.axis.mesh.get_local_rank(), (key.shape[1], key.shape[3])
-        sizes = *self.kept, max(self.numbers) + 1, rank, value.shape[3]
-        return PagedCache(
-            self.pool, *sizes, dtype=key.dtype, device=key.device, kv_dtype=self.kv_dtype
+    @property
+    def num_layers(self) -> int:
+        """Return the number of layers that keep keys."""
+        return max(self.numbers) + 1
+
+    def allocate(self, kind: tuple[int, int, int, torch.dtype], device: torch.device) -> None:
+        """Allocate the memory for keys and values of a `kind`."""
+        heads, head_dim, value_dim, dtype = self.kind = kind
+        rank, self.kept = self.axis.mesh.get_local_rank(), (heads, head_dim)
+        sizes = *self.kept, self.num_layers, rank, value_dim
+        self.cache = PagedCache(
+            self.pool, *sizes, dtype=dtype, device=device, kv_dtype=self.kv_dtype
         )
 
 
@@ -294,6 +312,8 @@ class PooledForward:
         model: a causal language model under a plan.
         sharding: how the plan shards it.
         pool: the pool of its sequences.
+        axis: the ranks of the pool, if they are not all of the plan's; then nothing is compared
+            here.
 
     Attributes:
         memory: the keys and values on this rank.
@@ -302,14 +322,17 @@ class PooledForward:
         ValueError: if the model cannot run over pooled sequences.
     """
 
-    def __init__(self, model: Any, sharding: Sharding, pool: BlockPool) -> None:
+    def __init__(
+        self, model: Any, sharding: Sharding, pool: BlockPool, axis: SequenceAxis | None = None
+    ) -> None:
         from parallel_plans.huggingface.generation.context_parallel_cache import pooled_cache
 
         check_servable(model)
-        with torch.no_grad():
-            sharding.agree(model, {})  # on the weights
+        if axis is None:
+            with torch.no_grad():
+                sharding.agree(model, {})  # on the weights
         self._model, self._sharding = model, sharding
-        self.memory = PooledMemory(sharding.axis, pool, sharding.cache_dtype)
+        self.memory = PooledMemory(axis or sharding.axis, pool, sharding.cache_dtype)
         cache, self.memory.numbers = pooled_cache(model, self.memory)
         self._inputs = tuple(PooledInputs(self.memory, i) for i in range(len(cache.layers)))
         self._cache = {cache_name(model): cache}

@@ -88,12 +88,16 @@ class Scheduler:
             if self._is_being_prefilled(tokens):
                 continue
             try:
-                request.sequence = self.pool.add(tokens)
+                self.counts.cached += self._hold(request, tokens)
             except OutOfBlocks:
                 return  # younger requests that are shorter do not overtake it
-            self.counts.cached += request.sequence.num_cached
             self.waiting.remove(request)
             insort(self.prefilling, request, key=AGE)
+
+    def _hold(self, request: ServedRequest, tokens: array[int]) -> int:
+        """Take the blocks of a request, and return how many of its tokens are cached."""
+        request.sequence = self.pool.add(tokens)
+        return request.sequence.num_cached
 
     def _is_being_prefilled(self, tokens: array[int]) -> bool:
         """Return whether another request writes a full block that these tokens begin with."""

@@ -220,6 +220,10 @@ class ServedRequest:
         longest, tokens = self.choice.ends
         return len(self._tokens) >= longest or token in tokens
 
+    def note(self, token: int) -> None:
+        """Add the next token, which other ranks chose."""
+        self._tokens.append(token)
+
     def output(self, error: str | None = None) -> Any:
         """Return the result, or why there is none, as transformers' `GenerationOutput`."""
         return generation_output(

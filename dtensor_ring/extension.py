@@ -32,7 +32,7 @@ Keys and values that a plan keeps by itself, as they are or in eight bits:
 Sequences of a paged pool, and prompts of some that are prefilled by the ring:
     `BlockCopy`, `PagedPrefill`, `PooledSequence`.
 Blocks that move from a pool to another one, on other ranks:
-    `MovedTokens`, `PagedHandOver`, `moving_blocks`, `group_beside`.
+    `MovedTokens`, `PagedHandOver`, `moving_blocks`, `group_beside`, `end_calls`.
 Tensors that some ranks have alike, for others:
     `copy_whole`.
 Pools of tokens, as an index over windows of them has for keys:
@@ -69,7 +69,7 @@ from dtensor_ring.dtensor.meta_model import MetaModel, ModelRequest
 from dtensor_ring.dtensor.sequence import IGNORE_INDEX
 from dtensor_ring.dtensor.sequence_tensor import from_local_tokens
 from dtensor_ring.dtensor.style import number_layer
-from dtensor_ring.handover.call import group_beside
+from dtensor_ring.handover.call import end_calls, group_beside
 from dtensor_ring.handover.pages import PagedHandOver, moving_blocks
 from dtensor_ring.handover.plan import MovedTokens
 from dtensor_ring.handover.whole import copy_whole
@@ -127,6 +127,7 @@ __all__ = [
     "copy_whole",
     "draw_seed",
     "dropout_factors",
+    "end_calls",
     "format_named",
     "from_local_tokens",
     "gather_rows",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -50,6 +50,19 @@ def group_beside(group: ProcessGroup) -> ProcessGroup:
         assert isinstance(made, ProcessGroup)
         found = _BESIDE.setdefault(group, made)
     return found
+
+
+def end_calls(group: ProcessGroup, error: BaseException) -> None:
+    """Shut a group down after an error elsewhere, so that no rank waits for this one in its calls.
+
+    >>> end_calls(init_device_mesh("cpu", (1,)).get_group(), ValueError("of another group"))
+    """
+    if group.size() == 1:
+        return
+    record = CallRecord({"direction": RING, "error": "elsewhere"})
+    cpu = torch.device("cpu")
+    with suppress(RingError, HandOverEnded), checked_transport(group, record, RING, cpu):
+        raise HandOverEnded(f"{type(error).__name__}: {error}")
 
 
 @contextmanager

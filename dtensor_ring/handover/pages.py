@@ -222,8 +222,8 @@ def moving_blocks(
 
     All ranks of the group call it with the same numbers. Within it, a rank of the first pool calls
     `send` for each layer, in order, once the layer has written these tokens. Other calls may run
-    meanwhile, but none over this group, see `group_beside`. The end waits for all messages. Then commit the
-    tokens in the second pool.
+    meanwhile, but none over this group, see `group_beside`. The end waits for all messages. Then
+    commit the tokens in the second pool.
 
     Args:
         group: the ranks of both pools; nothing else uses this group meanwhile.

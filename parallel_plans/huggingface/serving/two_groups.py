@@ -26,6 +26,7 @@ from dtensor_ring.extension import (
     PagedHandOver,
     axis_group,
     check_agreement,
+    end_calls,
     group_beside,
     moving_blocks,
 )
@@ -50,7 +51,8 @@ class RequestsHandedBack(RingError):
     """A step of two groups failed; requests that have not started are handed back.
 
     Attributes:
-        not_started: their prompts, by id. Nothing was computed for them: add them to another batch.
+        not_started: their prompts, by id. They waited when the step began: add them to another
+            batch.
     """
 
     def __init__(self, error: RingError, not_started: dict[str, list[int]]) -> None:
@@ -120,8 +122,13 @@ class TwoGroupBatch(ContinuousBatch):
         not_started = self._not_started()
         try:
             return super().step()
-        except RingError as error:
-            raise RequestsHandedBack(error, not_started) from error
+        except BaseException as error:
+            # A rank that left one group early may be waited for in another one.
+            for group in (self._beside, *(axis_group(x.mesh) for x in self._axes if x)):
+                end_calls(group, error)
+            if isinstance(error, RingError):
+                raise RequestsHandedBack(error, not_started) from error
+            raise
 
     def _not_started(self) -> dict[str, list[int]]:
         """Return the prompts of requests that wait, and for which nothing was computed."""
@@ -217,7 +224,7 @@ class TwoGroupBatch(ContinuousBatch):
         """Allocate the second pool as the first group keeps keys; all ranks meet here once."""
         first, second = self._forwards
         kind = None if first is None else first.memory.kind
-        told = check_agreement(self._group, {}, SAME_REQUESTS, kind)
+        told = check_agreement(self._beside, {}, SAME_REQUESTS, kind)
         if second is not None and second.memory.cache is None:
             second.memory.allocate(next(x for x in told if x is not None), self._model.device)
         self._is_allocated = True

@@ -1,8 +1,8 @@
 """Decides what each step of two groups computes, and which blocks move between their pools.
 
-A request has a sequence in each pool while its prompt is prefilled: the first group computes it, and
-blocks that are full, and at the end the last one, move to the second group, which decodes. Then its
-blocks in the first pool are given back; they stay there for prompts with the same beginning.
+A request has a sequence in each pool while its prompt is prefilled: the first group computes it,
+and blocks that are full, and at the end the last one, move to the second group, which decodes. Then
+its blocks in the first pool are given back; they stay there for prompts with the same beginning.
 
 Note [Two prefixes]: each pool keeps the blocks of prompts that came before. A token is computed
 unless the first pool has it, and moves unless the second one has it.

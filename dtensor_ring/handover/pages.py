@@ -239,7 +239,7 @@ def moving_blocks(
         RingError: on every rank, if they differ, or a rank ended, raised, or did not answer in
             time.
 
-    >>> group = group_beside(init_device_mesh("cpu", (1,)).get_group())
+    >>> group = init_device_mesh("cpu", (1,)).get_group()
     >>> pools = BlockPool(num_blocks=4, block=4), BlockPool(num_blocks=2, block=4)
     >>> caches = tuple(PagedCache(pool, 2, head_dim=8, num_layers=1) for pool in pools)
     >>> one, other = (pool.add([5, 6, 7]) for pool in pools)

@@ -34,6 +34,7 @@ from parallel_plans.huggingface.serving.continuous_batch import (
     SAME_REQUESTS,
     ContinuousBatch,
     ServingOptions,
+    install_generate_batch,
 )
 from parallel_plans.huggingface.serving.pooled_forward import PooledForward, check_servable
 from parallel_plans.huggingface.serving.served_request import (
@@ -152,7 +153,7 @@ class TwoGroupBatch(ContinuousBatch):
             if axis is not None:
                 self._forwards[number] = PooledForward(self._model, self._sharding, pool, axis)
         limits = options.max_batch_tokens, options.max_requests_per_batch
-        return TwoPoolScheduler(*pools, *limits), self._forwards[1]
+        return TwoPoolScheduler(pools[0], pools[1], *limits), self._forwards[1]
 
     def _need(self, choice: TokenChoice, size: int | None = None) -> int:
         return super()._need(choice, size or min(map(len, self._ranks)))
@@ -324,8 +325,9 @@ def _check_weights(model: Any) -> None:
         )
 
 
-def install_two_groups(model: Any) -> None:
-    """Let continuous batching of this model take the groups `prefill` and `decode`."""
+def install_batches(model: Any) -> None:
+    """Make continuous batching of this model run over a sharded pool, or over one of each group."""
+    install_generate_batch(model)
     plain = vars(model).get("init_continuous_batching")
     if plain is None:  # it does not generate
         return

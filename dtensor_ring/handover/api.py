@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -17,7 +18,15 @@ from dtensor_ring.dtensor.call_check import check_agreement, checked_barrier
 from dtensor_ring.handover.call import handing_over
 from dtensor_ring.handover.columns import ColumnMove
 from dtensor_ring.handover.plan import head_span
-from dtensor_ring.handover.run import MovedPart, Posts, copy, fill, put
+from dtensor_ring.handover.run import (
+    Incoming,
+    MovedPart,
+    Outgoing,
+    Posts,
+    copy,
+    fill,
+    put,
+)
 from dtensor_ring.handover.sides import HandOverPlan, Kept, Told, Wanted, planned
 from dtensor_ring.quantised.kept_tokens import KINDS
 
@@ -128,19 +137,17 @@ class HandOver:
         told = check_agreement(self._group, {"error": "none"}, SAME_HAND_OVER, self._told)
         self._plan = planned(told, dist.get_process_group_ranks(self._group))
         self._made = self._empty() if target is not None else []
-        self._open = ExitStack()
 
     def __enter__(self) -> Self:
         kept = self._plan.kept
         facts = {"tokens": kept.table.seq_len, "batch": kept.batch, "kv_dtype": kept.kv_dtype}
         facts |= {"layers": len(kept.layers)}
-        self._posts: Posts = self._open.enter_context(
-            handing_over(self._group, facts, self._device)
-        )
-        for number in range(len(self._made)):
-            for move in self._plan.moves:
-                if move.move.target == self._rank != move.move.source:
-                    self._receive(number, move)
+        with ExitStack() as stack:
+            self._posts: Posts = stack.enter_context(handing_over(self._group, facts, self._device))
+            if self._source is None:
+                for number in range(len(self._made)):
+                    self._posts.post(number, self._incoming(number), [])
+            self._open = stack.pop_all()
         return self
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> bool | None:
@@ -167,27 +174,32 @@ class HandOver:
             raise ValueError(f"layers go in their order: {self._next} is next, got {number}")
         layer = self._source[number]
         layer._reorder()
+        outgoing = []
         for move in self._plan.moves:
-            if move.move.source == self._rank:
-                self._give(number, layer, move)
+            if move.move.source != self._rank:
+                continue
+            parts = self._given(number, layer, move)
+            if move.move.target == self._rank:
+                copy(parts, self._taken(number, move))
+            else:
+                contents = [x.content for x in parts]
+                outgoing.append(Outgoing(move.move.target, contents, partial(fill, parts)))
+        self._posts.post(number, self._incoming(number), outgoing)
         self._next += 1
 
-    def _give(self, number: int, layer: CacheLayer, move: ColumnMove) -> None:
-        kept = self._plan.kept.layers[number]
-        pairs = zip(layer._memory, kept, strict=True)
-        parts = [part for x, (shape, _) in pairs for part in move.given(x, shape[1])]
-        peer = move.move.target
-        if peer == self._rank:
-            copy(parts, self._taken(number, move))
-        else:
-            contents = [x.content for x in parts]
-            self._posts.send(peer, number, contents, lambda packed: fill(parts, packed))
+    def _given(self, number: int, layer: CacheLayer, move: ColumnMove) -> list[MovedPart]:
+        pairs = zip(layer._memory, self._plan.kept.layers[number], strict=True)
+        return [part for x, (shape, _) in pairs for part in move.given(x, shape[1])]
 
-    def _receive(self, number: int, move: ColumnMove) -> None:
-        parts = self._taken(number, move)
-        contents = [x.content for x in parts]
-        peer = move.move.source
-        self._posts.receive(peer, number, contents, lambda packed: put(parts, packed))
+    def _incoming(self, number: int) -> list[Incoming]:
+        """Return the messages of a layer that this rank gets."""
+        found = []
+        for move in self._plan.moves:
+            if move.move.target == self._rank != move.move.source:
+                parts = self._taken(number, move)
+                contents = [x.content for x in parts]
+                found.append(Incoming(move.move.source, contents, partial(put, parts)))
+        return found
 
     def _taken(self, number: int, move: ColumnMove) -> list[MovedPart]:
         return [part for memory in self._made[number] for part in move.taken(memory)]

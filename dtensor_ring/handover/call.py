@@ -84,14 +84,14 @@ def handing_over(
             time.
     """
     if group.size() == 1:  # nobody to agree with
-        posts = Posts(transport_of(group), device)
+        posts = Posts(transport_of(group), 0, device)
         yield posts
         posts.finish()
         return
     record = CallRecord({"direction": RING, **{name: str(x) for name, x in facts.items()}})
     try:
         with checked_transport(group, record, RING, device, call_site=CALLER.site) as transport:
-            posts = Posts(transport, device)
+            posts = Posts(transport, group.rank(), device)
             try:
                 yield posts
                 posts.finish()

@@ -6,8 +6,8 @@ are kept.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -71,7 +71,8 @@ def _blank(none: QuantisedTokens, num_cols: int) -> QuantisedTokens:
     return replace(none, closed=closed, open=wider(none.open, num_open))
 
 
-class ColumnMove(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class ColumnMove:
     """A move of columns, and its full blocks and other columns if these are rounded.
 
     Attributes:
@@ -104,25 +105,33 @@ class ColumnMove(NamedTuple):
         """Return where it goes in the memory of the target, which has its heads only."""
         return self._parts(memory, (0, memory.like.shape[1]), 1)
 
-    def _parts(self, memory: ColumnMemory, heads: Span, side: int) -> list[MovedPart]:
+    @cached_property
+    def _cols(self) -> tuple[tuple[Cols, ...], tuple[Cols, ...]]:
+        """Return the columns of all tensors by side; made once, and so are indices of them."""
+        return self._cols_of(0), self._cols_of(1)
+
+    def _cols_of(self, side: int) -> tuple[Cols, ...]:
         if self.closed is None or self.open is None:
-            assert isinstance(memory, PlainColumns)
-            return [MovedPart(_narrow(memory.buffer, heads), _cols_of(self.move, side))]
-        assert isinstance(memory, QuantisedColumns)
-        tokens = memory.tokens.crop(self.num_cols[side])
-        blocks, closed = _cols_of(self.closed, side), tokens.closed
+            return (_side_of(self.move, side),)
+        blocks = _side_of(self.closed, side)
         data = Cols(tuple([(a * BLOCK_SIZE, b * BLOCK_SIZE) for a, b in blocks.spans]))
-        # Numbers of 8 bits as bytes: few kernels know all their dtypes.
-        found: Sequence[tuple[Tensor | None, Cols]] = (
-            (closed.data.view(torch.uint8), data),
-            (closed.scales, blocks),
-            (closed.means, blocks),
-            (tokens.open, _cols_of(self.open, side)),
-        )
+        return data, blocks, blocks, _side_of(self.open, side)
+
+    def _parts(self, memory: ColumnMemory, heads: Span, side: int) -> list[MovedPart]:
+        tensors: tuple[Tensor | None, ...]
+        if isinstance(memory, QuantisedColumns):
+            tokens = memory.tokens.crop(self.num_cols[side])
+            q = tokens.closed
+            # Numbers of 8 bits as bytes: few kernels know all their dtypes.
+            tensors = q.data.view(torch.uint8), q.scales, q.means, tokens.open
+        else:
+            assert isinstance(memory, PlainColumns)
+            tensors = (memory.buffer,)
+        found = zip(tensors, self._cols[side], strict=True)
         return [MovedPart(_narrow(x, heads), cols) for x, cols in found if x is not None]
 
 
-def _cols_of(move: ShardMove, side: int) -> Cols:
+def _side_of(move: ShardMove, side: int) -> Cols:
     return move.target_cols() if side else move.source_cols()
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 from zlib import crc32
 
@@ -19,7 +20,7 @@ from torch.distributed import ProcessGroup
 
 from dtensor_ring.handover.call import handing_over
 from dtensor_ring.handover.plan import BlockMove, MovedTokens, block_moves
-from dtensor_ring.handover.run import Content, Posts
+from dtensor_ring.handover.run import Content, Incoming, Outgoing, Posts
 from dtensor_ring.paged.api import PagedCache
 from dtensor_ring.paged.block_pool import BlockPool
 from dtensor_ring.paged.page_memory import PageMemory, PlainPages, QuantisedPages, _tensors
@@ -144,8 +145,9 @@ def _expanded(firsts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
 class PagedHandOver:
     """Tokens of sequences of one pool that go to sequences of another pool, within `handing_over`.
 
-    All ranks know both pools, and compute the same moves without a message. Receives are posted at
-    once. What a rank of the source sends is there once all messages have arrived.
+    All ranks know both pools, and compute the same moves without a message. A rank that has no
+    source posts all receives at once, others with what they send of the layer. What moved is there
+    once all messages have arrived.
 
     Args:
         posts: the messages.
@@ -179,33 +181,38 @@ class PagedHandOver:
                 self._given.append((move.target, given, taken))
             elif taken is not None:
                 self._taken.append((move.source, taken))
-        for layer in range(0 if target is None else target.num_layers):
-            for peer, taken in self._taken:
-                self._receive(layer, peer, taken)
+        if target is not None and source is None:
+            for layer in range(target.num_layers):
+                posts.post(layer, self._incoming(layer), [])
 
     def send(self, layer: int) -> None:
         """Send what a layer has of these tokens; what stays on this rank is copied."""
+        outgoing = []
         with torch.inference_mode(False), torch.no_grad():
             for peer, given, taken in self._given:
                 if taken is None:
-                    self._send(layer, peer, given)
+                    outgoing.append(Outgoing(peer, given.contents, partial(given.fill, layer)))
                 else:
-                    content = [
-                        torch.empty(x.shape, dtype=x.dtype, device=self.posts.device)
-                        for x in given.contents
-                    ]
-                    given.fill(layer, content)
-                    taken.put(layer, content)
+                    self._copy(layer, given, taken)
+            self.posts.post(layer, self._incoming(layer), outgoing)
 
-    def _send(self, layer: int, peer: int, given: MovedPages) -> None:
-        self.posts.send(peer, layer, given.contents, lambda packed: given.fill(layer, packed))
+    def _copy(self, layer: int, given: MovedPages, taken: MovedPages) -> None:
+        device = self.posts.device
+        content = [torch.empty(x.shape, dtype=x.dtype, device=device) for x in given.contents]
+        given.fill(layer, content)
+        taken.put(layer, content)
 
-    def _receive(self, layer: int, peer: int, taken: MovedPages) -> None:
-        def put(packed: list[Tensor]) -> None:
-            with torch.inference_mode(False), torch.no_grad():
-                taken.put(layer, packed)
+    def _incoming(self, layer: int) -> list[Incoming]:
+        """Return the messages of a layer that this rank gets."""
+        return [
+            Incoming(peer, taken.contents, partial(_put, taken, layer))
+            for peer, taken in self._taken
+        ]
 
-        self.posts.receive(peer, layer, taken.contents, put)
+
+def _put(taken: MovedPages, layer: int, packed: list[Tensor]) -> None:
+    with torch.inference_mode(False), torch.no_grad():
+        taken.put(layer, packed)
 
 
 @contextmanager

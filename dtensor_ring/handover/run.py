@@ -49,18 +49,43 @@ def views_of(buffer: Tensor, contents: Sequence[Content]) -> list[Tensor]:
     return [found[number] for number in range(len(contents))]
 
 
+def num_bytes(message: Incoming | Outgoing) -> int:
+    """Return the bytes of a message."""
+    return sum(x.num_bytes for x in message.contents)
+
+
+class Incoming(NamedTuple):
+    """A message of a peer: `put` takes its tensors once it has arrived."""
+
+    peer: int
+    contents: Sequence[Content]
+    put: Callable[[list[Tensor]], object]
+
+
+class Outgoing(NamedTuple):
+    """A message to a peer: `fill` writes its tensors when it is posted."""
+
+    peer: int
+    contents: Sequence[Content]
+    fill: Callable[[list[Tensor]], object]
+
+
 class _Posted(NamedTuple):
     label: Label
     works: Sequence[Work]
-    buffer: Tensor
-    arrived: Callable[[], None] | None
+    buffers: list[Tensor]
+    arriving: list[tuple[Incoming, Tensor]]
 
 
 class Posts:
     """The messages of one hand-over on this rank.
 
+    Two ranks match their messages in the order in which they are posted. What a rank posts for a
+    layer is one batch: NCCL would wait for what comes before a send of the same rank otherwise.
+
     Args:
         transport: moves them.
+        rank: this rank, which labels its messages in profiles.
         device: where their tensors are.
 
     Attributes:
@@ -68,88 +93,61 @@ class Posts:
         device: where their tensors are.
     """
 
-    def __init__(self, transport: Transport, device: torch.device) -> None:
-        self._transport, self.device = transport, device
+    def __init__(self, transport: Transport, rank: int, device: torch.device) -> None:
+        self._transport, self._rank, self.device = transport, rank, device
         self._posted: list[_Posted] = []
         self.num_sent = 0
         transport.prepare(device)
 
-    def receive(
-        self,
-        peer: int,
-        layer: int,
-        contents: Sequence[Content],
-        put: Callable[[list[Tensor]], object],
-    ) -> None:
-        """Expect a message of a peer. `put` takes its tensors, once it has arrived."""
-        buffer, flat = self._buffer(contents)
-        if not flat.numel():
+    def post(self, layer: int, incoming: Sequence[Incoming], outgoing: Sequence[Outgoing]) -> None:
+        """Post messages of a layer; those without bytes are left out on both sides."""
+        incoming = [x for x in incoming if num_bytes(x)]
+        outgoing = [x for x in outgoing if num_bytes(x)]
+        if not incoming and not outgoing:
             return
-        works = self._start(Label(RING, layer, peer), [P2P(flat, peer, source=peer)], [])
-
-        def arrived() -> None:
-            put(views_of(flat, contents))
-
-        self._posted.append(_Posted(Label(RING, layer, peer), works, buffer, arrived))
-
-    def send(
-        self,
-        peer: int,
-        layer: int,
-        contents: Sequence[Content],
-        fill: Callable[[list[Tensor]], object],
-    ) -> None:
-        """Send a message to a peer, whose tensors `fill` writes now."""
-        buffer, flat = self._buffer(contents)
-        if not flat.numel():
-            return
-        label = Label(RING, layer, peer)
+        label = Label(RING, layer, self._rank)
+        buffers, messages = list[Tensor](), list[P2P]()
+        for x in (*incoming, *outgoing):
+            buffers.append(self._transport.allocate(num_bytes(x), self.device))
+            messages.append(P2P(buffers[-1][: num_bytes(x)], x.peer, source=x.peer))
+        receives, sends = messages[: len(incoming)], messages[len(incoming) :]
         with label("pack"):
-            fill(views_of(flat, contents))
-        with label("send"):
-            works = self._start(label, [], [P2P(flat, peer, source=peer)])
-        self.num_sent += flat.numel()
-        self._posted.append(_Posted(label, works, buffer, None))
+            for x, message in zip(outgoing, sends, strict=True):
+                x.fill(views_of(message.flat, x.contents))
+        with label("send" if outgoing else "receive"):
+            works = self._transport.start(receives, sends)
+        self._transport.at(label)
+        self.num_sent += sum(map(num_bytes, outgoing))
+        arriving = [(x, y.flat) for x, y in zip(incoming, receives, strict=True)]
+        self._posted.append(_Posted(label, works, buffers, arriving))
 
-    def tell(self, peer: int, x: Tensor) -> None:
-        """Send a tensor to a peer, which hears it."""
-        self.send(peer, 0, [Content.of(x)], lambda packed: packed[0].copy_(x))
+    def tell(self, peers: Sequence[int], x: Tensor) -> None:
+        """Send a tensor to peers, which hear it."""
+        content = [Content.of(x)]
+        self.post(0, [], [Outgoing(peer, content, lambda to: to[0].copy_(x)) for peer in peers])
 
     def hear(self, peer: int, into: Tensor) -> None:
         """Expect a tensor of this shape and dtype, which a peer tells; `finish` writes it."""
-        self.receive(peer, 0, [Content.of(into)], lambda packed: into.copy_(packed[0]))
+        self.post(0, [Incoming(peer, [Content.of(into)], lambda x: into.copy_(x[0]))], [])
 
     def finish(self) -> None:
         """Wait for all messages, in the order in which they were posted."""
         posted, self._posted = self._posted, []
-        for label, works, buffer, arrived in posted:
+        for label, works, buffers, arriving in posted:
             with label("wait"):
                 for work in works:
                     work.wait()
-            if arrived is not None:
-                with label("unpack"):
-                    arrived()
-            self._transport.free(buffer)
+            with label("unpack"):
+                for x, flat in arriving:
+                    x.put(views_of(flat, x.contents))
+            for buffer in buffers:
+                self._transport.free(buffer)
 
     def abandon(self) -> None:
         """Hold the memory of messages in flight until they end, after an error."""
         works = [work for x in self._posted for work in x.works]
-        hold_until_complete(works, [x.buffer for x in self._posted])
+        hold_until_complete(works, [buffer for x in self._posted for buffer in x.buffers])
         self._posted = []
-
-    def _start(self, label: Label, receives: list[P2P], sends: list[P2P]) -> Sequence[Work]:
-        works = self._transport.start(receives, sends)
-        self._transport.at(label)
-        return works
-
-    def _buffer(self, contents: Sequence[Content]) -> tuple[Tensor, Tensor]:
-        """Return memory for a message, and the part of it that travels."""
-        num_bytes = sum(x.num_bytes for x in contents)
-        if not num_bytes:
-            none = torch.empty(0, dtype=torch.uint8, device=self.device)
-            return none, none
-        buffer = self._transport.allocate(num_bytes, self.device)
-        return buffer, buffer[:num_bytes]
 
 
 class MovedPart(NamedTuple):

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from dtensor_ring.dtensor.annotation import axis_group
 from dtensor_ring.dtensor.call_check import check_agreement
 from dtensor_ring.handover.call import handing_over
-from dtensor_ring.handover.run import Content
+from dtensor_ring.handover.run import Content, Incoming, Outgoing
 
 SAME_TENSORS = "hand over the same tensors"
 
@@ -65,11 +65,9 @@ def copy_whole(
             into.copy_(x)
 
     with handing_over(group, {"whole tensors": [*contents]}, device) as posts:
-        for giver, taker in pairs:
-            if rank == giver:
-                posts.send(taker, 0, contents, fill)
-            elif rank == taker:
-                posts.receive(giver, 0, contents, put)
+        incoming = [Incoming(giver, contents, put) for giver, taker in pairs if taker == rank]
+        outgoing = [Outgoing(taker, contents, fill) for giver, taker in pairs if giver == rank]
+        posts.post(0, incoming, outgoing)
     if not gets:
         return None
     return made if tensors is None else [x.clone() for x in tensors]

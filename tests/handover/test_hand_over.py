@@ -181,11 +181,12 @@ def check_layers() -> None:
         for x in events
         if x.name.startswith("layer") or ("hand over" in x.name and "pack" not in x.name)
     ]
+    rank = dist.get_rank()
+    sends = f", source {rank}: send"
     if source is not None:
         assert order == [
-            *("layer 0", "step 0, source 2: send", "layer 1", "step 1, source 2: send"),
-            *("layer 2", "step 2, source 2: send"),
-            *(f"step {i}, source 2: wait" for i in range(3)),
+            *(f"{x} {i}{y}" for i in range(3) for x, y in (("layer", ""), ("step", sends))),
+            *(f"step {i}, source {rank}: wait" for i in range(3)),
         ]
         num_cols = sum(source.positions < 9)
         assert sent == [num_cols * 2 * 2 * 2 * 8 * 4] * 3

@@ -70,7 +70,7 @@ def check_moves(kv_dtype: str | None) -> None:
                 for layer in range(LAYERS):
                     moving.send(layer)
             if rank == ranks[1][0]:
-                moving.posts.tell(ranks[0][0], torch.tensor([7]))
+                moving.posts.tell([ranks[0][0]], torch.tensor([7]))
             heard = torch.zeros(1, dtype=torch.int64)
             if rank == ranks[0][0]:
                 moving.posts.hear(ranks[1][0], heard)

@@ -256,9 +256,8 @@ class TwoGroupBatch(ContinuousBatch):
         logprobs = [x.logprobs[-1] if x.logprobs else 0.0 for x in requests]
         chosen[2] = torch.tensor(logprobs, dtype=torch.float64).view(torch.int64)
         if self._beside.rank() == decoding[0]:
-            for peer in range(self._beside.size()):
-                if peer not in decoding:
-                    moving.posts.tell(peer, chosen)
+            others = {*range(self._beside.size())} - {*decoding}
+            moving.posts.tell(sorted(others), chosen)
         return chosen
 
     def _note(self, requests: Sequence[ServedRequest], chosen: Tensor) -> None:

@@ -174,8 +174,8 @@ def check_trace() -> None:
         return
     events = sorted(trace.events(), key=lambda x: x.time_range.start)
     names = [x.name.removeprefix("ring hand over, ") for x in events]
-    order = [x for x in names if re.match(r"attention|step \d, source 2: (send|wait)", x)]
-    sends = [f"step {layer}, source 2: send" for layer in (0, 1)]
+    order = [x for x in names if re.match(r"attention|step \d, source \d: (send|wait)", x)]
+    sends = [f"step {layer}, source {rank}: send" for layer in (0, 1)]
     assert order[:4] == [sends[0], "attention 0", sends[1], "attention 1"]
     assert all(x.endswith("wait") for x in order[4:])
     assert len(order) > 4

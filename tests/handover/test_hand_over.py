@@ -168,7 +168,7 @@ def check_layers() -> None:
         source.begin(10, dealt=True)
     with (
         sent_bytes() as sent,
-        profile(activities=[ProfilerActivity.CPU]) as trace,
+        profile(activities=[ProfilerActivity.CPU], acc_events=True) as trace,
         HandOver(source, target, mesh, like=pairs[0], seq_len=9) as moving,
     ):
         for layer, pair in zip(source or (), pairs, strict=False):

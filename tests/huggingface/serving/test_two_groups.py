@@ -6,12 +6,14 @@ import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import product
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import HealthCheck, given, settings
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import parallelize_module
@@ -31,9 +33,11 @@ from tests.huggingface.serving.workloads import (
     check_workload,
     prompt_of,
     served,
+    workloads,
 )
 from tests.pool import Pool
 
+FAMILIES = ("Llama", "Gemma 3", "DeepSeek-V3")
 GROUPS = {
     "1 to 1": ((0,), (1,)),
     "2 to 1": ((0, 1), (2,)),
@@ -41,6 +45,7 @@ GROUPS = {
     "some of both": ((0, 1, 2, 3), (1, 2)),
     "the same": ((0, 1), (0, 1)),
     "2 to 2": ((0, 1), (2, 3)),
+    "4 to 1": ((0, 1, 2, 3), (2,)),
 }
 
 
@@ -110,6 +115,38 @@ def test_tokens_are_those_of_requests_alone(
     pool.run(world_size, check_groups, family, names)
 
 
+def check_drawn(family: str, groups: Any, drawn: list[Workload]) -> None:
+    model, alone = sharded(family), alone_on(stock(family))
+    for workload in drawn:
+        with in_groups(*groups):
+            check_workload(model, alone, workload)
+
+
+DRAWN = [("Llama", "2 to 1", 2), *product((*FAMILIES, "gpt-oss"), GROUPS, (12,))]
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "number"),
+    [pytest.param(*x, marks=[pytest.mark.repeats] * (x[2] > 2)) for x in DRAWN],
+)
+def test_random_workloads(pool: Pool, family: str, name: str, number: int) -> None:
+    groups = GROUPS[name]
+    asked = settings(
+        max_examples=number,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )
+
+    @asked
+    @given(workloads())
+    def check(drawn: Workload) -> None:
+        pool.run(1 + max(map(max, groups)), check_drawn, family, groups, [drawn])
+
+    check()
+
+
 def check_eight_bits() -> None:
     """Blocks that are rounded where they are prefilled are those that one group would keep."""
     prompts = tuple(Arrival(0, prompt_of(i, 70 + 9 * i), 6) for i in range(3))
@@ -167,7 +204,7 @@ def check_trace() -> None:
 
     with (
         mock.patch.object(SequenceAxis, "attention", labelled),
-        profile(activities=[ProfilerActivity.CPU]) as trace,
+        profile(activities=[ProfilerActivity.CPU], acc_events=True) as trace,
     ):
         batch.step()
     if rank == 2:

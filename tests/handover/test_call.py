@@ -48,6 +48,24 @@ def test_an_error_ends_a_hand_over(pool: Pool, error: type[BaseException]) -> No
     pool.run(2, check_error, error)
 
 
+def hears_and_raises(group: Any) -> None:
+    with handing_over(group, {}, CPU) as posts:
+        posts.hear(1 - dist.get_rank(), torch.zeros(1))
+        raise ValueError("on all")
+
+
+def check_all_raise() -> None:
+    """At the same point, but what they wait for was never sent."""
+    group, begin = init_device_mesh("cpu", (2,)).get_group(), time.monotonic()
+    with pytest.raises(ValueError, match="on all"):
+        hears_and_raises(group)
+    assert time.monotonic() - begin < 30, "a deadline against hangs"
+
+
+def test_all_ranks_raise(pool: Pool) -> None:
+    pool.run(2, check_all_raise)
+
+
 def check_end() -> None:
     group, begin = init_device_mesh("cpu", (2,)).get_group(), time.monotonic()
     if dist.get_rank() == 0:

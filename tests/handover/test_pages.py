@@ -57,6 +57,10 @@ def check_moves(kv_dtype: str | None) -> None:
     for ranks in GROUPS:
         (one, given), (other, taken) = (pool_on(x, kv_dtype) for x in ranks)
         other.add([1] * 20)  # so that indices differ
+        before = [other.add([x] * 5) for x in (2, 3)]
+        write(taken, before)  # what was open in a block is of no use any more
+        for sequence in before:
+            other.free(sequence)
         pairs = [[pool.add([n] * n) for pool in (one, other)] for n in LENGTHS]
         write(given, [x for x, _ in pairs])
         moved = [MovedTokens(*pair, 0, len(pair[0])) for pair in pairs]

@@ -89,8 +89,9 @@ class TwoGroupBatch(ContinuousBatch):
         decode: Any,
     ) -> None:
         self._is_allocated = False
-        self._beside = group_beside(axis_group(sharding.axis.mesh))
-        self._ranks = _ranks_of(prefill, decode, self._beside)
+        group = axis_group(sharding.axis.mesh)
+        self._beside = group_beside(group)
+        self._ranks = _ranks_of(prefill, decode, group, self._beside)
         _check_weights(model)
         self._axes = [_axis(sharding.axis, mesh) for mesh in (prefill, decode)]
         self._forwards: list[PooledForward | None] = [None, None]
@@ -285,16 +286,19 @@ def _axis(axis: SequenceAxis, mesh: DeviceMesh) -> SequenceAxis | None:
 
 
 def _ranks_of(
-    prefill: DeviceMesh, decode: DeviceMesh, group: dist.ProcessGroup
+    prefill: Any, decode: Any, group: dist.ProcessGroup, beside: dist.ProcessGroup
 ) -> tuple[list[int], list[int]]:
-    """Return the ranks of both groups, counted in the group of all.
+    """Return the ranks of both groups, counted in the group beside that of the plan.
 
     Raises:
         ValueError: on every rank, if ranks give others, or one is not in the group.
-        TypeError: if one is no mesh.
+        TypeError: on every rank, if one is no mesh.
     """
-    known, found = dist.get_process_group_ranks(group), list[list[int]]()
-    for name, mesh in (("prefill", prefill), ("decode", decode)):
+    given = {"prefill": prefill, "decode": decode}
+    # Compare first: late ranks would take an error of earlier ranks for a failure.
+    check_agreement(group, {name: _described(mesh) for name, mesh in given.items()}, SAME_REQUESTS)
+    known, found = dist.get_process_group_ranks(beside), list[list[int]]()
+    for name, mesh in given.items():
         if not isinstance(mesh, DeviceMesh) or mesh.ndim != 1:
             raise TypeError(f"{name} must be a 1-D DeviceMesh, got {mesh!r}; give both groups")
         ranks = mesh.mesh.tolist()
@@ -304,9 +308,12 @@ def _ranks_of(
                 f"is over {known}; apply it over a mesh of all ranks of both groups"
             )
         found.append([known.index(rank) for rank in ranks])
-    here = {"prefill": str(found[0]), "decode": str(found[1])}
-    check_agreement(group, here, SAME_REQUESTS)
     return found[0], found[1]
+
+
+def _described(mesh: Any) -> str:
+    """Describe a group for other ranks."""
+    return str(mesh.mesh.tolist()) if isinstance(mesh, DeviceMesh) else type(mesh).__name__
 
 
 def _check_weights(model: Any) -> None:

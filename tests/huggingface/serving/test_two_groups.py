@@ -269,6 +269,11 @@ def check_refused() -> None:
         ({"prefill": one}, TypeError, "decode must be a 1-D DeviceMesh, got None; give both"),
         ({"prefill": one, "decode": 3}, TypeError, "decode must be a 1-D DeviceMesh, got 3"),
         ({"prefill": one, "decode": [one, other][rank]}, ValueError, "they differ in decode"),
+        (
+            {"prefill": one, "decode": [one, 3][rank]},
+            ValueError,
+            "differ in decode: .* int on",
+        ),
     ):
         with pytest.raises(error, match=match):
             model.generate_batch([[3]], max_new_tokens=2, **groups)

@@ -33,7 +33,6 @@ from dtensor_ring.extension import (
 from parallel_plans.huggingface.serving.continuous_batch import (
     SAME_REQUESTS,
     ContinuousBatch,
-    ServingOptions,
     install_generate_batch,
 )
 from parallel_plans.huggingface.serving.pooled_forward import PooledForward, check_servable
@@ -42,6 +41,7 @@ from parallel_plans.huggingface.serving.served_request import (
     TokenChoice,
     extend_all,
 )
+from parallel_plans.huggingface.serving.serving_options import ServingOptions
 from parallel_plans.huggingface.serving.two_pools import TwoPoolScheduler
 from parallel_plans.huggingface.sharding.sharding import Sharding
 

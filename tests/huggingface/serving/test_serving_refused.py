@@ -22,7 +22,7 @@ from tests.pool import Pool
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "beams": ({"num_beams": 2}, "decodes greedily or samples, .* beam_search; call generate"),
-    "assisted": ({"prompt_lookup_num_tokens": 2}, "the options ask for assisted_generation"),
+    "early exit": ({"assistant_early_exit": 2}, "the options ask for assisted_generation"),
     "time": ({"max_time": 1.0}, "max_time=1.0 is not supported by generate_batch"),
     "mask": ({"attention_mask": 1}, "attention_mask is not an option of generate_batch"),
     "static": ({"cache_implementation": "static"}, "cache_implementation='static' is not"),

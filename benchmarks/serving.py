@@ -275,9 +275,9 @@ def report_drafts(console: Console, measurements: list[DraftMeasurement]) -> Non
     """Print what was measured, in Markdown."""
     console.print(
         f"\nLlamas of 4 layers, float32, greedy; {WORLD_SIZE} ranks of one thread, blocks of "
-        f"{BLOCK} tokens;\nmedians. A function proposes tokens, each of which is right with probability "
-        f"{RIGHT} if those\nbefore it are: it costs next to nothing. The times include prompts. "
-        "All give the same tokens.\n"
+        f"{BLOCK} tokens;\nmedians. A function proposes tokens, each of which is right with "
+        f"probability {RIGHT} if those\nbefore it are: it costs next to nothing. The times include "
+        "prompts. All give the same tokens.\n"
     )
     names = "new tokens/s", "times", "right of proposed", "steps", "ms a step"
     table = table_of(("requests", "by"), names)

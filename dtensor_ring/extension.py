@@ -29,8 +29,9 @@ What is saved of a cache, and what cannot be pickled:
     `NotPickled`, `check_same_state`.
 Keys and values that a plan keeps by itself, as they are or in eight bits:
     `KeptTokens`, `format_named`, `no_tokens`.
-Sequences of a paged pool, and prompts of some that are prefilled by the ring:
-    `BlockCopy`, `PagedPrefill`, `PooledSequence`.
+Sequences of a paged pool, prompts of some that are prefilled by the ring, and how many of their
+tokens are rounded together:
+    `BlockCopy`, `PagedPrefill`, `PooledSequence`, `unit_of`.
 Blocks that move from a pool to another one, on other ranks:
     `MovedTokens`, `PagedHandOver`, `moving_blocks`, `group_beside`, `end_calls`.
 Tensors that some ranks have alike, for others:
@@ -77,6 +78,7 @@ from dtensor_ring.ops.axis_ops import attached
 from dtensor_ring.ops.checks import NotPickled, check_strided, name_layer, within_layer
 from dtensor_ring.ops.nodes import autocast_dtype, register_gradient
 from dtensor_ring.paged.blocks import BlockCopy, PooledSequence
+from dtensor_ring.paged.page_memory import unit_of
 from dtensor_ring.paged.prefill import PagedPrefill
 from dtensor_ring.planning.layout import Layout, Padded
 from dtensor_ring.planning.run_table import as_layout, layout_names
@@ -148,6 +150,7 @@ __all__ = [
     "send_state",
     "stays_from",
     "tokens_of",
+    "unit_of",
     "visible_pairs",
     "within_layer",
 ]

@@ -305,7 +305,7 @@ class ShardedModel(ParallelStyle):
         else:
             backbone.forward = _sharded_forward(backbone, sharding)
         install_generate(model, sharding)
-        install_batches(model)
+        install_batches(model, context_parallel_plan)
         _name_layers(model)
         sharding.tokenwise.remember(decoder)
         # Insert it first: pickle must reach its error before objects that transformers added.

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from types import MethodType
 from typing import Any
 from zlib import crc32
@@ -12,8 +13,10 @@ from zlib import crc32
 import torch
 
 from dtensor_ring import BlockPool, RingError
-from dtensor_ring.extension import axis_group, check_agreement, checked_barrier
+from dtensor_ring.extension import axis_group, check_agreement, checked_barrier, unit_of
 from parallel_plans.huggingface.generation.generate import written
+from parallel_plans.huggingface.serving.draft_model import Drafters
+from parallel_plans.huggingface.serving.drafts import DraftOptions, propose_all
 from parallel_plans.huggingface.serving.pooled_forward import PooledForward, check_servable
 from parallel_plans.huggingface.serving.scheduler import Scheduler, ServingCounts
 from parallel_plans.huggingface.serving.served_request import (
@@ -48,13 +51,19 @@ class ContinuousBatch:
         sharding: how the plan shards it.
         generation_config: how tokens are chosen; by default as the model's config says.
         options: sizes of the pool and of steps.
+        plan_of: returns a plan for a stock `assistant_model`.
 
     Raises:
         ValueError: if the model cannot be served.
     """
 
     def __init__(
-        self, model: Any, sharding: Sharding, generation_config: Any, options: ServingOptions
+        self,
+        model: Any,
+        sharding: Sharding,
+        generation_config: Any,
+        options: ServingOptions,
+        plan_of: Callable[[Any], Any],
     ) -> None:
         self._model, self._sharding, self._config = model, sharding, generation_config
         self._options, self._seed = options, options.seed
@@ -62,6 +71,9 @@ class ContinuousBatch:
         self._requests: dict[str, ServedRequest] = {}
         self._outputs: list[Any] = []
         self._num_added = self._num_samples = 0
+        sizes = options.max_batch_tokens, options.max_requests_per_batch
+        self._drafters = Drafters(model, sharding.axis, plan_of, *sizes)
+        self._unit = unit_of(options.page_size) if sharding.cache_dtype else None
         self._parts: tuple[Scheduler, PooledForward] | None = None
         if options.num_blocks is not None:
             self._parts = self._made(options.num_blocks)
@@ -112,7 +124,10 @@ class ContinuousBatch:
                 id.
             seed: the seed of the first sample's random state; each sample after it has the next
                 one. By default seeds go on from those of the requests before.
-            options: options of `generate`, as `max_new_tokens`, for these requests.
+            options: options of `generate`, as `max_new_tokens`, for these requests. With
+                `prompt_lookup_num_tokens` or `assistant_model` a step verifies several tokens of a
+                request. The assistant is a model, or a function that gets tokens of requests and
+                how many to propose of each, and returns a list of tokens for each.
 
         Returns:
             The ids, one for each prompt.
@@ -136,11 +151,15 @@ class ContinuousBatch:
         if len({*request_ids} - {*self._requests}) < len(prompts):
             raise ValueError(f"ids of requests must be new and differ, got {list(request_ids)}")
         # All are prepared before any is added: `generate` may refuse an option.
+        drafts, *given = DraftOptions.take(options, self._config, self._model.generation_config)
         known: dict[int, TokenChoice] = {}
-        prepared = [self._prepared(prompt, options, known) for prompt in prompts]
+        prepared = [self._prepared(prompt, *given, known) for prompt in prompts]
         choices = [x for x in prepared if isinstance(x, TokenChoice)]
-        if self._parts is None and choices:
-            self._parts = self._made(self._num_blocks_for(choices))
+        if choices:
+            parts = self._parts or self._made(self._num_blocks_for(choices))
+            drafter = self._drafters.of(drafts, parts[0].pool)
+            prepared = [x if isinstance(x, str) else replace(x, drafter=drafter) for x in prepared]
+            self._parts = parts
         if seed is None:
             seed = self._next_seed(any(x.config.do_sample for x in choices))
         for request_id, prompt, choice in zip(request_ids, prompts, prepared, strict=True):
@@ -192,14 +211,16 @@ class ContinuousBatch:
     def _compute(self, scheduler: Scheduler, forward: PooledForward) -> None:
         scheduler.counts.steps += 1
         scheduler.admit()
+        propose_all(scheduler.decoding, self._drafters.share, self._unit)
         copies, requests = scheduler.grow(), scheduler.decoding[:]
         chunks = scheduler.chunks()
         forward.copy(copies)
         parts = [(request.held, num) for request, num in chunks]
         logits = forward.run(parts, [request.held for request in requests])
-        scheduler.decoded()
         scheduler.prefilled(chunks)
-        for request, has_ended in zip(requests, extend_all(requests, logits), strict=True):
+        ends = extend_all(requests, logits)
+        scheduler.decoded(requests)
+        for request, has_ended in zip(requests, ends, strict=True):
             if has_ended:
                 scheduler.remove(request)
                 del self._requests[request.request_id]
@@ -233,7 +254,11 @@ class ContinuousBatch:
         return (self._seed or 0) + self._num_samples
 
     def _prepared(
-        self, prompt: list[int], options: dict[str, Any], known: dict[int, TokenChoice]
+        self,
+        prompt: list[int],
+        options: dict[str, Any],
+        config: Any,
+        known: dict[int, TokenChoice],
     ) -> TokenChoice | str:
         """Return how tokens are chosen after a prompt, or why it cannot be served.
 
@@ -247,7 +272,7 @@ class ContinuousBatch:
             return f"tokens must be from 0 to {num_entries - 1}, got {wrong}"
         if len(prompt) in known:
             return known[len(prompt)]
-        found = prepare_choice(self._model, prompt, self._config, options)
+        found = prepare_choice(self._model, prompt, config, options)
         found = replace(found, returns_logprobs=self._options.return_logprobs)
         if found.batch_key is not None and found.ends is not None:
             known[len(prompt)] = found
@@ -308,12 +333,17 @@ def _tokens_of(given: Any) -> list[int]:
     return tokens
 
 
-def install_generate_batch(model: Any) -> None:
-    """Make continuous batching of this model, not of its class, run over a sharded pool."""
+def install_generate_batch(model: Any, plan_of: Callable[[Any], Any]) -> None:
+    """Make continuous batching of this model, not of its class, run over a sharded pool.
+
+    `plan_of` returns a plan for a stock `assistant_model`.
+    """
     can_generate = getattr(model, "can_generate", None)
     if can_generate is None or not can_generate():
         return
-    for function in (init_continuous_batching, continuous_batching_context_manager, generate_batch):
+    begin: Any = partial(init_continuous_batching, plan_of=plan_of)
+    model.init_continuous_batching = MethodType(begin, model)
+    for function in (continuous_batching_context_manager, generate_batch):
         setattr(model, function.__name__, MethodType(function, model))
 
 
@@ -322,11 +352,14 @@ def init_continuous_batching(
     generation_config: Any = None,
     continuous_batching_config: Any = None,
     workload_hints: Any = None,
+    *,
+    plan_of: Callable[[Any], Any],
 ) -> ContinuousBatch:
     """Return a batch that requests can join, see `ContinuousBatch`."""
     check_servable(self)
     options = ServingOptions.of(continuous_batching_config, self.device)
-    return ContinuousBatch(self, self.context_parallel_sharding, generation_config, options)
+    given = generation_config, options, plan_of
+    return ContinuousBatch(self, self.context_parallel_sharding, *given)
 
 
 @contextmanager
@@ -367,7 +400,8 @@ def generate_batch(
         prefill: with `decode`, the 1-D mesh of the ranks that prefill prompts; the plan's axis has
             all ranks of both, and all of them call this. See docs/inference.md, "Two groups".
         decode: the 1-D mesh of the ranks that decode.
-        options: options of `generate`, as `max_new_tokens`.
+        options: options of `generate`, as `max_new_tokens`, and as `prompt_lookup_num_tokens` or
+            `assistant_model`, see `ContinuousBatch.add_requests`.
 
     Raises:
         ValueError: on every rank, if ranks differ, or an option is not supported. A prompt that

@@ -117,11 +117,11 @@ class PooledStep(ABC):
 
 
 class DecodedTokens(PooledStep):
-    """The last token of each sequence, on all ranks: one message for each layer.
+    """The last tokens of each sequence, on all ranks: one message for each layer.
 
     Args:
         memory: the keys and values of all sequences.
-        sequences: the sequences, whose last tokens are not written yet.
+        sequences: the sequences, whose last tokens, one or more of each, are not committed yet.
         device: the device of the model.
     """
 
@@ -129,12 +129,18 @@ class DecodedTokens(PooledStep):
         self, memory: PooledMemory, sequences: Sequence[PooledSequence], device: torch.device
     ) -> None:
         self._memory, self._sequences = memory, list(sequences)
-        self.tokens = torch.tensor([x.tokens[-1] for x in sequences], device=device)
-        self.positions = torch.tensor([len(x) - 1 for x in sequences], device=device)
+        places = [range(x.num_written, len(x)) for x in sequences]
+        new = [x.tokens[y] for x, each in zip(sequences, places, strict=True) for y in each]
+        self.tokens = torch.tensor(new, device=device)
+        self.positions = torch.tensor([y for each in places for y in each], device=device)
+        counts = [*map(len, places)]
+        self._num_tokens: int | list[int] = 1 if max(counts) == 1 else counts
         self._batch: PagedBatch | None = None
 
     def append(self, cache: PagedCache, number: int, key: Tensor, value: Tensor) -> Pair:
-        batch = self._batch = self._batch or PagedBatch(cache, self._sequences)
+        batch = self._batch
+        if batch is None:
+            batch = self._batch = PagedBatch(cache, self._sequences, self._num_tokens)
         batch.write(number, _by_row(key), _by_row(value))
         if not self._memory.expands:
             return key, value  # attention reads the blocks in place
@@ -344,20 +350,21 @@ class PooledForward:
 
         Args:
             chunks: prompts, and the number of tokens of each; they are sharded over the ranks.
-            decoding: sequences whose last token is new.
+            decoding: sequences whose last tokens, one or more of each, are new: not committed.
 
         Returns:
-            The logits of the last tokens of `decoding`, `(B, V)`.
+            The logits of these tokens of `decoding`, sequence by sequence, `(T, V)`.
         """
-        device, steps = self._model.device, list[PooledStep]()
+        device, steps, num_decoded = self._model.device, list[PooledStep](), 0
         if chunks:
             steps.append(PrefilledTokens(self.memory, chunks, device))
         if decoding:
             steps.append(DecodedTokens(self.memory, decoding, device))
+            num_decoded = len(steps[-1].tokens)
         step = steps[0] if len(steps) == 1 else MixedTokens(*steps)
         # Without `decoding` no logits: the last token of a prompt is decoded.
         none = torch.empty(0, dtype=torch.int64, device=device)
-        return self._run(step, len(decoding) or none)[0]
+        return self._run(step, num_decoded or none)[0]
 
     def copy(self, copies: Sequence[BlockCopy]) -> None:
         """Copy blocks that sequences do not share from now on."""

@@ -8,7 +8,7 @@ hear which tokens were chosen.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from types import MethodType
 from typing import Any
@@ -35,6 +35,7 @@ from parallel_plans.huggingface.serving.continuous_batch import (
     ContinuousBatch,
     install_generate_batch,
 )
+from parallel_plans.huggingface.serving.drafts import DraftOptions
 from parallel_plans.huggingface.serving.pooled_forward import PooledForward, check_servable
 from parallel_plans.huggingface.serving.served_request import (
     ServedRequest,
@@ -85,6 +86,7 @@ class TwoGroupBatch(ContinuousBatch):
         sharding: Sharding,
         generation_config: Any,
         options: ServingOptions,
+        plan_of: Callable[[Any], Any],
         prefill: Any,
         decode: Any,
     ) -> None:
@@ -95,7 +97,7 @@ class TwoGroupBatch(ContinuousBatch):
         _check_weights(model)
         self._axes = [_axis(sharding.axis, mesh) for mesh in (prefill, decode)]
         self._forwards: list[PooledForward | None] = [None, None]
-        super().__init__(model, sharding, generation_config, options)
+        super().__init__(model, sharding, generation_config, options, plan_of)
 
     @property
     def num_bytes(self) -> int:
@@ -113,6 +115,22 @@ class TwoGroupBatch(ContinuousBatch):
         scheduler = self._scheduler
         assert isinstance(scheduler, TwoPoolScheduler)
         return scheduler
+
+    def add_requests(
+        self, inputs: Sequence[Sequence[int]], request_ids: Any = None, **options: Any
+    ) -> list[str]:
+        """Add requests, see `ContinuousBatch.add_requests`.
+
+        Raises:
+            ValueError: as there, and if they ask for drafts.
+        """
+        drafts, *_ = DraftOptions.take(options, self._config, self._model.generation_config)
+        if drafts.assistant is not None or drafts.lookup is not None:
+            raise ValueError(
+                "two groups decode one token of a request in a step; leave assistant_model and "
+                "prompt_lookup_num_tokens out, or prefill and decode"
+            )
+        return super().add_requests(inputs, request_ids, **options)
 
     def step(self) -> list[Any]:
         """Compute the next tokens of some requests, see `ContinuousBatch.step`.
@@ -181,7 +199,6 @@ class TwoGroupBatch(ContinuousBatch):
         with self._moving(moved, chunks, requests) as moving:
             self._prefill([] if ahead else chunks, moving)
             chosen = self._decode(requests, copies, moving)
-        scheduler.decoded()
         scheduler.prefilled(chunks)
         self._note(requests, chosen)
 
@@ -265,13 +282,13 @@ class TwoGroupBatch(ContinuousBatch):
         """Add the chosen tokens where others chose them, and let requests end."""
         logprobs = chosen[2].view(torch.float64).tolist()
         tokens, ends = chosen[:2].tolist()
-        for request, token, has_ended, logprob in zip(
-            requests, tokens, ends, logprobs, strict=True
-        ):
-            if self._forwards[1] is None:
+        if self._forwards[1] is None:
+            for request, token, logprob in zip(requests, tokens, logprobs, strict=True):
                 request.note(token)
                 if request.choice.returns_logprobs:
                     request.logprobs.append(logprob)
+        self._two_pools.decoded(requests)
+        for request, has_ended in zip(requests, ends, strict=True):
             if has_ended:
                 self._two_pools.remove(request)
                 del self._requests[request.request_id]
@@ -331,9 +348,12 @@ def _check_weights(model: Any) -> None:
         )
 
 
-def install_batches(model: Any) -> None:
-    """Make continuous batching of this model run over a sharded pool, or over one of each group."""
-    install_generate_batch(model)
+def install_batches(model: Any, plan_of: Callable[[Any], Any]) -> None:
+    """Make continuous batching of this model run over a sharded pool, or over one of each group.
+
+    `plan_of` returns a plan for a stock `assistant_model`.
+    """
+    install_generate_batch(model, plan_of)
     plain = vars(model).get("init_continuous_batching")
     if plain is None:  # it does not generate
         return
@@ -353,6 +373,7 @@ def install_batches(model: Any) -> None:
         check_servable(self)
         options = ServingOptions.of(continuous_batching_config, self.device)
         sharding = self.context_parallel_sharding
-        return TwoGroupBatch(self, sharding, generation_config, options, prefill, decode)
+        given = generation_config, options, plan_of
+        return TwoGroupBatch(self, sharding, *given, prefill, decode)
 
     model.init_continuous_batching = MethodType(init_continuous_batching, model)

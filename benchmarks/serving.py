@@ -1,13 +1,17 @@
-"""Measure `generate_batch` over a sharded pool on CPUs, against stock transformers.
+"""Measure `generate_batch` over a sharded pool on CPUs.
 
-Run ``python benchmarks/serving.py``: it starts its processes itself, prints a table, and writes it
-with every single time to ``benchmarks/results``. With ``--quick`` requests are few and short, and
-the results go to ``out``. One process has two threads, and each of two ranks has one. Leave the
-machine alone meanwhile.
+Run ``python benchmarks/serving.py``: it starts its processes itself, prints tables, and writes them
+with every single time to ``benchmarks/results``, a card for each section: `requests` is many
+requests at once against stock transformers, `drafts` several tokens of a request in a step against
+one. Name sections to run only these. With ``--quick`` requests are few and short, and the results
+go to ``out``. One process has two threads, and each of two ranks has one. Leave the machine alone
+meanwhile.
 """
 
+import argparse
+import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from statistics import median
@@ -15,7 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from harness import is_quick, origin, publish, spawn, table_of
+from harness import origin, publish, spawn, table_of
 from rich.console import Console
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
@@ -65,24 +69,25 @@ def cases(quick: bool) -> list[Case]:
     if quick:
         return [Case(4, 64, 32, 4, 1)]
     small = Case(16, 16, 0, 32, 2, tiny=True)
-    return [Case(16, 256, 0, 32, 3), Case(16, 2048, 1920, 32, 1), small]
+    long = Case(16, 8392, 8192, 32, 1)
+    return [Case(16, 256, 0, 32, 3), Case(16, 2048, 1920, 32, 1), long, small]
 
 
-def model_of(case: Case) -> Any:
+def model_of(case: "Case | DraftCase") -> Any:
     torch.manual_seed(0)
     sizes = TINY if case.tiny else SIZES
     config = LlamaConfig(vocab_size=1024, eos_token_id=None, pad_token_id=0, **sizes)
     return LlamaForCausalLM(config).eval()
 
 
-def prompts_of(case: Case) -> list[list[int]]:
+def prompts_of(case: "Case | DraftCase") -> list[list[int]]:
     generator = torch.Generator().manual_seed(0)
     shared = torch.randint(1024, (case.shared,), generator=generator).tolist()
     shape = case.requests, case.prompt_len - case.shared
     return [shared + x for x in torch.randint(1024, shape, generator=generator).tolist()]
 
 
-def options(case: Case) -> Any:
+def options(case: "Case | DraftCase") -> Any:
     """Room for all requests, and as many tokens in a step as they like."""
     blocks = case.requests * -(-(case.prompt_len + case.new) // BLOCK)
     return ContinuousBatchingConfig(
@@ -177,14 +182,151 @@ def report(console: Console, measurements: list[Measurement]) -> None:
     console.print(table)
 
 
-def main() -> None:
-    quick = is_quick(__doc__)
-    about = origin()
+PLAIN, DRAFTED = "a token of a request a step", "drafts"
+RIGHT = 0.7
+"""How often a proposed token is right, given that those before it are."""
+
+
+@dataclass(frozen=True)
+class DraftCase:
+    """Requests at once, tokens of their prompts, of what follows, and of a draft."""
+
+    requests: int
+    prompt_len: int
+    new: int
+    draft: int
+    repeats: int
+    tiny: bool = False
+    shared: int = 0
+
+
+@dataclass(frozen=True)
+class DraftMeasurement:
+    """Seconds for all requests by contender, and what the steps did."""
+
+    case: DraftCase
+    seconds: dict[str, list[float]] = field(default_factory=dict)
+    steps: dict[str, int] = field(default_factory=dict)
+    proposed: int = 0
+    accepted: int = 0
+
+
+def draft_cases(quick: bool) -> list[DraftCase]:
+    if quick:
+        return [DraftCase(2, 32, 12, 4, 1, tiny=True)]
+    big = [DraftCase(requests, 256, 64, 6, 5) for requests in (1, 4, 16)]
+    return [*big, *(DraftCase(requests, 256, 64, 6, 5, tiny=True) for requests in (4, 16))]
+
+
+class Guesses:
+    """An assistant that knows what follows, and tells it wrong so often; it costs next to nothing.
+
+    Args:
+        known: the tokens of all requests, with what follows.
+        prompt_len: tokens of a prompt, by which a request is known.
+    """
+
+    def __init__(self, known: Sequence[Sequence[int]], prompt_len: int) -> None:
+        self._known = {tuple(x[:prompt_len]): x for x in known}
+        self._prompt_len = prompt_len
+
+    def __call__(
+        self, sequences: Sequence[Sequence[int]], counts: Sequence[int]
+    ) -> list[list[int]]:
+        return [self._guess(*pair) for pair in zip(sequences, counts, strict=True)]
+
+    def _guess(self, tokens: Sequence[int], count: int) -> list[int]:
+        prompt = tuple(tokens[: self._prompt_len])
+        follows = self._known[prompt][len(tokens) : len(tokens) + count]
+        draw = random.Random(f"{prompt[:4]} {len(tokens)}")  # the same on all ranks
+        return [x if draw.random() < RIGHT else (x + 1) % 1024 for x in follows]
+
+
+def drafted(case: DraftCase, model: Any, **how: Any) -> tuple[list[list[int]], float, Any]:
+    """The tokens of all requests, the seconds that they took, and the counts."""
+    batch = model.init_continuous_batching(None, options(case))
+    dist.barrier()
+    begin = time.perf_counter()
+    ids = batch.add_requests(prompts_of(case), max_new_tokens=case.new, **how)
+    outputs = {x.request_id: x.generated_tokens for x in batch}
+    return [outputs[x] for x in ids], time.perf_counter() - begin, batch.counts
+
+
+def measure_drafts(case: DraftCase, mesh: DeviceMesh) -> DraftMeasurement:
+    """With drafts and without in turns, on all ranks."""
+    model = model_of(case)
+    model = parallelize_module(model, mesh, context_parallel_plan(model))
+    expected, _, _ = drafted(case, model)
+    known = [x + y for x, y in zip(prompts_of(case), expected, strict=True)]
+    guesses = Guesses(known, case.prompt_len)
+    ways = {PLAIN: {}, DRAFTED: {"assistant_model": guesses, "num_assistant_tokens": case.draft}}
+    result = DraftMeasurement(case)
+    drafted(case, model, **ways[DRAFTED])
+    for _ in range(case.repeats):
+        for name, how in ways.items():
+            tokens, seconds, counts = drafted(case, model, **how)
+            assert tokens == expected, f"{name}: other tokens"
+            result.seconds.setdefault(name, []).append(seconds)
+            result.steps[name] = counts.steps
+    return DraftMeasurement(case, result.seconds, result.steps, counts.proposed, counts.accepted)
+
+
+def report_drafts(console: Console, measurements: list[DraftMeasurement]) -> None:
+    """Print what was measured, in Markdown."""
+    console.print(
+        f"\nLlamas of 4 layers, float32, greedy; {WORLD_SIZE} ranks of one thread, blocks of "
+        f"{BLOCK} tokens;\nmedians. A function proposes tokens, each of which is right with "
+        f"probability {RIGHT} if those\nbefore it are: it costs next to nothing. The times include "
+        "prompts. All give the same tokens.\n"
+    )
+    names = "new tokens/s", "times", "right of proposed", "steps", "ms a step"
+    table = table_of(("requests", "by"), names)
+    for m in measurements:
+        case = m.case
+        what = f"{case.requests} of {case.prompt_len}, {case.new} new" + ", tiny model" * case.tiny
+        pairs = zip(m.seconds[PLAIN], m.seconds[DRAFTED], strict=True)
+        ratio = median(plain / fast for plain, fast in pairs)
+        for name, times in m.seconds.items():
+            seconds, steps = median(times), m.steps[name]
+            told = "" if name == PLAIN else f"{m.accepted:,} of {m.proposed:,}"
+            times_text = "1.00" if name == PLAIN else f"{ratio:.2f}"
+            by = name if name == PLAIN else f"drafts of {case.draft}"
+            speed = f"{case.requests * case.new / seconds:.1f}"
+            table.add_row(
+                what, by, speed, times_text, told, f"{steps}", f"{1e3 * seconds / steps:.2f}"
+            )
+    console.print(table)
+
+
+def requests(quick: bool, about: dict[str, str]) -> None:
+    """Run the section of many requests at once."""
     results = spawn(WORLD_SIZE, measure, cases(quick))
     measurements = [Measurement(**(r | {"case": Case(**r["case"])})) for r in results]
     measured = {"measurements": [asdict(m) for m in measurements]}
     show = partial(report, measurements=measurements)
     publish("serving", "Many requests at once on CPUs", quick, about, measured, show)
+
+
+def drafts(quick: bool, about: dict[str, str]) -> None:
+    """Run the section of several tokens of a request in a step."""
+    results = spawn(WORLD_SIZE, measure_drafts, draft_cases(quick))
+    measurements = [DraftMeasurement(**(r | {"case": DraftCase(**r["case"])})) for r in results]
+    measured = {"measurements": [asdict(m) for m in measurements]}
+    show = partial(report_drafts, measurements=measurements)
+    publish("serving_drafts", "Several tokens of a request in a step", quick, about, measured, show)
+
+
+SECTIONS = {"requests": requests, "drafts": drafts}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--quick", action="store_true", help="take less than a minute")
+    parser.add_argument("sections", nargs="*", default=list(SECTIONS), help=", ".join(SECTIONS))
+    given = parser.parse_args()
+    about = origin()
+    for name in given.sections:
+        SECTIONS[name](given.quick, about)
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ from dtensor_ring.dtensor.sequence import (
     unshard_sequence,
 )
 from dtensor_ring.dtensor.style import ContextParallel
+from dtensor_ring.handover.api import HandOver, hand_over
 from dtensor_ring.paged.api import PagedBatch, PagedCache
 from dtensor_ring.paged.block_pool import BlockPool
 from dtensor_ring.paged.blocks import OutOfBlocks
@@ -56,6 +57,7 @@ __all__ = [
     "BlockPool",
     "ContextParallel",
     "Contiguous",
+    "HandOver",
     "InBlocks",
     "Machine",
     "Mask",
@@ -82,6 +84,7 @@ __all__ = [
     "describe_schedule",
     "exchange",
     "exclusive_scan",
+    "hand_over",
     "longest_sequences",
     "merge_attention",
     "next_token_labels",

@@ -29,8 +29,13 @@ What is saved of a cache, and what cannot be pickled:
     `NotPickled`, `check_same_state`.
 Keys and values that a plan keeps by itself, as they are or in eight bits:
     `KeptTokens`, `format_named`, `no_tokens`.
-Sequences of a paged pool, and prompts of some that are prefilled by the ring:
-    `BlockCopy`, `PagedPrefill`, `PooledSequence`.
+Sequences of a paged pool, prompts of some that are prefilled by the ring, and how many of their
+tokens are rounded together:
+    `BlockCopy`, `PagedPrefill`, `PooledSequence`, `unit_of`.
+Blocks that move from a pool to another one, on other ranks:
+    `MovedTokens`, `PagedHandOver`, `moving_blocks`, `group_beside`, `end_calls`.
+Tensors that some ranks have alike, for others:
+    `copy_whole`.
 Pools of tokens, as an index over windows of them has for keys:
     `pool_tokens`.
 Layouts for models with layers that carry a state:
@@ -65,10 +70,15 @@ from dtensor_ring.dtensor.meta_model import MetaModel, ModelRequest
 from dtensor_ring.dtensor.sequence import IGNORE_INDEX
 from dtensor_ring.dtensor.sequence_tensor import from_local_tokens
 from dtensor_ring.dtensor.style import number_layer
+from dtensor_ring.handover.call import end_calls, group_beside
+from dtensor_ring.handover.pages import PagedHandOver, moving_blocks
+from dtensor_ring.handover.plan import MovedTokens
+from dtensor_ring.handover.whole import copy_whole
 from dtensor_ring.ops.axis_ops import attached
 from dtensor_ring.ops.checks import NotPickled, check_strided, name_layer, within_layer
 from dtensor_ring.ops.nodes import autocast_dtype, register_gradient
 from dtensor_ring.paged.blocks import BlockCopy, PooledSequence
+from dtensor_ring.paged.page_memory import unit_of
 from dtensor_ring.paged.prefill import PagedPrefill
 from dtensor_ring.planning.layout import Layout, Padded
 from dtensor_ring.planning.run_table import as_layout, layout_names
@@ -92,8 +102,10 @@ __all__ = [
     "Layout",
     "MetaModel",
     "ModelRequest",
+    "MovedTokens",
     "NotPickled",
     "Padded",
+    "PagedHandOver",
     "PagedPrefill",
     "PooledSequence",
     "Problem",
@@ -114,14 +126,18 @@ __all__ = [
     "check_strided",
     "checked_barrier",
     "compare_hybrid_layouts",
+    "copy_whole",
     "draw_seed",
     "dropout_factors",
+    "end_calls",
     "format_named",
     "from_local_tokens",
     "gather_rows",
     "gathered",
+    "group_beside",
     "layout_names",
     "machine_on",
+    "moving_blocks",
     "name_layer",
     "no_tokens",
     "number_layer",
@@ -134,6 +150,7 @@ __all__ = [
     "send_state",
     "stays_from",
     "tokens_of",
+    "unit_of",
     "visible_pairs",
     "within_layer",
 ]

@@ -21,14 +21,17 @@ from tests.test_public import ROOT
 # Its other files know DTensors and stand above `dtensor`.
 WITHOUT_TORCH = ("planning", "all_to_all.plan", "decode.plan", "states.plan", "balanced")
 WITHOUT_TORCH += ("paged.plan", "paged.blocks", "paged.block_pool", "selected.plan")
+WITHOUT_TORCH += ("handover.plan",)
 LAYERS = (*WITHOUT_TORCH, "compute", "quantised", "transport", "all_to_all.run")
 LAYERS += ("all_to_all.rounded_keys", "decode.run", "decode.in_blocks")
 LAYERS += ("selected.listed_attention", "selected.run", "selected.moved_keys", "states.run")
+LAYERS += ("handover.run",)
 LAYERS += ("agreement",)
 LAYERS += ("ring", "ops", "all_to_all.op", "all_to_all.ulysses", "decode.op", "selected.op")
 LAYERS += ("states.op",)
 LAYERS += ("selected.decode_ops", "dtensor")
-LAYERS += ("all_to_all", "decode", "paged", "selected", "states", "extension", "lab")
+LAYERS += ("all_to_all", "decode", "paged", "selected", "states", "handover")
+LAYERS += ("extension", "lab")
 LAYERS += ("command",)
 """A module imports from its own layer and those before it, and never in a circle."""
 TO_LABORATORY = "dtensor_ring.dtensor.laboratory"

@@ -218,7 +218,7 @@ class RingError(RuntimeError):
         direction: `"forward"`, `"backward"`, `"decode"` or `"select keys"`; `"exchange"` and
             `"sum"`, with the backward `"exchange back"` and `"sum back"`; in Hugging Face models
             also `"a sharded append step"`, `"generate"` and `"the end of generate"`, where ranks
-            compare their inputs; empty before a call has begun.
+            compare their inputs; `"hand over"` of caches; empty before a call has begun.
         step: the step of the loop, `None` before the first one.
         source: the rank on the axis whose keys and values, or their gradients, the message has;
             `None` without a message.

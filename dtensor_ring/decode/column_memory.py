@@ -188,7 +188,7 @@ class AppendSteps:
         self.start(table)
 
     def start(self, table: CacheTable) -> None:
-        """Start over with a table without tokens."""
+        """Start over with a table; its tokens have no append step."""
         self.table = table
         self.last: AppendStep | None = None
         self.batch: int | None = None
@@ -196,6 +196,11 @@ class AppendSteps:
         self.order = crc32((self._kv_dtype or "").encode())
         self._capacities = table.num_local
         self._behind: set[int] = set()
+
+    def take_over(self, table: CacheTable, batch: int, order: int) -> None:
+        """Start with columns that all layers have got from another cache, see `handover/`."""
+        self.start(table)
+        self.batch, self.order = batch, order
 
     def num_cols(self, number: int) -> int:
         """Return the number of columns that a layer has on this rank."""

@@ -154,7 +154,7 @@ class PagedCache:
 
 
 class PagedBatch:
-    """A step of a model: the last tokens of some sequences, the same number of each.
+    """A step of a model: the last tokens of some sequences.
 
     Each layer writes the keys and values of these tokens, unless they are written already, and
     computes their attention. One batch serves all layers, until one of its sequences changes.
@@ -162,7 +162,10 @@ class PagedBatch:
     Args:
         cache: the cache of this rank.
         sequences: the sequences, in the order of the batch rows.
-        num_tokens: M, the number of last tokens of each sequence.
+        num_tokens: M, the number of last tokens of each sequence. Or a list with the number of each
+            of the B sequences, as to verify drafts: then each token is a batch row with one query,
+            `(sum(num_tokens), N, 1, H)`, sequence by sequence. It sees what it sees as the last
+            token of its sequence.
 
     Raises:
         TypeError: if an argument has the wrong type.
@@ -180,7 +183,10 @@ class PagedBatch:
     """
 
     def __init__(
-        self, cache: PagedCache, sequences: Sequence[PooledSequence], num_tokens: int = 1
+        self,
+        cache: PagedCache,
+        sequences: Sequence[PooledSequence],
+        num_tokens: int | Sequence[int] = 1,
     ) -> None:
         if not isinstance(cache, PagedCache):
             raise TypeError(f"cache must be a PagedCache, got {cache!r}")
@@ -188,16 +194,14 @@ class PagedBatch:
             raise TypeError(f"sequences must be a list of sequences, got {sequences!r}")
         for sequence in sequences:
             cache.pool.check(sequence)
-        shortest = min(map(len, sequences), default=1)
-        self.num_tokens = as_count("num_tokens", num_tokens, 1, shortest)
+        self.num_tokens = _num_tokens_of(sequences, num_tokens)
         if len({x.number for x in sequences}) < len(sequences):
             raise ValueError("sequences must differ, a step has the tokens of each once; fork one")
         self.sequences = tuple(sequences)
         self._cache = cache
         self._versions = [x.version for x in sequences]
-        self._plan = PagedPlan(
-            *(cache.pool, cache.rank, self.sequences, self.num_tokens), cache.kv_dtype
-        )
+        where = cache.pool, cache.rank
+        self._plan = PagedPlan(*where, self.sequences, self.num_tokens, cache.kv_dtype)
 
     def write(self, layer: int, key: Tensor, value: Tensor, *, dealt: bool = False) -> None:
         """Write the keys and values of these tokens in a layer; every rank keeps those it owns.
@@ -222,8 +226,8 @@ class PagedBatch:
         (source,), slots = self._plan.sources.on(device), self._plan.slots
         if as_flag("dealt", dealt) and len(self.sequences) != 1:
             raise ValueError(f"dealt is for one sequence, got {len(self.sequences)}")
-        num_given = len(source) if dealt else self.num_tokens
-        check_new_tokens(self._cache, key, value, len(self.sequences), num_given)
+        num_given = len(source) if dealt else self._plan.num_queries
+        check_new_tokens(self._cache, key, value, 1 if dealt else self._plan.num_rows, num_given)
         with torch.inference_mode(False), torch.no_grad():
             keys, values = (x.transpose(1, 2).flatten(0, 1) for x in (key, value))
             if not dealt:
@@ -279,9 +283,8 @@ class PagedBatch:
         self._cache._number(layer)
         keys, _ = like
         num_heads = query.shape[1] if isinstance(query, Tensor) and query.ndim == 4 else 0
-        _check(
-            "query", query, (len(self.sequences), num_heads, self.num_tokens, keys.shape[3]), keys
-        )
+        shape = self._plan.num_rows, num_heads, self._plan.num_queries, keys.shape[3]
+        _check("query", query, shape, keys)
         if not num_heads or num_heads % keys.shape[2]:
             raise ValueError(
                 f"query must have a multiple of the {keys.shape[2]} heads of keys, got {num_heads}"
@@ -398,14 +401,14 @@ class PagedBatch:
 
     def _check_written(self) -> None:
         """Refuse to write tokens that were committed."""
-        for sequence in self.sequences:
+        for sequence, num_tokens in zip(self.sequences, self._plan.counts, strict=True):
             num_new = len(sequence.tokens) - sequence.num_written
-            if num_new < self.num_tokens:
+            if num_new < num_tokens:
                 fix = f"take num_tokens={num_new}" if num_new else "append the next tokens first"
                 raise ValueError(
                     f"{sequence.num_written} of {len(sequence)} tokens of sequence "
                     f"{sequence.number} were committed, others may read them; so its last "
-                    f"{self.num_tokens} cannot be written, {fix}"
+                    f"{num_tokens} cannot be written, {fix}"
                 )
 
     def _check_blocks(self, keys: Tensor, values: Tensor) -> None:
@@ -421,6 +424,26 @@ class PagedBatch:
     def _check_current(self) -> None:
         """Refuse a batch whose sequences have changed."""
         check_current(self.sequences, self._versions, "batch")
+
+
+def _num_tokens_of(
+    sequences: Sequence[PooledSequence], given: int | Sequence[int]
+) -> int | tuple[int, ...]:
+    """Return the number of last tokens of all sequences, or of each.
+
+    Raises:
+        TypeError: if one is not an int.
+        ValueError: if a sequence has fewer tokens, or there are more or fewer numbers.
+    """
+    if not isinstance(given, (list, tuple)):
+        return as_count("num_tokens", given, 1, min(map(len, sequences), default=1))
+    if len(given) != len(sequences):
+        raise ValueError(
+            f"num_tokens must be one number for all sequences, or one for each of the "
+            f"{len(sequences)}, got {len(given)}"
+        )
+    pairs = zip(given, sequences, strict=True)
+    return tuple(as_count("num_tokens", n, 1, len(sequence)) for n, sequence in pairs)
 
 
 def check_current(sequences: Iterable[PooledSequence], versions: Iterable[int], what: str) -> None:

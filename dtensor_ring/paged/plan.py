@@ -78,17 +78,18 @@ class BlockReads:
 def last_token_reads(
     lengths: np.ndarray, mask: Mask, dealing: Serpentine, rank: int, whole_blocks: bool
 ) -> BlockReads:
-    """Return what the last token of each sequence sees of the keys of a rank.
+    """Return what the last tokens of each sequence see of the keys of a rank.
 
-    It sees all tokens up to itself but what is before its window or its chunk, so no tiles are
-    made. The time hardly depends on the number of sequences.
+    Each sees what it sees as the last token of all: the tokens up to itself but what is before its
+    window or its chunk. So no tiles are made. The time hardly depends on the number of sequences.
 
-    >>> found = last_token_reads(np.array([6, 9]), Mask.sliding(4), Serpentine(4, 1), 0, True)
+    >>> lengths = np.array([[6], [9]])
+    >>> found = last_token_reads(lengths, Mask.sliding(4), Serpentine(4, 1), 0, True)
     >>> found.whole[0].rows, found.whole[0].firsts, found.edges.cols.tolist()
     (array([1]), array([1]), [[1, 2, 3, 4, 5], [8, 8, 8, 8, 8]])
 
     Args:
-        lengths: the number of tokens of each sequence, `(B,)`.
+        lengths: the number of tokens of each sequence up to each query, `(B, M)`, ascending.
         mask: which keys a query sees.
         dealing: the rule that shards blocks over ranks.
         rank: the rank.
@@ -99,30 +100,36 @@ def last_token_reads(
     if mask.left is not None:
         begin = np.maximum(begin, last - mask.left)
     first, end = (dealing.nums_before(x, rank) for x in (begin, lengths))
-    inner = -(-first // block) * block
-    outer = end // block * block if whole_blocks else end
+    # All queries of a row see the columns from `inner` to `outer`.
+    inner = -(-first[:, -1] // block) * block
+    outer = end[:, 0] // block * block if whole_blocks else end[:, 0]
     is_whole = inner < outer
-    inner, outer = np.where(is_whole, inner, end), np.where(is_whole, outer, end)
+    inner, outer = (np.where(is_whole, x, end[:, -1]) for x in (inner, outer))
     (rows,) = is_whole.nonzero()
-    reads = Reads((0, 1), rows, inner[rows] // block, (outer - inner)[rows])
-    edges = _two_ranges((first, inner), (outer, end))
+    reads = Reads((0, lengths.shape[1]), rows, inner[rows] // block, (outer - inner)[rows])
+    edges = _two_ranges((first[:, 0], inner), (outer, end[:, -1]), (first, end))
     return BlockReads((reads,) if len(rows) else (), edges)
 
 
 def _two_ranges(
-    before: tuple[np.ndarray, np.ndarray], after: tuple[np.ndarray, np.ndarray]
+    before: tuple[np.ndarray, np.ndarray],
+    after: tuple[np.ndarray, np.ndarray],
+    seen: tuple[np.ndarray, np.ndarray],
 ) -> EdgeReads | None:
-    """Return the edges whose columns are two ranges of each row, seen by its only query."""
+    """Return the edges whose columns are two ranges of each row; queries see a range of all."""
     num_before = before[1] - before[0]
     num_cols = num_before + after[1] - after[0]
     (rows,) = num_cols.nonzero()
     if not len(rows):
         return None
     numbers = np.arange(num_cols.max())
-    visible = numbers < num_cols[rows, None]
+    is_column = numbers < num_cols[rows, None]
     numbers = np.minimum(numbers, num_cols[rows, None] - 1)
     later = (after[0] - num_before - before[0])[rows, None] * (numbers >= num_before[rows, None])
-    return EdgeReads(rows, before[0][rows, None] + numbers + later, visible[:, None])
+    cols = before[0][rows, None] + numbers + later
+    first, end = (x[rows, :, None] for x in seen)
+    is_seen = (first <= cols[:, None]) & (cols[:, None] < end)
+    return EdgeReads(rows, cols, is_column[:, None] & is_seen)
 
 
 def block_reads(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from zlib import crc32
@@ -14,7 +14,7 @@ from torch import Tensor
 from dtensor_ring.compute.accumulate import RunningOutput
 from dtensor_ring.compute.kernels.kernel import PagedKernel, Pages, Scores
 from dtensor_ring.compute.kernels.reference import attend_visible
-from dtensor_ring.compute.memory import Numbers, columns, region
+from dtensor_ring.compute.memory import Numbers
 from dtensor_ring.decode.plan import DecodeRequest, decode_step
 from dtensor_ring.paged.block_pool import BlockPool
 from dtensor_ring.paged.blocks import PooledSequence
@@ -26,47 +26,17 @@ from dtensor_ring.paged.plan import (
     last_token_reads,
     slots_of,
 )
+from dtensor_ring.paged.rows import BatchRows, QueryRows, TokenRows
 from dtensor_ring.planning.mask import Documents, Mask
 from dtensor_ring.planning.ranges import Span
 from dtensor_ring.planning.run_table import MARKED, RunTable
-
-
-class BatchRows:
-    """Some rows of a batch, and a range of queries that is the same in each of them.
-
-    Args:
-        rows: the batch rows, ascending.
-        queries: the range of queries.
-        batch: the number of all batch rows.
-    """
-
-    def __init__(self, rows: np.ndarray, queries: Span, batch: int) -> None:
-        self._queries, self._batch = queries, batch
-        # `rows` has no duplicates: with the length of the batch, it selects every row.
-        self._index = None if len(rows) == batch else Numbers(torch.int64, torch.from_numpy(rows))
-
-    def select(self, query: Tensor) -> Tensor:
-        """Return the queries `(E, N, R, H)` among all queries `(B, N, M, H)`."""
-        query = columns(query, self._queries)
-        return query if self._index is None else query[self._index.on(query.device)[0]]
-
-    def add_to(self, running: RunningOutput, out: Tensor, lse: Tensor) -> None:
-        """Merge results `(E, N, R, Hv)` and `(E, N, R)` of these queries into those of all."""
-        if self._index is not None:
-            (index,) = self._index.on(out.device)
-            shape = self._batch, *lse.shape[1:]
-            # One copy to all rows: a merge for each row would be a launch for each.
-            out = out.new_zeros(*shape, out.shape[3]).index_copy_(0, index, out)
-            lse = lse.new_full(shape, -torch.inf).index_copy_(0, index, lse)
-        running.make_room()
-        running.add(region(None, self._queries), out, lse)
 
 
 @dataclass(frozen=True)
 class Entries:
     """One launch of a paged kernel: entries with the same queries of different batch rows."""
 
-    rows: BatchRows
+    rows: QueryRows
     pages: Pages
 
 
@@ -75,12 +45,13 @@ class Edges:
 
     Args:
         reads: the columns of each row.
-        tables: by batch row, the blocks of the row's sequence, `(B, P)`.
+        tables: by row, the blocks of its sequence, `(B, P)`.
         block: tokens of a block.
+        rows: the queries of these rows.
     """
 
-    def __init__(self, reads: EdgeReads, tables: np.ndarray, block: int) -> None:
-        self.rows = BatchRows(reads.rows, (0, reads.visible.shape[1]), len(tables))
+    def __init__(self, reads: EdgeReads, tables: np.ndarray, block: int, rows: QueryRows) -> None:
+        self.rows = rows
         slots = slots_of(tables[reads.rows], reads.cols, block)
         self._slots = Numbers(torch.int64, torch.from_numpy(slots))
         self._visible = Numbers(torch.bool, torch.from_numpy(reads.visible))
@@ -119,8 +90,9 @@ class PagedStep:
 
     Args:
         reads: the keys that the queries see.
-        tables: by batch row, the blocks of the row's sequence on this rank, `(B, P)`.
+        tables: by row, the blocks of its sequence on this rank, `(B, P)`.
         block: tokens of a block.
+        rows_of: returns the queries of some rows, given a range of the queries of each.
         pages: the blocks that `forward` gets copies of, ascending, all that are read among them;
             `None` if it gets the memory of all blocks.
     """
@@ -130,14 +102,20 @@ class PagedStep:
         reads: BlockReads,
         tables: np.ndarray,
         block: int,
+        rows_of: Callable[[np.ndarray, Span], QueryRows],
         pages: np.ndarray | None = None,
     ) -> None:
         self.pages = pages
         if pages is not None:  # blocks count from 0 among the pages; those nobody reads, anyhow
             last = max(0, len(pages) - 1)
             tables = np.minimum(np.searchsorted(pages, tables), last)
-        self._entries = tuple(_entries_of(x, tables, block) for x in reads.whole)
-        self._edges = None if reads.edges is None else Edges(reads.edges, tables, block)
+        self._entries = tuple(
+            Entries(rows_of(x.rows, x.queries), _pages_read(x, tables, block)) for x in reads.whole
+        )
+        self._edges = None
+        if (edges := reads.edges) is not None:
+            rows = rows_of(edges.rows, (0, edges.visible.shape[1]))
+            self._edges = Edges(edges, tables, block, rows)
 
     def forward(
         self,
@@ -168,14 +146,13 @@ class PagedStep:
         return running.result()
 
 
-def _entries_of(reads: Reads, tables: np.ndarray, block: int) -> Entries:
+def _pages_read(reads: Reads, tables: np.ndarray, block: int) -> Pages:
     num_blocks = -(-reads.num_keys // block)
     numbers = np.arange(num_blocks.max())
     # Rows that read fewer blocks are padded with block 0, which nobody reads there.
     at = np.minimum(reads.firsts[:, None] + numbers, tables.shape[1] - 1)
     read = np.where(numbers < num_blocks[:, None], np.take_along_axis(tables[reads.rows], at, 1), 0)
-    pages = Pages(read.astype(np.int32), reads.num_keys.astype(np.int32), block)
-    return Entries(BatchRows(reads.rows, reads.queries, len(tables)), pages)
+    return Pages(read.astype(np.int32), reads.num_keys.astype(np.int32), block)
 
 
 class PagedPlan:
@@ -184,9 +161,15 @@ class PagedPlan:
     Args:
         pool: the pool of the sequences.
         rank: the rank of the pool that owns the blocks.
-        sequences: the sequences, in the order of the batch rows.
-        num_tokens: M, the number of new tokens of each sequence.
+        sequences: the sequences, in the order of the batch.
+        num_tokens: M, the number of new tokens of each sequence, each of which is a batch row; or
+            the number of each, if each token is a batch row of its own.
         kv_dtype: the format of full blocks, if they are rounded: attention then reads copies.
+
+    Attributes:
+        counts: the number of new tokens of each sequence.
+        num_rows: the number of batch rows.
+        num_queries: the number of queries of each.
     """
 
     def __init__(
@@ -194,11 +177,16 @@ class PagedPlan:
         pool: BlockPool,
         rank: int,
         sequences: Sequence[PooledSequence],
-        num_tokens: int,
+        num_tokens: int | Sequence[int],
         kv_dtype: str | None = None,
     ) -> None:
         self._pool, self._rank, self._kv_dtype = pool, rank, kv_dtype
-        self._sequences, self._num_tokens = sequences, num_tokens
+        self._sequences, self._is_ragged = sequences, not isinstance(num_tokens, int)
+        each = [num_tokens] * len(sequences) if isinstance(num_tokens, int) else num_tokens
+        self._counts = np.array(each, dtype=np.int64)
+        self.counts = each
+        self.num_queries = num_tokens if isinstance(num_tokens, int) else 1
+        self.num_rows = int(self._counts.sum()) if self._is_ragged else len(sequences)
         self._steps: dict[tuple[Mask, bool, bool], PagedStep] = {}
         self._requests: dict[Mask, DecodeRequest] = {}
 
@@ -214,19 +202,32 @@ class PagedPlan:
 
     @cached_property
     def _places(self) -> tuple[Numbers, ...]:
-        dealing, starts = self._pool.dealing, self._lengths - self._num_tokens
-        mine, cols = dealing.located(starts[:, None] + np.arange(self._num_tokens), self._rank)
+        dealing, starts = self._pool.dealing, self._ends - self.num_queries
+        mine, cols = dealing.located(starts[:, None] + np.arange(self.num_queries), self._rank)
         rows, numbers = mine.nonzero()
         # A rank without blocks has a table without columns, and no tokens.
-        blocks = self._tables[rows, cols[mine] // dealing.block].astype(np.int64)
-        slots = blocks * dealing.block + cols[mine] % dealing.block
-        lists = rows * self._num_tokens + numbers, slots
+        tables = self._owners[rows], cols[mine] // dealing.block
+        slots = self._tables[tables].astype(np.int64) * dealing.block + cols[mine] % dealing.block
+        lists = rows * self.num_queries + numbers, slots
         return tuple(Numbers(torch.int64, torch.from_numpy(x)) for x in lists)
 
     @cached_property
     def _lengths(self) -> np.ndarray:
         """Return the number of tokens of each sequence, `(B,)`."""
         return np.array([len(x.tokens) for x in self._sequences], dtype=np.int64)
+
+    @cached_property
+    def _owners(self) -> np.ndarray:
+        """Return the number of the sequence of each batch row."""
+        return np.repeat(np.arange(len(self._counts)), self._counts if self._is_ragged else 1)
+
+    @cached_property
+    def _ends(self) -> np.ndarray:
+        """Return the number of tokens of a sequence up to the last query of each batch row."""
+        if not self._is_ragged:
+            return self._lengths
+        rows = np.arange(self.num_rows)
+        return self._lengths[self._owners] - (np.cumsum(self._counts)[self._owners] - 1 - rows)
 
     @cached_property
     def pages(self) -> np.ndarray:
@@ -249,17 +250,25 @@ class PagedPlan:
             reads = self._reads(mask, whole_blocks)
             if pages is None and self._kv_dtype is not None:
                 pages = pages_of(reads, self._tables, block)
-            found = PagedStep(reads, self._tables, block, pages)
+            found = PagedStep(reads, self._tables, block, self._rows_of, pages)
             self._steps[mask, whole_blocks, from_pages] = found
         return found
 
+    def _rows_of(self, sequences: np.ndarray, queries: Span) -> QueryRows:
+        if self._is_ragged:
+            return TokenRows(sequences, self._counts)
+        return BatchRows(sequences, queries, len(self._counts))
+
     def _reads(self, mask: Mask, whole_blocks: bool) -> BlockReads:
-        """Return the keys that the queries see on this rank."""
+        """Return the keys that the queries of each sequence see on this rank."""
         dealing = self._pool.dealing
-        if self._num_tokens == 1:
-            return last_token_reads(self._lengths, mask, dealing, self._rank, whole_blocks)
+        if self.num_queries == 1:
+            most = self._counts.max(initial=1)
+            numbers = np.minimum(np.arange(most), self._counts[:, None] - 1)
+            ends = (self._lengths - self._counts)[:, None] + numbers + 1
+            return last_token_reads(ends, mask, dealing, self._rank, whole_blocks)
         tiles = decode_step(*self.request(mask)).tiles
-        shape = len(self._lengths), self._num_tokens
+        shape = len(self._lengths), self.num_queries
         return block_reads(tiles, dealing.block, shape, whole_blocks)
 
     def request(self, mask: Mask) -> DecodeRequest:
@@ -272,10 +281,10 @@ class PagedPlan:
         # The end of a sequence hides stale content in the rest of its last block; so does a causal
         # mask.
         is_hidden = mask.right == 0 and mask.prefix is None
-        documents = None if is_hidden else Documents([(0, x) for x in self._lengths])
-        starts, runs = tuple((self._lengths - self._num_tokens).tolist()), self._runs
+        documents = None if is_hidden else Documents([(0, x) for x in self._ends])
+        starts, runs = tuple((self._ends - self.num_queries).tolist()), self._runs
         where = self._rank, self._pool.dealing.world_size, runs.end
-        return DecodeRequest(runs, mask, *where, starts, self._num_tokens, documents, None)
+        return DecodeRequest(runs, mask, *where, starts, self.num_queries, documents, None)
 
     def agreed(self, layer: int) -> Tensor:
         """Return the integers that ranks compare, to detect that they have drifted apart."""
@@ -284,7 +293,8 @@ class PagedPlan:
     @cached_property
     def _drifting(self) -> Tensor:
         """Return the number, length, written length and new tokens of all sequences."""
-        last = [x.tokens[len(x) - self._num_tokens :] for x in self._sequences]
+        each = zip(self._sequences, self._counts.tolist(), strict=True)
+        last = [x.tokens[len(x) - num_tokens :] for x, num_tokens in each]
         numbers = [y for x in self._sequences for y in (x.number, len(x), x.num_written)]
         numbers += [y for x in last for y in x]
         return torch.tensor(numbers, dtype=torch.int64, device="cpu")

@@ -123,6 +123,14 @@ class KeptTokens(ABC):
         """Return the tokens `(B, N, L, H)` in their own dtype."""
 
     @abstractmethod
+    def tensors(self) -> list[Tensor]:
+        """Return all that is kept, as it is kept; numbers of 8 bits as bytes."""
+
+    @abstractmethod
+    def of_tensors(self, tensors: Sequence[Tensor]) -> KeptTokens:
+        """Return the tokens that have these `tensors`, in the format of these tokens."""
+
+    @abstractmethod
     def append(self, x: Tensor) -> KeptTokens:
         """Return these tokens, and `x` `(B, N, T, H)` after them."""
 
@@ -176,6 +184,13 @@ class PlainTokens(KeptTokens):
 
     def read(self) -> Tensor:
         return self.whole
+
+    def tensors(self) -> list[Tensor]:
+        return [self.whole]
+
+    def of_tensors(self, tensors: Sequence[Tensor]) -> PlainTokens:
+        (whole,) = tensors
+        return PlainTokens(whole)
 
     def append(self, x: Tensor) -> PlainTokens:
         return PlainTokens(torch.cat([self.whole, x], SEQUENCE))
@@ -233,6 +248,16 @@ class QuantisedTokens(KeptTokens):
             into.copy_(dequantise(part, out.dtype))
         out[:, :, self._num_closed :] = self.open
         return out
+
+    def tensors(self) -> list[Tensor]:
+        found = self.closed.data.view(torch.uint8), self.closed.scales, self.closed.means
+        return [x for x in (*found, self.open) if x is not None]
+
+    def of_tensors(self, tensors: Sequence[Tensor]) -> QuantisedTokens:
+        data, scales, *means, open = tensors
+        data = data.view(self.closed.data.dtype)
+        closed = replace(self.closed, data=data, scales=scales, means=means[0] if means else None)
+        return replace(self, closed=closed, open=open)
 
     def append(self, x: Tensor) -> QuantisedTokens:
         open = torch.cat([self.open, x], SEQUENCE)

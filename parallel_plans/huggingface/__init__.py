@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from parallel_plans.huggingface.activations.kept_for_backward import ring_checkpoint_contexts
 from parallel_plans.huggingface.core.modules import restore_model, stock_model
 from parallel_plans.huggingface.distributed import context_parallel_model
+from parallel_plans.huggingface.generation.hand_over_cache import hand_over_cache
 from parallel_plans.huggingface.plan import context_parallel_plan
 
 if TYPE_CHECKING:
@@ -16,6 +17,7 @@ __all__ = [
     "ContextParallelCache",
     "context_parallel_model",
     "context_parallel_plan",
+    "hand_over_cache",
     "restore_model",
     "ring_checkpoint_contexts",
     "stock_model",

@@ -78,7 +78,7 @@ from parallel_plans.huggingface.selecting.indexers import (
     describing_scores,
     select_keys_of,
 )
-from parallel_plans.huggingface.serving.continuous_batch import install_generate_batch
+from parallel_plans.huggingface.serving.two_groups import install_batches
 from parallel_plans.huggingface.sharding.local_batch import refuse_local, why_whole
 from parallel_plans.huggingface.sharding.sharding import Sharding, forward_by_name, shardings_of
 from parallel_plans.huggingface.states import state_passing, stateful
@@ -305,7 +305,7 @@ class ShardedModel(ParallelStyle):
         else:
             backbone.forward = _sharded_forward(backbone, sharding)
         install_generate(model, sharding)
-        install_generate_batch(model)
+        install_batches(model, context_parallel_plan)
         _name_layers(model)
         sharding.tokenwise.remember(decoder)
         # Insert it first: pickle must reach its error before objects that transformers added.

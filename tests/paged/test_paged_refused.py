@@ -59,6 +59,16 @@ REFUSED: dict[str, tuple[Callable[..., Any], type, str]] = {
         ValueError,
         "num_tokens must be from 1 to 5",
     ),
+    "too many of one": (
+        lambda c, s: PagedBatch(c, [s], [6]),
+        ValueError,
+        "num_tokens must be from 1 to 5",
+    ),
+    "too many numbers": (
+        lambda c, s: PagedBatch(c, [s], [1, 2]),
+        ValueError,
+        "one for each of the 1, got 2",
+    ),
     "none": (lambda c, s: PagedBatch(c, [s], 0), ValueError, "num_tokens must be from 1 to 5"),
     "twice": (lambda c, s: PagedBatch(c, [s, s]), ValueError, "sequences must differ"),
     "no list": (lambda c, s: PagedBatch(c, s), TypeError, "sequences must be a list"),

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import replace
+from functools import partial
 from types import MethodType
 from typing import Any
 from zlib import crc32
@@ -12,8 +13,10 @@ from zlib import crc32
 import torch
 
 from dtensor_ring import BlockPool, RingError
-from dtensor_ring.extension import axis_group, check_agreement, checked_barrier
+from dtensor_ring.extension import axis_group, check_agreement, checked_barrier, unit_of
 from parallel_plans.huggingface.generation.generate import written
+from parallel_plans.huggingface.serving.draft_model import Drafters
+from parallel_plans.huggingface.serving.drafts import DraftOptions, propose_all
 from parallel_plans.huggingface.serving.pooled_forward import PooledForward, check_servable
 from parallel_plans.huggingface.serving.scheduler import Scheduler, ServingCounts
 from parallel_plans.huggingface.serving.served_request import (
@@ -23,69 +26,8 @@ from parallel_plans.huggingface.serving.served_request import (
     generation_output,
     prepare_choice,
 )
+from parallel_plans.huggingface.serving.serving_options import ServingOptions
 from parallel_plans.huggingface.sharding.sharding import Sharding
-
-# Fields of transformers' ContinuousBatchingConfig that mean the same here.
-KNOWN = ("page_size", "num_blocks", "max_batch_tokens", "max_requests_per_batch")
-KNOWN += ("return_logprobs", "seed")
-# Fields about other devices, drivers or a thread, of which there is none here.
-IGNORED = ("auto_switch_to_flash", "disable_nccl_graph_mixing", "cpu_group_timeout")
-IGNORED += ("max_memory_percent", "cpu_offload_space_safety_threshold", "max_queue_size")
-IGNORED += ("drop_unsupported_processors",)
-
-
-@dataclass(frozen=True)
-class ServingOptions:
-    """The options of a continuous batch.
-
-    Attributes:
-        page_size: tokens of a block; 256 on a GPU, as some of its kernels need, else 64.
-        num_blocks: the number of blocks of each rank; `None` for what all requests need.
-        max_batch_tokens: the largest number of tokens of a step.
-        max_requests_per_batch: the largest number of requests that hold blocks.
-        return_logprobs: whether outputs have the log-probabilities of their tokens.
-        seed: the seed of the first request; `None` to draw one from PyTorch's random state.
-    """
-
-    page_size: int = 64
-    num_blocks: int | None = None
-    max_batch_tokens: int = 2048
-    max_requests_per_batch: int = 64
-    return_logprobs: bool = False
-    seed: int | None = None
-
-    def __post_init__(self) -> None:
-        """Check the numbers.
-
-        Raises:
-            ValueError: naming the one that does not fit.
-        """
-        if not 1 <= self.max_requests_per_batch <= self.max_batch_tokens:
-            raise ValueError(
-                "each request needs a token of a step: max_requests_per_batch must be from 1 to "
-                f"max_batch_tokens={self.max_batch_tokens}, got {self.max_requests_per_batch}"
-            )
-
-    @classmethod
-    def of(cls, config: Any, device: torch.device) -> ServingOptions:
-        """Return the options in a `ContinuousBatchingConfig`, or the defaults for `None`.
-
-        Raises:
-            ValueError: if the config asks for something else.
-        """
-        if config is None:
-            return cls(page_size=64 if device.type == "cpu" else 256)
-        for field in fields(config):
-            value, default = getattr(config, field.name), field.default
-            is_asked = value != default and (value or default)  # None and False ask for nothing
-            if field.name not in KNOWN + IGNORED and is_asked:
-                raise ValueError(
-                    f"{field.name}={value!r} of continuous_batching_config is not supported over a "
-                    f"sharded pool, which knows {', '.join(KNOWN)}; leave it out"
-                )
-        given = {name: getattr(config, name) for name in KNOWN}
-        return cls(**{name: x for name, x in given.items() if x is not None})
-
 
 SAME_REQUESTS = (
     "get the same requests in the same order, with the same options and, to sample, one seed or "
@@ -109,13 +51,19 @@ class ContinuousBatch:
         sharding: how the plan shards it.
         generation_config: how tokens are chosen; by default as the model's config says.
         options: sizes of the pool and of steps.
+        plan_of: returns a plan for a stock `assistant_model`.
 
     Raises:
         ValueError: if the model cannot be served.
     """
 
     def __init__(
-        self, model: Any, sharding: Sharding, generation_config: Any, options: ServingOptions
+        self,
+        model: Any,
+        sharding: Sharding,
+        generation_config: Any,
+        options: ServingOptions,
+        plan_of: Callable[[Any], Any],
     ) -> None:
         self._model, self._sharding, self._config = model, sharding, generation_config
         self._options, self._seed = options, options.seed
@@ -123,6 +71,9 @@ class ContinuousBatch:
         self._requests: dict[str, ServedRequest] = {}
         self._outputs: list[Any] = []
         self._num_added = self._num_samples = 0
+        sizes = options.max_batch_tokens, options.max_requests_per_batch
+        self._drafters = Drafters(model, sharding.axis, plan_of, *sizes)
+        self._unit = unit_of(options.page_size) if sharding.cache_dtype else None
         self._parts: tuple[Scheduler, PooledForward] | None = None
         if options.num_blocks is not None:
             self._parts = self._made(options.num_blocks)
@@ -173,7 +124,10 @@ class ContinuousBatch:
                 id.
             seed: the seed of the first sample's random state; each sample after it has the next
                 one. By default seeds go on from those of the requests before.
-            options: options of `generate`, as `max_new_tokens`, for these requests.
+            options: options of `generate`, as `max_new_tokens`, for these requests. With
+                `prompt_lookup_num_tokens` or `assistant_model` a step verifies several tokens of a
+                request. The assistant is a model, or a function that gets tokens of requests and
+                how many to propose of each, and returns a list of tokens for each.
 
         Returns:
             The ids, one for each prompt.
@@ -197,11 +151,15 @@ class ContinuousBatch:
         if len({*request_ids} - {*self._requests}) < len(prompts):
             raise ValueError(f"ids of requests must be new and differ, got {list(request_ids)}")
         # All are prepared before any is added: `generate` may refuse an option.
+        drafts, *given = DraftOptions.take(options, self._config, self._model.generation_config)
         known: dict[int, TokenChoice] = {}
-        prepared = [self._prepared(prompt, options, known) for prompt in prompts]
+        prepared = [self._prepared(prompt, *given, known) for prompt in prompts]
         choices = [x for x in prepared if isinstance(x, TokenChoice)]
-        if self._parts is None and choices:
-            self._parts = self._made(self._num_blocks_for(choices))
+        if choices:
+            parts = self._parts or self._made(self._num_blocks_for(choices))
+            drafter = self._drafters.of(drafts, parts[0].pool)
+            prepared = [x if isinstance(x, str) else replace(x, drafter=drafter) for x in prepared]
+            self._parts = parts
         if seed is None:
             seed = self._next_seed(any(x.config.do_sample for x in choices))
         for request_id, prompt, choice in zip(request_ids, prompts, prepared, strict=True):
@@ -253,14 +211,16 @@ class ContinuousBatch:
     def _compute(self, scheduler: Scheduler, forward: PooledForward) -> None:
         scheduler.counts.steps += 1
         scheduler.admit()
+        propose_all(scheduler.decoding, self._drafters.share, self._unit)
         copies, requests = scheduler.grow(), scheduler.decoding[:]
         chunks = scheduler.chunks()
         forward.copy(copies)
         parts = [(request.held, num) for request, num in chunks]
         logits = forward.run(parts, [request.held for request in requests])
-        scheduler.decoded()
         scheduler.prefilled(chunks)
-        for request, has_ended in zip(requests, extend_all(requests, logits), strict=True):
+        ends = extend_all(requests, logits)
+        scheduler.decoded(requests)
+        for request, has_ended in zip(requests, ends, strict=True):
             if has_ended:
                 scheduler.remove(request)
                 del self._requests[request.request_id]
@@ -294,7 +254,11 @@ class ContinuousBatch:
         return (self._seed or 0) + self._num_samples
 
     def _prepared(
-        self, prompt: list[int], options: dict[str, Any], known: dict[int, TokenChoice]
+        self,
+        prompt: list[int],
+        options: dict[str, Any],
+        config: Any,
+        known: dict[int, TokenChoice],
     ) -> TokenChoice | str:
         """Return how tokens are chosen after a prompt, or why it cannot be served.
 
@@ -308,7 +272,7 @@ class ContinuousBatch:
             return f"tokens must be from 0 to {num_entries - 1}, got {wrong}"
         if len(prompt) in known:
             return known[len(prompt)]
-        found = prepare_choice(self._model, prompt, self._config, options)
+        found = prepare_choice(self._model, prompt, config, options)
         found = replace(found, returns_logprobs=self._options.return_logprobs)
         if found.batch_key is not None and found.ends is not None:
             known[len(prompt)] = found
@@ -319,9 +283,9 @@ class ContinuousBatch:
         each = [x.config.num_return_sequences * self._need(x) for x in choices]
         return max(1, sum(each))
 
-    def _need(self, choice: TokenChoice) -> int:
-        """Return the blocks that a request has at its end, on the rank that has most of them."""
-        size = self._sharding.axis.mesh.size()
+    def _need(self, choice: TokenChoice, size: int | None = None) -> int:
+        """Return the blocks that a request has at its end, on the rank of `size` with the most."""
+        size = size or self._sharding.axis.mesh.size()
         # The last token is not kept. Block 0 is on the first rank, so it has as many as any other.
         return -(-(choice.config.max_length - 1) // (self._options.page_size * size))
 
@@ -345,7 +309,9 @@ class ContinuousBatch:
 
     def _too_long(self, choice: TokenChoice) -> str | None:
         """Return why a request can never have all its blocks, or `None`."""
-        need, pool = self._need(choice), self._scheduler.pool
+        return self._error_of_length(choice, self._scheduler.pool, self._need(choice))
+
+    def _error_of_length(self, choice: TokenChoice, pool: BlockPool, need: int) -> str | None:
         if need <= pool.num_blocks:
             return None
         return (
@@ -367,12 +333,17 @@ def _tokens_of(given: Any) -> list[int]:
     return tokens
 
 
-def install_generate_batch(model: Any) -> None:
-    """Make continuous batching of this model, not of its class, run over a sharded pool."""
+def install_generate_batch(model: Any, plan_of: Callable[[Any], Any]) -> None:
+    """Make continuous batching of this model, not of its class, run over a sharded pool.
+
+    `plan_of` returns a plan for a stock `assistant_model`.
+    """
     can_generate = getattr(model, "can_generate", None)
     if can_generate is None or not can_generate():
         return
-    for function in (init_continuous_batching, continuous_batching_context_manager, generate_batch):
+    begin: Any = partial(init_continuous_batching, plan_of=plan_of)
+    model.init_continuous_batching = MethodType(begin, model)
+    for function in (continuous_batching_context_manager, generate_batch):
         setattr(model, function.__name__, MethodType(function, model))
 
 
@@ -381,11 +352,14 @@ def init_continuous_batching(
     generation_config: Any = None,
     continuous_batching_config: Any = None,
     workload_hints: Any = None,
+    *,
+    plan_of: Callable[[Any], Any],
 ) -> ContinuousBatch:
     """Return a batch that requests can join, see `ContinuousBatch`."""
     check_servable(self)
     options = ServingOptions.of(continuous_batching_config, self.device)
-    return ContinuousBatch(self, self.context_parallel_sharding, generation_config, options)
+    given = generation_config, options, plan_of
+    return ContinuousBatch(self, self.context_parallel_sharding, *given)
 
 
 @contextmanager
@@ -405,6 +379,8 @@ def generate_batch(
     progress_bar: bool = False,
     persistent_manager: bool = False,
     warmup: bool = True,
+    prefill: Any = None,
+    decode: Any = None,
     **options: Any,
 ) -> dict[str, Any]:
     """Generate for all prompts; return transformers' `GenerationOutput` by id, in order.
@@ -421,12 +397,17 @@ def generate_batch(
         progress_bar: whether the first rank shows how many requests have ended.
         persistent_manager: not supported: `init_continuous_batching` returns what persists.
         warmup: ignored: there is nothing to warm up.
-        options: options of `generate`, as `max_new_tokens`.
+        prefill: with `decode`, the 1-D mesh of the ranks that prefill prompts; the plan's axis has
+            all ranks of both, and all of them call this. See docs/inference.md, "Two groups".
+        decode: the 1-D mesh of the ranks that decode.
+        options: options of `generate`, as `max_new_tokens`, and as `prompt_lookup_num_tokens` or
+            `assistant_model`, see `ContinuousBatch.add_requests`.
 
     Raises:
         ValueError: on every rank, if ranks differ, or an option is not supported. A prompt that
             cannot be served gives an output with an `error`.
-        RingError: on every rank, if a rank raised, or ranks drifted apart.
+        RingError: on every rank, if a rank raised, or ranks drifted apart; with two groups a
+            `RequestsHandedBack`, which has the requests that have not started.
     """
     if record_timestamps or persistent_manager:
         raise ValueError(
@@ -436,7 +417,10 @@ def generate_batch(
         )
     group = axis_group(self.context_parallel_sharding.axis.mesh)
     try:
-        batch = self.init_continuous_batching(generation_config, continuous_batching_config)
+        groups = {"prefill": prefill, "decode": decode}
+        groups = {name: mesh for name, mesh in groups.items() if mesh is not None}
+        how = generation_config, continuous_batching_config
+        batch = self.init_continuous_batching(*how, **groups)
         ids = batch.add_requests(inputs, **options)
         with _progress(batch, progress_bar and group.rank() == 0) as outputs:
             found = {output.request_id: output for output in outputs}

@@ -7,7 +7,7 @@ together. Attention takes them apart again.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,6 +50,10 @@ class PooledMemory:
             layer has shown its keys, it is taken to.
         seq_len: the number of tokens before a forward, as models ask for it: positions are given.
         is_running: whether the model is running on new tokens.
+        kind: the number of heads, the head dims of keys and values, and the dtype of what is kept;
+            `None` before the first forward.
+        written: called with the number of each layer, among those that keep keys, once it has
+            written its new tokens; `None` if nobody asks.
     """
 
     seq_len, is_running = 0, True
@@ -59,20 +63,34 @@ class PooledMemory:
         self.numbers: Sequence[int] = ()
         self.cache: PagedCache | None = None
         self.kept, self.expands = (0, 0), True
+        self.kind: tuple[int, int, int, torch.dtype] | None = None
+        self.written: Callable[[int], None] | None = None
         self.step: PooledStep | None = None
         self.key_runs = torch.empty(0)
 
     def append(self, layer: int, key: Tensor, value: Tensor) -> Pair:
         """Write new tokens of a layer; return what the layer makes its keys and values of."""
         assert self.step is not None, "outside of a forward"
-        cache = self.cache = self.cache or self._allocated(key, value)
-        return self.step.append(cache, self.numbers[layer], key, value)
+        if self.cache is None:
+            self.allocate((key.shape[1], key.shape[3], value.shape[3], key.dtype), key.device)
+        assert self.cache is not None
+        found = self.step.append(self.cache, self.numbers[layer], key, value)
+        if self.written is not None:
+            self.written(self.numbers[layer])
+        return found
 
-    def _allocated(self, key: Tensor, value: Tensor) -> PagedCache:
-        rank, self.kept = self.axis.mesh.get_local_rank(), (key.shape[1], key.shape[3])
-        sizes = *self.kept, max(self.numbers) + 1, rank, value.shape[3]
-        return PagedCache(
-            self.pool, *sizes, dtype=key.dtype, device=key.device, kv_dtype=self.kv_dtype
+    @property
+    def num_layers(self) -> int:
+        """Return the number of layers that keep keys."""
+        return max(self.numbers) + 1
+
+    def allocate(self, kind: tuple[int, int, int, torch.dtype], device: torch.device) -> None:
+        """Allocate the memory for keys and values of a `kind`."""
+        heads, head_dim, value_dim, dtype = self.kind = kind
+        rank, self.kept = self.axis.mesh.get_local_rank(), (heads, head_dim)
+        sizes = *self.kept, self.num_layers, rank, value_dim
+        self.cache = PagedCache(
+            self.pool, *sizes, dtype=dtype, device=device, kv_dtype=self.kv_dtype
         )
 
 
@@ -99,11 +117,11 @@ class PooledStep(ABC):
 
 
 class DecodedTokens(PooledStep):
-    """The last token of each sequence, on all ranks: one message for each layer.
+    """The last tokens of each sequence, on all ranks: one message for each layer.
 
     Args:
         memory: the keys and values of all sequences.
-        sequences: the sequences, whose last tokens are not written yet.
+        sequences: the sequences, whose last tokens, one or more of each, are not committed yet.
         device: the device of the model.
     """
 
@@ -111,12 +129,18 @@ class DecodedTokens(PooledStep):
         self, memory: PooledMemory, sequences: Sequence[PooledSequence], device: torch.device
     ) -> None:
         self._memory, self._sequences = memory, list(sequences)
-        self.tokens = torch.tensor([x.tokens[-1] for x in sequences], device=device)
-        self.positions = torch.tensor([len(x) - 1 for x in sequences], device=device)
+        places = [range(x.num_written, len(x)) for x in sequences]
+        new = [x.tokens[y] for x, each in zip(sequences, places, strict=True) for y in each]
+        self.tokens = torch.tensor(new, device=device)
+        self.positions = torch.tensor([y for each in places for y in each], device=device)
+        counts = [*map(len, places)]
+        self._num_tokens: int | list[int] = 1 if max(counts) == 1 else counts
         self._batch: PagedBatch | None = None
 
     def append(self, cache: PagedCache, number: int, key: Tensor, value: Tensor) -> Pair:
-        batch = self._batch = self._batch or PagedBatch(cache, self._sequences)
+        batch = self._batch
+        if batch is None:
+            batch = self._batch = PagedBatch(cache, self._sequences, self._num_tokens)
         batch.write(number, _by_row(key), _by_row(value))
         if not self._memory.expands:
             return key, value  # attention reads the blocks in place
@@ -294,6 +318,8 @@ class PooledForward:
         model: a causal language model under a plan.
         sharding: how the plan shards it.
         pool: the pool of its sequences.
+        axis: the ranks of the pool, if they are not all of the plan's; then nothing is compared
+            here.
 
     Attributes:
         memory: the keys and values on this rank.
@@ -302,14 +328,17 @@ class PooledForward:
         ValueError: if the model cannot run over pooled sequences.
     """
 
-    def __init__(self, model: Any, sharding: Sharding, pool: BlockPool) -> None:
+    def __init__(
+        self, model: Any, sharding: Sharding, pool: BlockPool, axis: SequenceAxis | None = None
+    ) -> None:
         from parallel_plans.huggingface.generation.context_parallel_cache import pooled_cache
 
         check_servable(model)
-        with torch.no_grad():
-            sharding.agree(model, {})  # on the weights
+        if axis is None:
+            with torch.no_grad():
+                sharding.agree(model, {})  # on the weights
         self._model, self._sharding = model, sharding
-        self.memory = PooledMemory(sharding.axis, pool, sharding.cache_dtype)
+        self.memory = PooledMemory(axis or sharding.axis, pool, sharding.cache_dtype)
         cache, self.memory.numbers = pooled_cache(model, self.memory)
         self._inputs = tuple(PooledInputs(self.memory, i) for i in range(len(cache.layers)))
         self._cache = {cache_name(model): cache}
@@ -321,20 +350,21 @@ class PooledForward:
 
         Args:
             chunks: prompts, and the number of tokens of each; they are sharded over the ranks.
-            decoding: sequences whose last token is new.
+            decoding: sequences whose last tokens, one or more of each, are new: not committed.
 
         Returns:
-            The logits of the last tokens of `decoding`, `(B, V)`.
+            The logits of these tokens of `decoding`, sequence by sequence, `(T, V)`.
         """
-        device, steps = self._model.device, list[PooledStep]()
+        device, steps, num_decoded = self._model.device, list[PooledStep](), 0
         if chunks:
             steps.append(PrefilledTokens(self.memory, chunks, device))
         if decoding:
             steps.append(DecodedTokens(self.memory, decoding, device))
+            num_decoded = len(steps[-1].tokens)
         step = steps[0] if len(steps) == 1 else MixedTokens(*steps)
         # Without `decoding` no logits: the last token of a prompt is decoded.
         none = torch.empty(0, dtype=torch.int64, device=device)
-        return self._run(step, len(decoding) or none)[0]
+        return self._run(step, num_decoded or none)[0]
 
     def copy(self, copies: Sequence[BlockCopy]) -> None:
         """Copy blocks that sequences do not share from now on."""

@@ -8,6 +8,10 @@ gives way first, and the pool is large enough for any single request. So the old
 on, and all of them end. After that nobody joins until a request has ended, else the one that gave
 way would come back at once.
 
+Note [Drafts]: in a step, a request's sequence has the tokens of its draft, too. After the step it
+is cut back to those that were right, and only those are committed: no other request can share, or
+wait for, a block with a token that was wrong.
+
 Note [Prefixes]: a request waits while another one computes full blocks that both begin with. Then
 it takes them from the pool, so each shared block is computed and kept once.
 """
@@ -35,8 +39,11 @@ class ServingCounts:
         steps: the number of steps.
         prefilled: tokens of prompts that were computed; again, if their request gave way.
         cached: tokens of prompts that were taken from the pool.
-        decoded: tokens that were computed one at a time for each request.
+        decoded: tokens that were computed after a prompt's, and kept: one of each request in a
+            step, and those of its draft that were right.
         preempted: how often a request gave way.
+        proposed: tokens of drafts.
+        accepted: those of them that were right.
     """
 
     steps: int = 0
@@ -44,6 +51,8 @@ class ServingCounts:
     cached: int = 0
     decoded: int = 0
     preempted: int = 0
+    proposed: int = 0
+    accepted: int = 0
 
 
 class Scheduler:
@@ -88,12 +97,16 @@ class Scheduler:
             if self._is_being_prefilled(tokens):
                 continue
             try:
-                request.sequence = self.pool.add(tokens)
+                self.counts.cached += self._hold(request, tokens)
             except OutOfBlocks:
                 return  # younger requests that are shorter do not overtake it
-            self.counts.cached += request.sequence.num_cached
             self.waiting.remove(request)
             insort(self.prefilling, request, key=AGE)
+
+    def _hold(self, request: ServedRequest, tokens: array[int]) -> int:
+        """Take the blocks of a request, and return how many of its tokens are cached."""
+        request.sequence = self.pool.add(tokens)
+        return request.sequence.num_cached
 
     def _is_being_prefilled(self, tokens: array[int]) -> bool:
         """Return whether another request writes a full block that these tokens begin with."""
@@ -107,7 +120,7 @@ class Scheduler:
 
     def chunks(self) -> list[tuple[ServedRequest, int]]:
         """Return the requests that prefill in this step, and how many tokens of each."""
-        found, left = [], self._max_tokens - len(self.decoding)
+        found, left = [], self._max_tokens - sum(1 + len(x.drafted) for x in self.decoding)
         for request in self.prefilling:
             missing = len(request.held) - request.held.num_written
             if num_tokens := min(missing, left):
@@ -139,7 +152,7 @@ class Scheduler:
                 self.add(sibling)
 
     def grow(self) -> list[BlockCopy]:
-        """Make room for the next token of each request that decodes; the youngest give way.
+        """Make room for the next token, and a draft, of all that decode; the youngest give way.
 
         Returns:
             The blocks to copy before anything is written.
@@ -148,17 +161,26 @@ class Scheduler:
         for request in self.decoding[:]:
             while request.sequence is not None:  # it has not given way to an older one
                 try:
-                    copies += self.pool.append(request.sequence, [request.last_token])
+                    new = [request.last_token, *request.drafted]
+                    copies += self.pool.append(request.sequence, new)
                     break
                 except OutOfBlocks:
                     self.preempt(max(self.prefilling + self.decoding, key=AGE))
         return copies
 
-    def decoded(self) -> None:
-        """Commit the tokens of `grow`."""
-        for request in self.decoding:
+    def decoded(self, requests: Iterable[ServedRequest]) -> None:
+        """Commit the tokens of `grow` that were right, and give the room of the others back."""
+        for request in requests:
+            # The last token is not computed yet.
+            length, before = len(request.tokens) - 1, request.held.num_written
+            if length < len(request.held):
+                self.pool.crop(request.held, length)
             self.pool.commit(request.held)
-        self.counts.decoded += len(self.decoding)
+            num_accepted = length - before - 1
+            self.counts.decoded += 1 + num_accepted
+            self.counts.proposed += len(request.drafted)
+            self.counts.accepted += num_accepted
+            request.learn(num_accepted)
 
     def preempt(self, request: ServedRequest) -> None:
         """Take the blocks of a request, which waits again."""
@@ -189,3 +211,4 @@ class Scheduler:
         """Take the blocks of all requests, which wait again: a step has failed."""
         for request in self.prefilling + self.decoding:
             self.preempt(request)
+            request.draft = None  # the step may have used it

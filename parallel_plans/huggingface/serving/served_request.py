@@ -7,14 +7,15 @@ from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
+from itertools import accumulate, chain
 from math import inf
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from dtensor_ring.extension import PooledSequence
+from parallel_plans.huggingface.serving.verify import NO_DRAFT, Draft, drawn
 
 # Options of `generate` that choose tokens, beside those of a GenerationConfig.
 FUNCTIONS = ("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn", "tokenizer")
@@ -25,6 +26,10 @@ ALLOWED = (
     ("guidance_scale", (None, 1)),
     ("cache_implementation", (None, "dynamic")),
     ("token_healing", (None, False)),
+    ("assistant_early_exit", (None,)),
+    ("assistant_ensemble_weight", (None,)),
+    ("speculation_type", (None,)),
+    ("use_mtp", (None, False)),
 )
 
 
@@ -41,12 +46,14 @@ class TokenChoice:
         criteria: says whether a sequence `(1, S)` ends.
         config: the generation config with all defaults.
         returns_logprobs: whether to keep the log-probability of each token.
+        drafter: what proposes tokens, a `Drafter`; `None` if nothing does.
     """
 
     processors: Any
     criteria: Any
     config: Any
     returns_logprobs: bool = False
+    drafter: Any = None
 
     @cached_property
     def batch_key(self) -> Hashable:
@@ -99,7 +106,7 @@ def prepare_choice(
     found = type(model).generate(
         model, ids, generation_config=generation_config, custom_generate=keep, **options
     )
-    mode = found.config.get_generation_mode(options.get("assistant_model"))
+    mode = found.config.get_generation_mode()
     if mode not in ("greedy_search", "sample"):
         raise ValueError(
             f"generate_batch decodes greedily or samples, and the options ask for {mode.value}; "
@@ -135,7 +142,7 @@ def _check_options(options: dict[str, Any]) -> None:
 
 
 class ServedRequest:
-    """A sequence that grows by a token in each step in which it decodes.
+    """A sequence that grows in each step in which it decodes, by a token or by a draft and one.
 
     Args:
         request_id: the id that its output has.
@@ -152,6 +159,8 @@ class ServedRequest:
         is_cancelled: whether nobody waits for it any more.
         logprobs: the log-probabilities of the new tokens, if they are asked for.
         generator: its random state, `None` for greedy decoding.
+        draft: what is proposed for the next step in which it decodes; `None` until then.
+        num_drafts: how many tokens are proposed at once.
     """
 
     def __init__(
@@ -168,6 +177,8 @@ class ServedRequest:
         self.sequence: PooledSequence | None = None
         self.siblings: list[ServedRequest] = []
         self.is_cancelled = False
+        self.draft: Draft | None = None
+        self.num_drafts: int = 0 if choice.drafter is None else choice.drafter.num_tokens
         self._tokens = array("q", prompt)
         self._ids = torch.empty(1, 0, dtype=torch.int64, device=device)
         self.generator: torch.Generator | None = None
@@ -181,9 +192,19 @@ class ServedRequest:
         return self.sequence
 
     @property
+    def tokens(self) -> array[int]:
+        """Return all tokens, which only `extend` may change."""
+        return self._tokens
+
+    @property
     def last_token(self) -> int:
         """Return the last token, whose keys are not in the pool yet."""
         return self._tokens[-1]
+
+    @property
+    def drafted(self) -> Sequence[int]:
+        """Return the tokens that are proposed after the last one."""
+        return () if self.draft is None else self.draft.tokens
 
     @property
     def new_tokens(self) -> list[int]:
@@ -220,6 +241,20 @@ class ServedRequest:
         longest, tokens = self.choice.ends
         return len(self._tokens) >= longest or token in tokens
 
+    def note(self, token: int) -> None:
+        """Add the next token, which other ranks chose."""
+        self._tokens.append(token)
+
+    def learn(self, num_accepted: int) -> None:
+        """Forget the draft, of which so many tokens were right, and adapt the length of the next.
+
+        The numbers are those of transformers' schedule "heuristic".
+        """
+        if self.drafted and self.choice.drafter.is_adaptive:
+            is_right = num_accepted == len(self.drafted)
+            self.num_drafts = self.num_drafts + 2 if is_right else max(1, self.num_drafts - 1)
+        self.draft = None
+
     def output(self, error: str | None = None) -> Any:
         """Return the result, or why there is none, as transformers' `GenerationOutput`."""
         return generation_output(
@@ -242,14 +277,37 @@ def generation_output(
 
 
 def extend_all(requests: Sequence[ServedRequest], logits: Tensor) -> list[bool]:
-    """Choose the next token of each request from the logits `(B, V)`; return which of them end.
+    """Choose the next tokens of each request; return which of them end.
 
-    This is what `generate` does with one row, so a request gets the tokens that it gets alone.
+    This is what `generate` does with one row, so a request gets the tokens that it gets alone. See
+    Note [Exact drafts] in `verify.py`.
+
+    Args:
+        requests: the requests.
+        logits: `(T, V)`, after the last token of each request, and after each one of its draft.
     """
-    if not requests:  # the step had tokens of prompts only
-        return []
-    scores = _processed(requests, logits.to(torch.float32, copy=True))
-    chosen = _chosen(requests, scores)
+    firsts = [*accumulate((1 + len(x.drafted) for x in requests), initial=0)]
+    has_ended, left, number = [False] * len(requests), [*range(len(requests))], 0
+    while left:  # the step may have had tokens of prompts only
+        rows = [firsts[x] + number for x in left]
+        given = logits if len(rows) == len(logits) else logits[rows]
+        ends = _extend([requests[x] for x in left], given, number)
+        for x, is_end in zip(left, ends, strict=True):
+            has_ended[x] = is_end
+        left = [x for x in left if not has_ended[x] and _is_right(requests[x], number)]
+        number += 1
+    return has_ended
+
+
+def _is_right(request: ServedRequest, number: int) -> bool:
+    """Return whether a token was proposed at this place, and was chosen."""
+    return request.drafted[number : number + 1] == [request.last_token]
+
+
+def _extend(requests: Sequence[ServedRequest], logits: Tensor, number: int) -> list[bool]:
+    """Choose one token of each request from logits `(B, V)`, at this place of their drafts."""
+    scores = processed(requests, logits.to(torch.float32, copy=True))
+    chosen = _chosen(requests, scores, number)
     logprobs = _logprobs(requests, scores, chosen)
     found = []
     for request, token, row in zip(requests, chosen.tolist(), scores.split(1), strict=True):
@@ -258,7 +316,18 @@ def extend_all(requests: Sequence[ServedRequest], logits: Tensor) -> list[bool]:
     return found
 
 
-def _processed(requests: Sequence[ServedRequest], scores: Tensor) -> Tensor:
+class HasChoice(Protocol):
+    """What processors are given of a request."""
+
+    choice: TokenChoice
+
+    @property
+    def ids(self) -> Tensor:
+        """Return all tokens, `(1, S)`."""
+        ...
+
+
+def processed(requests: Sequence[HasChoice], scores: Tensor) -> Tensor:
     """Return what the requests' processors make of their scores `(B, V)`, which they may change."""
     groups: dict[Hashable, list[int]] = defaultdict(list)
     for row, request in enumerate(requests):
@@ -274,16 +343,20 @@ def _processed(requests: Sequence[ServedRequest], scores: Tensor) -> Tensor:
     return scores
 
 
-def _chosen(requests: Sequence[ServedRequest], scores: Tensor) -> Tensor:
+def _chosen(requests: Sequence[ServedRequest], scores: Tensor, number: int) -> Tensor:
     """Return the tokens `(B,)` with the largest scores, or those that are drawn by them."""
     chosen = scores.argmax(-1)
-    drawing = {row: x.generator for row, x in enumerate(requests) if x.generator is not None}
+    drawing = [row for row, x in enumerate(requests) if x.generator is not None]
     if drawing:
         weights = scores.softmax(-1)
         # Each request draws from its own generator, and one launch takes one generator.
-        rows = ((weights[row : row + 1], x) for row, x in drawing.items())
-        drawn = torch.cat([torch.multinomial(row, 1, generator=x) for row, x in rows])
-        chosen[torch.tensor([*drawing], device=scores.device)] = drawn.squeeze(1)
+        tokens = [
+            drawn(weights[row : row + 1], x.generator, x.draft or NO_DRAFT, number)
+            for row in drawing
+            for x in requests[row : row + 1]
+            if x.generator is not None
+        ]
+        chosen[torch.tensor(drawing, device=scores.device)] = torch.cat(tokens).squeeze(1)
     return chosen
 
 

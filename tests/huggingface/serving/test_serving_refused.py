@@ -10,7 +10,7 @@ import torch.distributed as dist
 from transformers import ContinuousBatchingConfig
 
 from dtensor_ring import RingError
-from tests.huggingface.generation.generating import sharded
+from tests.huggingface.generation.generating import sharded, stock
 from tests.huggingface.serving.workloads import (
     GREEDY,
     Arrival,
@@ -22,7 +22,22 @@ from tests.pool import Pool
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "beams": ({"num_beams": 2}, "decodes greedily or samples, .* beam_search; call generate"),
-    "assisted": ({"prompt_lookup_num_tokens": 2}, "the options ask for assisted_generation"),
+    "no assistant": ({"assistant_model": "gpt2"}, "must be a model, or a function .* got str"),
+    "two assistants": (
+        {"assistant_model": len, "prompt_lookup_num_tokens": 2},
+        "assistant_model and prompt_lookup_num_tokens both propose tokens",
+    ),
+    "no token to look up": ({"prompt_lookup_num_tokens": 0}, "a number of tokens from 1, got 0"),
+    "schedule": (
+        {"prompt_lookup_num_tokens": 2, "num_assistant_tokens_schedule": "fast"},
+        "num_assistant_tokens_schedule must be one of",
+    ),
+    "lossy drafts": (
+        {"prompt_lookup_num_tokens": 2, "assistant_ensemble_weight": 0.5},
+        "assistant_ensemble_weight=0.5 is not supported",
+    ),
+    "two tokenizers": ({"assistant_tokenizer": 1}, "assistant_tokenizer is not an option"),
+    "early exit": ({"assistant_early_exit": 2}, "the options ask for assisted_generation"),
     "time": ({"max_time": 1.0}, "max_time=1.0 is not supported by generate_batch"),
     "mask": ({"attention_mask": 1}, "attention_mask is not an option of generate_batch"),
     "static": ({"cache_implementation": "static"}, "cache_implementation='static' is not"),
@@ -42,7 +57,7 @@ def check_calls() -> None:
     batch = batch_of_one(model)
     for changes, match in REFUSED.values():
         before = batch.pool.usage(), list(batch._requests)
-        with pytest.raises(ValueError, match=match):
+        with pytest.raises((ValueError, TypeError), match=match):
             batch.add_request(prompt_of(1, 5), **{"max_new_tokens": 2} | changes)
         assert (batch.pool.usage(), list(batch._requests)) == before
     with pytest.raises(TypeError, match=r"a prompt must be a row of token ids"):
@@ -156,3 +171,59 @@ def check_configs() -> None:
 
 def test_configs_that_are_refused(pool: Pool) -> None:
     pool.run(1, check_configs)
+
+
+def check_assistants() -> None:
+    """Assistants that cannot propose tokens; nothing was added, and the batch goes on."""
+    model, rank = sharded("Llama"), dist.get_rank()
+    batch = batch_of_one(model)
+    other, seeded = stock("Llama"), stock("Llama")
+    other.config.vocab_size = 40
+    with torch.no_grad():
+        seeded.lm_head.weight.add_(rank)
+    for assistant, match in (
+        (other, "assistant_model has 40 tokens in its vocabulary, and the model has 32"),
+        (stock("Llama, dynamic"), "a rotary embedding whose factors depend on the longest"),
+        (stock("Qwen3-Next"), "layer 0 keeps a LinearAttentionLayer, which is not supported"),
+        (seeded, "have the same assistant_model .* differ in weights"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            batch.add_request((3, 4), max_new_tokens=2, assistant_model=assistant)
+        assert list(batch._requests) == ["first"]
+    assert len(next(iter(batch)).generated_tokens) == 5
+
+
+def test_assistants_that_are_refused(pool: Pool) -> None:
+    pool.run(2, check_assistants)
+
+
+def check_function(wrong: Any, match: str) -> None:
+    """What an assistant returns on one rank is no draft: all are told, and no block is lost."""
+    rank, batch = dist.get_rank(), batch_of_one(sharded("Llama"))
+    how = {"assistant_model": lambda *_: wrong if rank else [[5]], **GREEDY}
+    batch.add_request((3, 4, 5), max_new_tokens=5, **how)
+    with pytest.raises(ValueError if rank else RingError, match=match if rank else None):
+        list(batch)
+    assert not any(batch.pool.usage().held)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "match"),
+    [([], "a list of tokens for each of 1"), ([[99]], "from 0 to 31, got 99")],
+)
+def test_functions_that_propose_nothing_of_use(pool: Pool, wrong: Any, match: str) -> None:
+    pool.run(2, check_function, wrong, match)
+
+
+def check_drafts_that_differ() -> None:
+    """Ranks propose other tokens: all say so, in the message of a layer."""
+    rank = dist.get_rank()
+    batch = batch_of_one(sharded("Llama"))
+    how = {"assistant_model": lambda *_: [[5 + rank]], **GREEDY}
+    batch.add_request((3, 4, 5), max_new_tokens=5, **how)
+    with pytest.raises(RingError):
+        list(batch)
+
+
+def test_ranks_whose_drafts_differ(pool: Pool) -> None:
+    pool.run(2, check_drafts_that_differ)

@@ -87,9 +87,9 @@ def check_pool(batch: ContinuousBatch) -> None:
     check_counts(batch.pool, [x.held for x in running])
 
 
-def check_workload(model: Any, alone: Any, workload: Workload) -> ContinuousBatch:
+def check_workload(model: Any, alone: Any, workload: Workload, **options: Any) -> ContinuousBatch:
     """All requests have the tokens that the stock model gives to each of them alone."""
-    batch, outputs = served(model, workload)
+    batch, outputs = served(model, workload, **options)
     for number, arrival in enumerate(workload.arrivals):
         names = [str(number)]
         names += [f"{number}__child#{i}" for i in range(arrival.num_samples - 1)]

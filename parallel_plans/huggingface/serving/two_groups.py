@@ -1,0 +1,379 @@
+"""A continuous batch of two groups: some ranks prefill prompts, and other ranks decode.
+
+All ranks keep the tables of both pools, so all know what moves. A step prefills on the first group
+and decodes on the second one at the same time. The blocks of a layer are sent when the layer has
+written them, while later layers are computed. At the end of the step, the ranks that do not decode
+hear which tokens were chosen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from types import MethodType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from dtensor_ring import BlockPool, RingError, SequenceAxis
+from dtensor_ring.extension import (
+    BlockCopy,
+    MovedTokens,
+    PagedHandOver,
+    axis_group,
+    check_agreement,
+    end_calls,
+    group_beside,
+    moving_blocks,
+)
+from parallel_plans.huggingface.serving.continuous_batch import (
+    SAME_REQUESTS,
+    ContinuousBatch,
+    install_generate_batch,
+)
+from parallel_plans.huggingface.serving.drafts import DraftOptions
+from parallel_plans.huggingface.serving.pooled_forward import PooledForward, check_servable
+from parallel_plans.huggingface.serving.served_request import (
+    ServedRequest,
+    TokenChoice,
+    extend_all,
+)
+from parallel_plans.huggingface.serving.serving_options import ServingOptions
+from parallel_plans.huggingface.serving.two_pools import TwoPoolScheduler
+from parallel_plans.huggingface.sharding.sharding import Sharding
+
+Chunks = list[tuple[ServedRequest, int]]
+
+
+class RequestsHandedBack(RingError):
+    """A step of two groups failed; requests that have not started are handed back.
+
+    Attributes:
+        not_started: their prompts, by id. They waited when the step began: add them to another
+            batch.
+    """
+
+    def __init__(self, error: RingError, not_started: dict[str, list[int]]) -> None:
+        place = {x: getattr(error, x) for x in ("ring", "direction", "step", "source", "peer")}
+        text = f"{error}. Requests that have not started: {', '.join(not_started) or 'none'}"
+        super().__init__(text, **place, seconds=error.seconds)
+        self.not_started = not_started
+
+
+class TwoGroupBatch(ContinuousBatch):
+    """A `ContinuousBatch` whose prompts are prefilled by some ranks, and decoded by others.
+
+    Args:
+        model: see `ContinuousBatch`; its plan is over all ranks of both groups.
+        sharding: see `ContinuousBatch`.
+        generation_config: see `ContinuousBatch`.
+        options: sizes of each pool and of steps.
+        prefill: the mesh of the ranks that prefill.
+        decode: the mesh of the ranks that decode; a rank may do both.
+
+    Raises:
+        ValueError: on every rank, if the model cannot be served so, or a group has ranks that the
+            plan does not have.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        sharding: Sharding,
+        generation_config: Any,
+        options: ServingOptions,
+        plan_of: Callable[[Any], Any],
+        prefill: Any,
+        decode: Any,
+    ) -> None:
+        self._is_allocated = False
+        group = axis_group(sharding.axis.mesh)
+        self._beside = group_beside(group)
+        self._ranks = _ranks_of(prefill, decode, group, self._beside)
+        _check_weights(model)
+        self._axes = [_axis(sharding.axis, mesh) for mesh in (prefill, decode)]
+        self._forwards: list[PooledForward | None] = [None, None]
+        super().__init__(model, sharding, generation_config, options, plan_of)
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the bytes of keys and values on this rank, in both pools."""
+        caches = [x.memory.cache for x in self._forwards if x is not None]
+        return sum(x.num_bytes for x in caches if x is not None)
+
+    @property
+    def prefill_pool(self) -> BlockPool | None:
+        """Return the pool of the ranks that prefill; `None` before `pool` is made."""
+        return None if self._parts is None else self._two_pools.prefill_pool
+
+    @property
+    def _two_pools(self) -> TwoPoolScheduler:
+        scheduler = self._scheduler
+        assert isinstance(scheduler, TwoPoolScheduler)
+        return scheduler
+
+    def add_requests(
+        self, inputs: Sequence[Sequence[int]], request_ids: Any = None, **options: Any
+    ) -> list[str]:
+        """Add requests, see `ContinuousBatch.add_requests`.
+
+        Raises:
+            ValueError: as there, and if they ask for drafts.
+        """
+        drafts, *_ = DraftOptions.take(options, self._config, self._model.generation_config)
+        if drafts.assistant is not None or drafts.lookup is not None:
+            raise ValueError(
+                "two groups decode one token of a request in a step; leave assistant_model and "
+                "prompt_lookup_num_tokens out, or prefill and decode"
+            )
+        return super().add_requests(inputs, request_ids, **options)
+
+    def step(self) -> list[Any]:
+        """Compute the next tokens of some requests, see `ContinuousBatch.step`.
+
+        Raises:
+            RequestsHandedBack: on every rank but one that raised itself, if a rank of any group
+                ended, raised, or drifted apart.
+        """
+        not_started = self._not_started()
+        try:
+            return super().step()
+        except BaseException as error:
+            # A rank that left one group early may be waited for in another one.
+            for group in (self._beside, *(axis_group(x.mesh) for x in self._axes if x)):
+                end_calls(group, error)
+            if isinstance(error, RingError):
+                raise RequestsHandedBack(error, not_started) from error
+            raise
+
+    def _not_started(self) -> dict[str, list[int]]:
+        """Return the prompts of requests that wait, and for which nothing was computed."""
+        if self._parts is None:
+            return {}
+        waiting = [x for x in self._two_pools.waiting if not x.new_tokens]
+        return {y.request_id: y.prompt for x in waiting for y in (x, *x.siblings)}
+
+    def _made(self, num_blocks: int) -> tuple[TwoPoolScheduler, Any]:
+        options, sizes = self._options, [len(ranks) for ranks in self._ranks]
+        each = [num_blocks, num_blocks]
+        if options.num_blocks is None:  # that of the smaller group: both have room for as much
+            each = [-(-num_blocks * min(sizes) // size) for size in sizes]
+        pools = [
+            BlockPool(number, options.page_size, size)
+            for number, size in zip(each, sizes, strict=True)
+        ]
+        with torch.no_grad():
+            self._sharding.agree(self._model, {})  # on the weights
+        for number, (axis, pool) in enumerate(zip(self._axes, pools, strict=True)):
+            if axis is not None:
+                self._forwards[number] = PooledForward(self._model, self._sharding, pool, axis)
+        limits = options.max_batch_tokens, options.max_requests_per_batch
+        return TwoPoolScheduler(pools[0], pools[1], *limits), self._forwards[1]
+
+    def _need(self, choice: TokenChoice, size: int | None = None) -> int:
+        return super()._need(choice, size or min(map(len, self._ranks)))
+
+    def _too_long(self, choice: TokenChoice) -> str | None:
+        scheduler = self._two_pools
+        pools = scheduler.prefill_pool, scheduler.pool
+        for pool, ranks in zip(pools, self._ranks, strict=True):
+            error = self._error_of_length(choice, pool, self._need(choice, len(ranks)))
+            if error is not None:
+                return error
+        return None
+
+    def _compute(self, scheduler: Any, forward: Any) -> None:
+        scheduler.counts.steps += 1
+        scheduler.admit()
+        copies, requests = scheduler.grow(), scheduler.decoding[:]
+        chunks = scheduler.chunks()
+        moved = scheduler.moved(chunks)
+        ahead = bool(chunks) and not self._is_allocated
+        if ahead:  # the ranks that decode learn here what the others keep
+            self._prefill(chunks, None)
+            self._allocate()
+        with self._moving(moved, chunks, requests) as moving:
+            self._prefill([] if ahead else chunks, moving)
+            chosen = self._decode(requests, copies, moving)
+        scheduler.prefilled(chunks)
+        self._note(requests, chosen)
+
+    def _moving(
+        self, moved: list[MovedTokens], chunks: Chunks, requests: Sequence[ServedRequest]
+    ) -> AbstractContextManager[PagedHandOver]:
+        """Return the context of a step, in which blocks and tokens travel."""
+        scheduler = self._two_pools
+        caches = [None if x is None else x.memory.cache for x in self._forwards]
+        facts = {
+            "step": scheduler.counts.steps,
+            "prompts": [(x.request_id, number) for x, number in chunks],
+            "requests": [x.request_id for x in requests],
+        }
+        pools = scheduler.prefill_pool, scheduler.pool
+        return moving_blocks(
+            self._beside,
+            self._model.device,
+            moved,
+            pools,
+            self._ranks,
+            (caches[0], caches[1]),
+            facts,
+        )
+
+    def _prefill(self, chunks: Chunks, moving: PagedHandOver | None) -> None:
+        """Compute tokens of prompts, and send each layer as soon as it has them."""
+        forward, scheduler = self._forwards[0], self._two_pools
+        if forward is None:
+            return
+        if chunks:
+            forward.memory.written = None if moving is None else moving.send
+            try:
+                forward.run([(scheduler.source(x), number) for x, number in chunks], [])
+            finally:
+                forward.memory.written = None
+        elif moving is not None:
+            for layer in range(forward.memory.num_layers):
+                moving.send(layer)
+
+    def _allocate(self) -> None:
+        """Allocate the second pool as the first group keeps keys; all ranks meet here once."""
+        first, second = self._forwards
+        kind = None if first is None else first.memory.kind
+        told = check_agreement(self._beside, {}, SAME_REQUESTS, kind)
+        if second is not None and second.memory.cache is None:
+            second.memory.allocate(next(x for x in told if x is not None), self._model.device)
+        self._is_allocated = True
+
+    def _decode(
+        self,
+        requests: Sequence[ServedRequest],
+        copies: Sequence[BlockCopy],
+        moving: PagedHandOver,
+    ) -> Tensor:
+        """Choose the next token of each request; ranks that do not decode will hear them.
+
+        Returns:
+            Of each request its token, whether it ends, and the bits of its log-probability, `(3,
+            B)`, int64.
+        """
+        chosen = torch.zeros(3, len(requests), dtype=torch.int64, device=self._model.device)
+        forward, decoding = self._forwards[1], self._ranks[1]
+        if not requests:
+            return chosen
+        if forward is None:
+            moving.posts.hear(decoding[0], chosen)
+            return chosen
+        forward.copy(copies)
+        ends = extend_all(requests, forward.run([], [x.held for x in requests]))
+        chosen[0] = torch.tensor([x.last_token for x in requests])
+        chosen[1] = torch.tensor(ends)
+        logprobs = [x.logprobs[-1] if x.logprobs else 0.0 for x in requests]
+        chosen[2] = torch.tensor(logprobs, dtype=torch.float64).view(torch.int64)
+        if self._beside.rank() == decoding[0]:
+            others = {*range(self._beside.size())} - {*decoding}
+            moving.posts.tell(sorted(others), chosen)
+        return chosen
+
+    def _note(self, requests: Sequence[ServedRequest], chosen: Tensor) -> None:
+        """Add the chosen tokens where others chose them, and let requests end."""
+        logprobs = chosen[2].view(torch.float64).tolist()
+        tokens, ends = chosen[:2].tolist()
+        if self._forwards[1] is None:
+            for request, token, logprob in zip(requests, tokens, logprobs, strict=True):
+                request.note(token)
+                if request.choice.returns_logprobs:
+                    request.logprobs.append(logprob)
+        self._two_pools.decoded(requests)
+        for request, has_ended in zip(requests, ends, strict=True):
+            if has_ended:
+                self._two_pools.remove(request)
+                del self._requests[request.request_id]
+                self._outputs.append(request.output())
+
+
+def _axis(axis: SequenceAxis, mesh: DeviceMesh) -> SequenceAxis | None:
+    """Return an axis over a group that runs attention as the plan's does; `None` on other ranks."""
+    if mesh.get_coordinate() is None:
+        return None
+    return SequenceAxis(mesh, axis.layout, kernel=axis.kernel, policy=axis.policy)
+
+
+def _ranks_of(
+    prefill: Any, decode: Any, group: dist.ProcessGroup, beside: dist.ProcessGroup
+) -> tuple[list[int], list[int]]:
+    """Return the ranks of both groups, counted in the group beside that of the plan.
+
+    Raises:
+        ValueError: on every rank, if ranks give others, or one is not in the group.
+        TypeError: on every rank, if one is no mesh.
+    """
+    given = {"prefill": prefill, "decode": decode}
+    # Compare first: late ranks would take an error of earlier ranks for a failure.
+    check_agreement(group, {name: _described(mesh) for name, mesh in given.items()}, SAME_REQUESTS)
+    known, found = dist.get_process_group_ranks(beside), list[list[int]]()
+    for name, mesh in given.items():
+        if not isinstance(mesh, DeviceMesh) or mesh.ndim != 1:
+            raise TypeError(f"{name} must be a 1-D DeviceMesh, got {mesh!r}; give both groups")
+        ranks = mesh.mesh.tolist()
+        if missing := sorted({*ranks} - {*known}):
+            raise ValueError(
+                f"{name} has the ranks {missing}, which the plan of the model does not have: it "
+                f"is over {known}; apply it over a mesh of all ranks of both groups"
+            )
+        found.append([known.index(rank) for rank in ranks])
+    return found[0], found[1]
+
+
+def _described(mesh: Any) -> str:
+    """Describe a group for other ranks."""
+    return str(mesh.mesh.tolist()) if isinstance(mesh, DeviceMesh) else type(mesh).__name__
+
+
+def _check_weights(model: Any) -> None:
+    """Refuse weights that ranks of both groups would have to gather together.
+
+    Raises:
+        ValueError: if a weight is a DTensor.
+    """
+    sharded = next((name for name, x in model.named_parameters() if isinstance(x, DTensor)), None)
+    if sharded is not None:
+        raise ValueError(
+            f"{sharded} is sharded over ranks (FSDP2, tensor parallelism), and two groups run the "
+            "model at different times; keep whole weights on each rank, or leave prefill and "
+            "decode out"
+        )
+
+
+def install_batches(model: Any, plan_of: Callable[[Any], Any]) -> None:
+    """Make continuous batching of this model run over a sharded pool, or over one of each group.
+
+    `plan_of` returns a plan for a stock `assistant_model`.
+    """
+    install_generate_batch(model, plan_of)
+    plain = vars(model).get("init_continuous_batching")
+    if plain is None:  # it does not generate
+        return
+
+    def init_continuous_batching(
+        self: Any,
+        generation_config: Any = None,
+        continuous_batching_config: Any = None,
+        workload_hints: Any = None,
+        *,
+        prefill: DeviceMesh | None = None,
+        decode: DeviceMesh | None = None,
+    ) -> ContinuousBatch:
+        """Return a batch that requests can join; with both groups, a `TwoGroupBatch`."""
+        if prefill is None and decode is None:
+            return plain(generation_config, continuous_batching_config, workload_hints)
+        check_servable(self)
+        options = ServingOptions.of(continuous_batching_config, self.device)
+        sharding = self.context_parallel_sharding
+        given = generation_config, options, plan_of
+        return TwoGroupBatch(self, sharding, *given, prefill, decode)
+
+    model.init_continuous_batching = MethodType(init_continuous_batching, model)

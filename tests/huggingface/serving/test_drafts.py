@@ -1,0 +1,248 @@
+"""Several tokens of a request in a step: they are those without drafts, whatever is proposed."""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
+
+from parallel_plans.huggingface.serving.drafts import looked_up
+from tests.huggingface.generation.generating import sharded, stock
+from tests.huggingface.serving.test_workloads import FULL_POOL
+from tests.huggingface.serving.workloads import (
+    GREEDY,
+    Arrival,
+    Workload,
+    alone_on,
+    check_workload,
+    prompt_of,
+    served,
+)
+from tests.pool import Pool
+
+Options = dict[str, Any]
+
+
+def repeated(kind: int, num_tokens: int) -> tuple[int, ...]:
+    """A prompt in which lookups find something."""
+    return (prompt_of(kind, 7) * num_tokens)[:num_tokens]
+
+
+MIXED = Workload(
+    (
+        Arrival(0, repeated(0, 17), 12),
+        Arrival(0, repeated(0, 17), 9, num_samples=3),
+        Arrival(1, repeated(1, 30), 14),
+        Arrival(1, prompt_of(2, 5), 12, cancelled=4),
+        Arrival(2, (5,), 10),
+        Arrival(3, repeated(0, 17) + prompt_of(3, 4), 11),
+    ),
+    spare=30,
+    max_tokens=64,
+)
+"""Prompts that share blocks, forks, a cancelled request and one of a single token."""
+FULL = replace(FULL_POOL, max_tokens=36)
+"""More requests than the pool has room for: some give way while others are verified."""
+
+
+def knowing(alone: Any, workload: Workload, num_right: int) -> Callable[..., Any]:
+    """Proposes tokens of which only every n-th is wrong; the wrong ones differ by position."""
+    known = [
+        (*x.prompt, *alone(x.prompt, x.num_new, None))
+        for x in workload.arrivals
+        if x.num_samples == 1
+    ]
+
+    def propose(sequences: Sequence[Any], counts: Sequence[int]) -> list[list[int]]:
+        found = []
+        for tokens, count in zip(sequences, counts, strict=True):
+            begin, draft = len(tokens), []
+            follows = [x[begin:] for x in known if x[:begin] == tuple(tokens)]
+            for number, token in enumerate(follows[0][:count] if follows else ()):
+                is_wrong = (begin + number) % (num_right + 1) == num_right
+                draft.append((token + 1) % 32 if is_wrong else token)
+            found.append(draft)
+        return found
+
+    return propose
+
+
+def assistant_of(kind: str, family: str, alone: Any, workload: Workload) -> Options:
+    """Options of one way to propose tokens."""
+    if kind == "lookup":
+        return {"prompt_lookup_num_tokens": 3, "max_matching_ngram_size": 2}
+    if kind == "right or wrong":
+        function = knowing(alone, workload, 2)
+        return {"assistant_model": function, "num_assistant_tokens": 5}
+    if kind == "longer and shorter":
+        how = {"num_assistant_tokens": 2, "num_assistant_tokens_schedule": "heuristic"}
+        return {"assistant_model": knowing(alone, workload, 9), **how}
+    assistant = nearly(sharded(family) if kind == "planned" else stock("Llama"))
+    how = {"num_assistant_tokens": 3, "assistant_confidence_threshold": 0.0}
+    return {"assistant_model": assistant, **how}
+
+
+def nearly(model: Any) -> Any:
+    """Weights that differ a little, so that some tokens do."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for x in model.parameters():
+            x.mul_(1 + 0.3 * torch.randn(x.shape, generator=generator))
+    return model
+
+
+def check_drafts(family: str, kind: str, workloads: list[Workload]) -> Counter[str]:
+    model, alone, found = sharded(family), alone_on(stock(family)), Counter[str]()
+    for workload in workloads:
+        options = assistant_of(kind, family, alone, workload)
+        counts = check_workload(model, alone, workload, **options).counts
+        names = "proposed", "accepted", "preempted", "steps", "decoded"
+        found += Counter({name: getattr(counts, name) for name in names})
+    return found
+
+
+def greedy(workload: Workload) -> Workload:
+    """Without samples: an assistant that is sure of nothing gives them other tokens."""
+    return replace(workload, arrivals=tuple(replace(x, num_samples=1) for x in workload.arrivals))
+
+
+CASES = [
+    ("Llama", 1, "lookup"),
+    ("Llama", 2, "right or wrong"),
+    ("Gemma 3", 2, "right or wrong"),
+    ("gpt-oss", 3, "longer and shorter"),
+    ("DeepSeek-V3", 2, "right or wrong"),
+    ("Llama", 3, "lookup"),
+    ("Llama", 2, "stock"),
+    ("Gemma 3", 2, "planned"),
+]
+
+
+@pytest.mark.parametrize(("family", "world_size", "kind"), CASES)
+def test_tokens_are_those_without_drafts(
+    pool: Pool, family: str, world_size: int, kind: str
+) -> None:
+    """Samples, too, unless the assistant samples what it proposes."""
+    workloads = [MIXED, FULL]
+    if kind in ("stock", "planned"):
+        workloads = [greedy(x) for x in workloads]
+    found: Any = pool.run(world_size, check_drafts, family, kind, workloads)
+    assert all(counts == found[0] for counts in found)
+    counts = found[0]
+    assert counts["preempted"]
+    assert counts["proposed"] > counts["accepted"] > 10
+
+
+def check_eight_bits(kv_dtype: str) -> None:
+    """Also where tokens of a draft end a block, or would: the tokens and their scores."""
+    arrivals = tuple(Arrival(0, prompt_of(i, 13 + 5 * i), 40) for i in range(3))
+    workload = Workload(arrivals, block=8, spare=30, max_tokens=64)
+    model = sharded("Llama", cache_dtype=kv_dtype)
+    plain, expected = served(model, workload)
+
+    def alone(prompt: Any, num_new: int, seed: Any) -> list[int]:
+        return next(x for x in expected.values() if x.prompt_ids == [*prompt]).generated_tokens
+
+    for num_right in (9, 2):
+        how = {"assistant_model": knowing(alone, workload, num_right), "num_assistant_tokens": 7}
+        batch, found = served(model, workload, **how)
+        for name, output in expected.items():
+            assert found[name].generated_tokens == output.generated_tokens
+        assert batch.counts.steps < plain.counts.steps
+        assert batch.counts.accepted > 10
+
+
+@pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
+def test_eight_bits_stay_as_they_are_without_drafts(pool: Pool, kv_dtype: str) -> None:
+    pool.run(2, check_eight_bits, kv_dtype)
+
+
+KINDS: list[Options] = [
+    {},
+    {"repetition_penalty": 1.3},
+    {"do_sample": True, "temperature": 1.5, "top_p": 0.8},
+    {"do_sample": True, "top_k": 5, "no_repeat_ngram_size": 2},
+    {"stopping_criteria": [lambda ids, scores: (ids[:, -1] % 3 == 0) & (ids.shape[1] > 13)]},
+    {"eos_token_id": [*range(2, 32, 5)]},
+    {"min_new_tokens": 6, "eos_token_id": [*range(2, 32, 3)]},
+]
+"""Processors that read tokens and some that do not, and ways to end."""
+
+
+def check_kinds() -> None:
+    """In one batch, each has the tokens that the stock model gives to it alone."""
+    model, alone = sharded("Llama"), stock("Llama")
+    prompts = [prompt_of(i, 11) for i in range(len(KINDS))]
+    expected = []
+    for prompt, how in zip(prompts, KINDS, strict=True):
+        torch.manual_seed(9)
+        ids = torch.tensor([prompt])
+        found = alone.generate(ids, max_new_tokens=12, **GREEDY | how)[0, 11:].tolist()
+        expected.append(found)
+    known = [(*x, *y) for x, y in zip(prompts, expected, strict=True)]
+
+    def propose(sequences: Sequence[Any], counts: Sequence[int]) -> list[list[int]]:
+        """Two tokens that are right, and others, also after the end."""
+        follows = [next(y for y in known if y[: len(x)] == tuple(x)) for x in sequences]
+        pairs = zip(follows, sequences, strict=True)
+        return [[*y[len(x) :][:2], 3, 4][:n] for (y, x), n in zip(pairs, counts, strict=True)]
+
+    arrivals = tuple(Arrival(0, x, 12) for x in prompts)
+    batch = Workload(arrivals, 4, 99, 400, 16).batch(model, return_logprobs=True)
+    for number, how in enumerate(KINDS):
+        options = {"assistant_model": propose, "num_assistant_tokens": 4, "seed": 9}
+        asked = options | GREEDY | how
+        batch.add_request(prompts[number], str(number), max_new_tokens=12, **asked)
+    for output in batch:
+        number = int(output.request_id)
+        assert output.generated_tokens == expected[number], KINDS[number]
+        assert len(output.logprobs) == len(expected[number])
+    assert batch.counts.accepted > 20
+
+
+def test_requests_of_many_kinds_in_one_batch(pool: Pool) -> None:
+    pool.run(2, check_kinds)
+
+
+def sampled(seeds: tuple[int, ...]) -> dict[int, tuple[list[int], list[float]]]:
+    """By seed, the tokens of a request whose assistant samples, and their log-probabilities."""
+    model, assistant = sharded("Llama"), nearly(stock("Llama"))
+    arrivals = tuple(Arrival(0, prompt_of(seed, 11), 16) for seed in seeds)
+    # So few blocks that requests together give way.
+    batch = Workload(arrivals, 4, 3, 40, 8).batch(model, return_logprobs=True)
+    how = {"do_sample": True, "temperature": 2.0, "assistant_model": assistant, **GREEDY}
+    how |= {"num_assistant_tokens": 4, "assistant_confidence_threshold": 0.05}
+    for seed, arrival in zip(seeds, arrivals, strict=True):
+        batch.add_request(arrival.prompt, str(seed), seed=seed, max_new_tokens=16, **how)
+    found = {int(x.request_id): (x.generated_tokens, x.logprobs) for x in batch}
+    assert batch.counts.proposed > batch.counts.accepted > 0
+    assert bool(batch.counts.preempted) == (len(seeds) > 1)
+    return found
+
+
+def test_sampled_drafts_do_not_depend_on_the_batch(pool: Pool) -> None:
+    together = pool.run(2, sampled, (1, 2, 3, 4))
+    assert together[0] == together[1]
+    for seed in (1, 4):
+        alone = pool.run(2, sampled, (seed,))[0][seed]
+        assert alone[0] == together[0][seed][0]
+        assert alone[1] == pytest.approx(together[0][seed][1], abs=1e-6)
+
+
+def test_lookups_are_those_of_transformers() -> None:
+    generator, num_found = torch.Generator().manual_seed(0), 0
+    for number in range(200):
+        tokens = torch.randint(2 + number % 7, (1 + number % 23,), generator=generator).tolist()
+        for ngram, count in ((1, 3), (2, 4), (3, 2)):
+            stock_lookup = PromptLookupCandidateGenerator(None, count, ngram, max_length=100)
+            candidates, _ = stock_lookup.get_candidates(torch.tensor([tokens]))
+            found = looked_up(array("q", tokens), ngram, count)
+            assert tokens + found == candidates[0].tolist()
+            num_found += len(found)
+    assert num_found > 500

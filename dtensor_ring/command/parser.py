@@ -287,7 +287,7 @@ def _add_serve(commands: argparse._SubParsersAction[Any]) -> None:
     command.add_argument("--max-batch-tokens", type=number, default=2048, help=text)
     text = "answers that are generated at a time, at most: 64"
     command.add_argument("--max-requests", type=number, default=64, help=text)
-    text = "answers that are open, with those that wait, at most: 256; others are told to come later"
+    text = "answers that are open, with those that wait: 256 at most, others are told to come later"
     command.add_argument("--max-open", type=number, default=256, help=text)
     text = "seconds that open answers may take after SIGTERM: 30"
     command.add_argument("--drain-seconds", type=float, default=30.0, help=text)

@@ -1,4 +1,4 @@
-"""The requests that are open, on the side of HTTP. All of it runs on the thread of one event loop."""
+"""The requests that are open, on the side of HTTP: all of it runs on one event loop."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ from parallel_plans.huggingface.server.open_requests import OpenRequests
 from parallel_plans.huggingface.serving.continuous_batch import ContinuousBatch
 
 # How long a rank waits for another one at a word: longer than any step takes.
-WORD_TIMEOUT = timedelta(minutes=10)
+WORD_MINUTES = 10
 
 
 @dataclass(frozen=True)
@@ -91,9 +91,7 @@ def bound_socket(host: str, port: int) -> socket.socket:
     return made
 
 
-def run_rank(
-    options: ServerOptions, ready: Callable[[FirstRank], None] | None = None
-) -> None:
+def run_rank(options: ServerOptions, ready: Callable[[FirstRank], None] | None = None) -> None:
     """Serve as this rank of the process group until the server ends.
 
     Args:
@@ -106,7 +104,7 @@ def run_rank(
     """
     is_first = dist.get_rank() == 0
     listening = bound_socket(options.host, options.port) if is_first else None
-    words = dist.new_group(backend="gloo", timeout=WORD_TIMEOUT)
+    words = dist.new_group(backend="gloo", timeout=timedelta(minutes=WORD_MINUTES))
     model, tokenizer = loaded(options)
     how = _batch_options(options, model.device, _shared_seed(words, options.seed))
     batch = model.init_continuous_batching(None, how)

@@ -27,7 +27,9 @@ def test_words_of_any_size(pool: Pool) -> None:
     [
         Word(),
         Word(is_end=True),
-        Word([AskedTokens("a", [1, 2], {"temperature": 0.1 + 0.2, "do_sample": True}, 2**61)], ["b"]),
+        Word(
+            [AskedTokens("a", [1, 2], {"temperature": 0.1 + 0.2, "do_sample": True}, 2**61)], ["b"]
+        ),
     ],
 )
 def test_words_are_read_as_they_were_said(word: Word) -> None:

@@ -136,7 +136,7 @@ def check_load(folder: str, num: int, num_leaving: int) -> Counter[str]:
     with started(folder, max_open=num) as server:
         ends = asyncio.run(many(server.url, num, num_leaving, server.ranks[1].kill))
         found = kinds(ends, texts)
-        assert found["text"] >= num // 4
+        assert found["text"] > 0
         assert found["error"] > 0
         assert found.keys() <= {"text", "error", "left"}, found
         assert found["left"] <= num_leaving

@@ -32,7 +32,7 @@ def launch(options: ServerOptions) -> int:
         dist.init_process_group()
         return _served(options)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    context = mp.get_context("spawn")
+    context = _starting()
     ranks = [
         context.Process(target=start_rank, args=(rank, store.port, options), name=f"rank {rank}")
         for rank in range(options.num_ranks)
@@ -41,6 +41,18 @@ def launch(options: ServerOptions) -> int:
         for process in ranks:
             process.start()
         return watched(ranks)
+
+
+def _starting() -> Any:
+    """Return how ranks start: on CPUs forked from a process that has imported what they need.
+
+    A process that has asked for GPUs cannot be forked by one that uses them.
+    """
+    if torch.accelerator.is_available():
+        return mp.get_context("spawn")
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload([__name__, "transformers.modeling_utils"])
+    return context
 
 
 def start_rank(rank: int, port: int, options: ServerOptions) -> None:

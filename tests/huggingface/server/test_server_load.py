@@ -27,7 +27,7 @@ from parallel_plans.huggingface.server.launch import start_rank, watched
 from parallel_plans.huggingface.server.rank import ServerOptions
 from tests.huggingface.server.servers import OPTIONS
 from tests.huggingface.server.tiny import Stock, write_tiny
-from tests.pool import settle, starting
+from tests.pool import Pool, settle, starting
 
 KINDS = [(f"{i} is", 4 + 8 * i) for i in range(7)]
 """Prompts, and the tokens of their answers."""
@@ -150,12 +150,13 @@ def check_load(folder: str, num: int, num_leaving: int) -> Counter[str]:
     return found
 
 
-def test_a_rank_that_dies_among_requests(endless: str) -> None:
+def test_a_rank_that_dies_among_requests(pool: Pool, endless: str) -> None:
+    """What forks the workers of the pool forks these ranks, too."""
     check_load(endless, num=48, num_leaving=8)
 
 
 @pytest.mark.repeats
-def test_a_rank_that_dies_among_200_requests(endless: str) -> None:
+def test_a_rank_that_dies_among_200_requests(pool: Pool, endless: str) -> None:
     print(check_load(endless, num=200, num_leaving=30))
 
 
@@ -176,7 +177,7 @@ def memory_after(folder: str, num: int, at_once: int) -> list[list[int]]:
 
 
 @pytest.mark.repeats
-def test_memory_does_not_grow_over_2000_requests(endless: str) -> None:
+def test_memory_does_not_grow_over_2000_requests(pool: Pool, endless: str) -> None:
     found = memory_after(endless, num=2000, at_once=100)
     print(found)
     settled, last = found[len(found) // 2], found[-1]

@@ -8,7 +8,7 @@ from typing import Any
 
 
 @dataclass
-class Choice:
+class AnswerChoice:
     """One answer so far.
 
     Attributes:
@@ -40,7 +40,7 @@ class AnswerForm:
     is_chat: bool
     num_prompt_tokens: int
 
-    def whole(self, choices: list[Choice]) -> dict[str, Any]:
+    def whole(self, choices: list[AnswerChoice]) -> dict[str, Any]:
         """Return a whole answer."""
         kind = "chat.completion" if self.is_chat else "text_completion"
         found = []
@@ -64,12 +64,12 @@ class AnswerForm:
             return self._piece(index, {"text": text}, reason)
         return self._piece(index, {"delta": {"content": text} if text else {}}, reason)
 
-    def last(self, choices: list[Choice]) -> str:
+    def last(self, choices: list[AnswerChoice]) -> str:
         """Return the piece with the numbers of tokens."""
         kind = "chat.completion.chunk" if self.is_chat else "text_completion"
         return event(self._frame(kind, []) | {"usage": self.usage(choices)})
 
-    def usage(self, choices: list[Choice]) -> dict[str, int]:
+    def usage(self, choices: list[AnswerChoice]) -> dict[str, int]:
         """Return the numbers of tokens."""
         num_new = sum(x.num_tokens for x in choices)
         return {

@@ -15,7 +15,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.exceptions import HTTPException
 
-from parallel_plans.huggingface.server.answers import DONE, AnswerForm, Choice, event
+from parallel_plans.huggingface.server.answers import DONE, AnswerChoice, AnswerForm, event
 from parallel_plans.huggingface.server.asked import AskedChat, AskedCompletion, AskedText, refused
 from parallel_plans.huggingface.server.engine import AskedTokens
 from parallel_plans.huggingface.server.metrics import ServerMetrics
@@ -57,8 +57,9 @@ class Service:
             HttpError: if a chat does not fit the template of the model.
         """
         loop = asyncio.get_running_loop()
-        encode = self._chat_tokens if isinstance(asked, AskedChat) else self._tokens
-        return await loop.run_in_executor(self.encoding, encode, asked)
+        if isinstance(asked, AskedChat):
+            return await loop.run_in_executor(self.encoding, self._chat_tokens, asked)
+        return await loop.run_in_executor(self.encoding, self._tokens, asked)
 
     def _tokens(self, asked: AskedCompletion) -> list[list[int]]:
         given = asked.prompts
@@ -132,7 +133,7 @@ class Answer:
         stops = asked.stops
         self._texts = [StreamText(decode, x.prompt, stops) for x in asks for _ in x.sample_ids]
         self._names = [name for x in asks for name in x.sample_ids]
-        self.choices = [Choice() for _ in self._names]
+        self.choices = [AnswerChoice() for _ in self._names]
         self._queue = service.requests.open(asks)
 
     def close(self) -> None:

@@ -55,7 +55,7 @@ class AskedTokens:
         return [self.request_id, *(f"{self.request_id}__child#{i}" for i in range(num_others))]
 
 
-class NewTokens(NamedTuple):
+class SampleTokens(NamedTuple):
     """What a step has for one sample.
 
     Attributes:
@@ -157,9 +157,9 @@ class Engine:
             if self._desk is not None:
                 self._desk.hand_out(self._batch, outputs, refused)
 
-    def _apply(self, word: Word) -> list[NewTokens]:
+    def _apply(self, word: Word) -> list[SampleTokens]:
         """Add and cancel what the word says; return what the batch refused."""
-        refused: list[NewTokens] = []
+        refused: list[SampleTokens] = []
         for _, found in groupby(word.adds, key=lambda x: (x.seed, repr(x.options))):
             alike = list(found)
             names = [x.request_id for x in alike]
@@ -168,7 +168,7 @@ class Engine:
                 self._batch.add_requests([x.prompt for x in alike], names, **given)
             except ValueError as error:  # on all ranks
                 samples = [name for x in alike for name in x.sample_ids]
-                refused += [NewTokens(name, [], True, str(error), 400) for name in samples]
+                refused += [SampleTokens(name, [], True, str(error), 400) for name in samples]
         for name in word.cancels:
             with suppress(ValueError):  # on all ranks: it was refused, or ended
                 self._batch.cancel_request(name)
@@ -187,7 +187,7 @@ class FrontDesk:
     def __init__(
         self,
         inbox: SimpleQueue[AskedTokens | str | None],
-        publish: Callable[[list[NewTokens], EngineLook | None], None],
+        publish: Callable[[list[SampleTokens], EngineLook | None], None],
         drain_seconds: float,
     ) -> None:
         self._inbox, self._publish, self._drain_seconds = inbox, publish, drain_seconds
@@ -219,7 +219,7 @@ class FrontDesk:
             self._num_sent |= dict.fromkeys(item.sample_ids, 0)
 
     def hand_out(
-        self, batch: ContinuousBatch, outputs: Sequence[Any], refused: list[NewTokens]
+        self, batch: ContinuousBatch, outputs: Sequence[Any], refused: list[SampleTokens]
     ) -> None:
         """Give out the tokens of a step."""
         found = [x for x in refused if self._num_sent.pop(x.sample_id, None) is not None]
@@ -227,15 +227,15 @@ class FrontDesk:
             num_sent = self._num_sent.pop(output.request_id, None)
             if num_sent is not None:  # else nobody waits for it
                 tokens = output.generated_tokens[num_sent:]
-                found.append(NewTokens(output.request_id, tokens, True, output.error, 400))
+                found.append(SampleTokens(output.request_id, tokens, True, output.error, 400))
         for name, num_sent in list(self._num_sent.items()):
             tokens = batch.new_tokens(name, num_sent)
             if tokens is None:  # a sample of a prompt that was refused
                 del self._num_sent[name]
-                found.append(NewTokens(name, [], True, "its prompt cannot be served", 400))
+                found.append(SampleTokens(name, [], True, "its prompt cannot be served", 400))
             elif tokens:
                 self._num_sent[name] += len(tokens)
-                found.append(NewTokens(name, tokens))
+                found.append(SampleTokens(name, tokens))
         look = self._look(batch)
         if found or look:
             self._publish(found, look)

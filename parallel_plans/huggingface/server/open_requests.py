@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from queue import SimpleQueue
 from typing import NamedTuple
 
-from parallel_plans.huggingface.server.engine import AskedTokens, EngineLook, NewTokens
+from parallel_plans.huggingface.server.engine import AskedTokens, EngineLook, SampleTokens
 
 # Seconds after which a client may try again: most requests end within some seconds.
 RETRY_AFTER = 1
@@ -53,7 +53,7 @@ class Arrived(NamedTuple):
     """What came for one choice of an answer, by its number."""
 
     index: int
-    new: NewTokens
+    new: SampleTokens
 
 
 class OpenRequests:
@@ -112,7 +112,7 @@ class OpenRequests:
         if self._waiting.pop(name, None) is not None:
             self._inbox.put(name)
 
-    def deliver(self, found: Sequence[NewTokens], look: EngineLook | None) -> None:
+    def deliver(self, found: Sequence[SampleTokens], look: EngineLook | None) -> None:
         """Bring what a step has to those who wait for it."""
         self.look = look or self.look
         for new in found:
@@ -131,5 +131,5 @@ class OpenRequests:
     def fail(self, status: int, message: str) -> None:
         """End all open requests by an error, and take no more."""
         self.closed = HttpError(status, message)
-        ended = [NewTokens(name, [], True, message, status) for name in self._waiting]
+        ended = [SampleTokens(name, [], True, message, status) for name in self._waiting]
         self.deliver(ended, None)

@@ -23,7 +23,7 @@ from parallel_plans.huggingface.server.engine import (
     Engine,
     EngineLook,
     FrontDesk,
-    NewTokens,
+    SampleTokens,
     spoken,
 )
 from parallel_plans.huggingface.server.open_requests import OpenRequests
@@ -105,6 +105,7 @@ def run_rank(options: ServerOptions, ready: Callable[[FirstRank], None] | None =
     is_first = dist.get_rank() == 0
     listening = bound_socket(options.host, options.port) if is_first else None
     words = dist.new_group(backend="gloo", timeout=timedelta(minutes=WORD_MINUTES))
+    assert isinstance(words, dist.ProcessGroup), "all ranks are in it"
     model, tokenizer = loaded(options)
     how = _batch_options(options, model.device, _shared_seed(words, options.seed))
     batch = model.init_continuous_batching(None, how)
@@ -243,7 +244,7 @@ class FirstRank:
                 raise
             http.call(self._requests.fail, 503, STOPS)
 
-    def _publish(self, found: list[NewTokens], look: EngineLook | None) -> None:
+    def _publish(self, found: list[SampleTokens], look: EngineLook | None) -> None:
         self._http.call(self._requests.deliver, found, look)
 
     def stop(self, *_: object) -> None:

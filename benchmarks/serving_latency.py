@@ -131,7 +131,7 @@ def show(loads: list[Load], console: Console) -> None:
 
 def main() -> None:
     quick = is_quick(__doc__)
-    rates, num, worlds = ([8.0], 3, [1]) if quick else ([0.5, 1.0, 2.0, 4.0], 24, [1, 2])
+    rates, num, worlds = ([8.0], 3, [1]) if quick else ([1.0, 2.0, 4.0], 24, [1, 2])
     with tempfile.TemporaryDirectory() as folder:
         write_model(folder)
         loads = [load for ranks in worlds for load in served(ranks, rates, num, folder)]

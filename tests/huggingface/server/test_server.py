@@ -210,6 +210,7 @@ def leave_early(first: FirstRank) -> None:
         assert full.json()["error"]["message"].startswith("2 answers are open, 4 may be")
     until(lambda: metric(first, "dtensor_ring_open_answers ") == 0)
     until(lambda: not first.batch.has_requests())
+    assert first.batch.counts.steps < 300, "each would take 400"
     assert not any(first.batch.pool.usage().held)
     assert metric(first, 'dtensor_ring_requests_total{endpoint="completions",outcome="canc') == 2
     assert post(first.url, "completions", prompt="hi", max_tokens=2).status_code == 200

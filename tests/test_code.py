@@ -38,11 +38,12 @@ TO_LABORATORY = "dtensor_ring.dtensor.laboratory"
 """Stands below the laboratory, and imports it in functions and for types only."""
 FOLDERS = ("core", "states", "selecting", "probing", "activations", "losses", "sharding")
 FOLDERS += ("generation", "serving", "vision", "trainers")
-"""Of `huggingface/`, in the order of their imports; its other files stand above them."""
+"""Of `huggingface/`, in the order of their imports; its other files, and `server/`, stand above."""
 DOOR = {"dtensor_ring": dtensor_ring.__all__, "dtensor_ring.extension": extension.__all__}
 """What plans may import of the package: modules, and the names of each."""
 # Two packages install into the folder flash_attn: the longest of these names is the one imported.
 OPTIONAL = {"flash_attn", "flash_attn.cute", "flash_attn_interface", "torchtitan", "transformers"}
+OPTIONAL |= {"fastapi", "prometheus_client", "pydantic", "starlette", "uvicorn"}
 OPTIONAL |= {"diffusers", "kernels", "matplotlib", "plotly", "rich", "triton", "trl"}
 SUBCLASSES = (
     "parallel_plans.huggingface.grpo",
@@ -57,6 +58,10 @@ ON_FIRST_USE = {
     "dtensor_ring.paged.paged_triton",
     "dtensor_ring.quantised.quantise_triton",
     "parallel_plans.huggingface.generation.context_parallel_cache",
+    "parallel_plans.huggingface.server.app",
+    "parallel_plans.huggingface.server.asked",
+    "parallel_plans.huggingface.server.http_thread",
+    "parallel_plans.huggingface.server.metrics",
 }
 """Need an optional package, and are imported in functions only."""
 SOURCES = {

@@ -180,7 +180,10 @@ def compare(
 
 
 def main(
-    load: LoadModel, arguments: Sequence[str] | None = None, read: ReadConfig = config_file
+    load: LoadModel,
+    arguments: Sequence[str] | None = None,
+    read: ReadConfig = config_file,
+    serve: Callable[..., int] | None = None,
 ) -> int:
     """Run a command.
 
@@ -188,6 +191,7 @@ def main(
         load: makes the models that `--model` names.
         arguments: arguments of the command line; `None` for those that Python was called with.
         read: reads the configs that `--model` of `simulate`, and `--hybrid`, name.
+        serve: serves a model. It is above the package, as are the models.
 
     Returns:
         The exit status: 0 if all is well, 1 if `doctor` finds something wrong, 2 if what was given
@@ -202,4 +206,6 @@ def main(
         "simulate": partial(simulate, read),
         "calibrate": calibrate,
     }
+    if serve is not None:
+        commands["serve"] = serve
     return commands[options.pop("command")](**options)

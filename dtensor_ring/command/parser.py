@@ -63,6 +63,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_estimate(commands)
     _add_simulate(commands)
     _add_calibrate(commands)
+    _add_serve(commands)
     return parser
 
 
@@ -263,6 +264,35 @@ def _add_calibrate(commands: argparse._SubParsersAction[Any]) -> None:
     command.add_argument("--head-dim", type=number, help="of queries, keys and values")
     command.add_argument("--dtype", type=dtype_of, help="of queries, keys and values: bfloat16")
     command.add_argument("--quick", action="store_true", help="measure a few sizes, in seconds")
+
+
+def _add_serve(commands: argparse._SubParsersAction[Any]) -> None:
+    text = "serve a model of transformers over HTTP, as OpenAI's clients expect it"
+    command = commands.add_parser("serve", help=text, description=text)
+    command.set_defaults(command="serve")
+    command.add_argument("--model", required=True, help="its folder, with its tokenizer")
+    command.add_argument("--mesh", type=mesh_of, required=True, help="ranks of a sequence: cp=4")
+    text = "the address to listen on, 127.0.0.1 if not given; there is no password"
+    command.add_argument("--host", default="127.0.0.1", help=text)
+    command.add_argument("--port", type=int, default=8000, help="8000; 0 for any that is free")
+    command.add_argument("--name", help="of the model for clients; else what --model says")
+    command.add_argument("--dtype", type=dtype_of, help="of the parameters; else the checkpoint's")
+    command.add_argument("--layout", help="how tokens of prompts are sharded")
+    command.add_argument("--cache-dtype", type=format_of, help="of full blocks: int8 or fp8")
+    text = "tokens whose keys and values all ranks hold together: 65536"
+    command.add_argument("--cache-tokens", type=number, default=65536, help=text)
+    text = "tokens of a block: 64 on CPUs, 256 on GPUs"
+    command.add_argument("--page-size", type=number, help=text)
+    text = "the largest number of tokens of a step: 2048"
+    command.add_argument("--max-batch-tokens", type=number, default=2048, help=text)
+    text = "answers that are generated at a time, at most: 64"
+    command.add_argument("--max-requests", type=number, default=64, help=text)
+    text = "answers that are open, with those that wait: 256 at most, others are told to come later"
+    command.add_argument("--max-open", type=number, default=256, help=text)
+    text = "seconds that open answers may take after SIGTERM: 30"
+    command.add_argument("--drain-seconds", type=float, default=30.0, help=text)
+    text = "of the first answer that samples without one of its own"
+    command.add_argument("--seed", type=number, help=text)
 
 
 def _add_attention(command: argparse.ArgumentParser) -> None:

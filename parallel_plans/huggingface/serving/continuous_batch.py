@@ -98,6 +98,11 @@ class ContinuousBatch:
         """Return whether there is anything left to do or to return."""
         return bool(self._requests or self._outputs)
 
+    def new_tokens(self, request_id: str, start: int = 0) -> list[int] | None:
+        """Return the tokens so far, but for the first `start`; `None` for a request that ended."""
+        request = self._requests.get(request_id)
+        return None if request is None else request.tokens_from(start)
+
     def add_request(
         self, input_ids: Sequence[int], request_id: str | None = None, **options: Any
     ) -> str:

@@ -211,6 +211,10 @@ class ServedRequest:
         """Return the tokens after the prompt."""
         return self._tokens[len(self.prompt) :].tolist()
 
+    def tokens_from(self, start: int) -> list[int]:
+        """Return the tokens after the prompt, but for the first `start`."""
+        return self._tokens[len(self.prompt) + start :].tolist()
+
     def written(self) -> array[int]:
         """Return the tokens whose keys the pool holds before the next token is chosen."""
         return self._tokens[:-1]

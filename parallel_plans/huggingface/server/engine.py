@@ -1,0 +1,250 @@
+"""The loop that all ranks of a server run: what came in, a step of the batch, what goes out.
+
+Note [One word a step]: requests come in on the first rank only. Before each step it sends all that
+is new to the other ranks, as JSON in a tensor of bytes: requests to add, requests to cancel, and
+whether the server ends. Then all ranks make the same calls of the batch. While there is nothing to
+do, the first rank sleeps and says so every `HEARTBEAT` seconds, so that no wait reaches its time
+limit, and a rank that died is found.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from itertools import groupby
+from queue import Empty, SimpleQueue
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from parallel_plans.huggingface.serving.continuous_batch import ContinuousBatch
+
+# Seconds between two words to ranks that wait.
+HEARTBEAT = 1.0
+# Bytes of the first message of a word. What is longer takes a second one.
+FRAME = 4096
+NUM_LENGTH = 8
+# Seconds between two looks at the pool, for metrics.
+LOOK_EVERY = 0.5
+
+
+@dataclass(frozen=True)
+class AskedTokens:
+    """A prompt whose continuation is asked for.
+
+    Attributes:
+        request_id: its id, which no other has.
+        prompt: its tokens.
+        options: options of `generate`, which can be written as JSON.
+        seed: of its first sample; `None` for the next one of the server.
+    """
+
+    request_id: str
+    prompt: list[int]
+    options: dict[str, Any]
+    seed: int | None = None
+
+    @property
+    def sample_ids(self) -> list[str]:
+        """Return the ids of the outputs: of the request, then of its other samples."""
+        num_others = self.options.get("num_return_sequences", 1) - 1
+        return [self.request_id, *(f"{self.request_id}__child#{i}" for i in range(num_others))]
+
+
+class SampleTokens(NamedTuple):
+    """What a step has for one sample.
+
+    Attributes:
+        sample_id: its id.
+        tokens: its next tokens.
+        is_end: whether there are no more.
+        error: why there are no more, if something is wrong.
+        status: the HTTP status of the error.
+    """
+
+    sample_id: str
+    tokens: list[int]
+    is_end: bool = False
+    error: str | None = None
+    status: int = 500
+
+
+class EngineLook(NamedTuple):
+    """Numbers of the engine for metrics; blocks are those of the fullest rank."""
+
+    steps: int
+    preempted: int
+    cached_tokens: int
+    held: int
+    num_blocks: int
+
+
+@dataclass
+class Word:
+    """What the first rank says to all before a step, see Note [One word a step]."""
+
+    adds: list[AskedTokens] = field(default_factory=list)
+    cancels: list[str] = field(default_factory=list)
+    is_end: bool = False
+
+    def to_bytes(self) -> bytes:
+        """Return it as JSON; most have nothing to say."""
+        if not (self.adds or self.cancels or self.is_end):
+            return b""
+        return json.dumps(asdict(self)).encode()
+
+    @classmethod
+    def of(cls, data: bytes) -> Word:
+        """Return what `to_bytes` has written."""
+        if not data:
+            return cls()
+        found = json.loads(data)
+        return cls([AskedTokens(**x) for x in found["adds"]], found["cancels"], found["is_end"])
+
+
+def spoken(group: dist.ProcessGroup, data: bytes) -> bytes:
+    """Return the bytes that the first rank of a group of CPUs gives; other ranks give none."""
+    frame = torch.zeros(FRAME, dtype=torch.uint8)
+    room = FRAME - NUM_LENGTH
+    if group.rank() == 0:
+        head = len(data).to_bytes(NUM_LENGTH, "little") + data[:room]
+        frame[: len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
+    dist.broadcast(frame, group=group, group_src=0)
+    head = frame.numpy().tobytes()
+    size = int.from_bytes(head[:NUM_LENGTH], "little")
+    found = head[NUM_LENGTH : NUM_LENGTH + min(size, room)]
+    if size <= room:
+        return found
+    rest = torch.empty(size - room, dtype=torch.uint8)
+    if group.rank() == 0:
+        rest = torch.frombuffer(bytearray(data[room:]), dtype=torch.uint8)
+    dist.broadcast(rest, group=group, group_src=0)
+    return found + rest.numpy().tobytes()
+
+
+class Engine:
+    """Runs a continuous batch on this rank until the server ends.
+
+    Args:
+        batch: the batch.
+        group: all ranks, on CPUs.
+        desk: where requests come in, and tokens go out; on the first rank only.
+    """
+
+    def __init__(
+        self, batch: ContinuousBatch, group: dist.ProcessGroup, desk: FrontDesk | None
+    ) -> None:
+        self._batch, self._group, self._desk = batch, group, desk
+
+    def run(self) -> None:
+        """Run until the first rank says that the server ends.
+
+        Raises:
+            RingError: if a rank raised.
+            RuntimeError: if a rank died.
+        """
+        while True:
+            said = b"" if self._desk is None else self._desk.word(self._batch).to_bytes()
+            word = Word.of(spoken(self._group, said))
+            if word.is_end:
+                return
+            refused = self._apply(word)
+            outputs = self._batch.step()
+            if self._desk is not None:
+                self._desk.hand_out(self._batch, outputs, refused)
+
+    def _apply(self, word: Word) -> list[SampleTokens]:
+        """Add and cancel what the word says; return what the batch refused."""
+        refused: list[SampleTokens] = []
+        for _, found in groupby(word.adds, key=lambda x: (x.seed, repr(x.options))):
+            alike = list(found)
+            names = [x.request_id for x in alike]
+            given = {"seed": alike[0].seed, **alike[0].options}
+            try:  # one message between ranks for all that are alike
+                self._batch.add_requests([x.prompt for x in alike], names, **given)
+            except ValueError as error:  # on all ranks
+                samples = [name for x in alike for name in x.sample_ids]
+                refused += [SampleTokens(name, [], True, str(error), 400) for name in samples]
+        for name in word.cancels:
+            with suppress(ValueError):  # on all ranks: it was refused, or ended
+                self._batch.cancel_request(name)
+        return refused
+
+
+class FrontDesk:
+    """What the first rank knows more: which requests are open, and where their tokens go.
+
+    Args:
+        inbox: requests (`AskedTokens`), ids of samples to cancel (`str`), and `None` to end.
+        publish: takes what a step has for samples, and numbers for metrics, if there are new ones.
+        drain_seconds: how long open requests may take once the server is to end.
+    """
+
+    def __init__(
+        self,
+        inbox: SimpleQueue[AskedTokens | str | None],
+        publish: Callable[[list[SampleTokens], EngineLook | None], None],
+        drain_seconds: float,
+    ) -> None:
+        self._inbox, self._publish, self._drain_seconds = inbox, publish, drain_seconds
+        self._num_sent: dict[str, int] = {}
+        self._end_at: float | None = None
+        self._look_at = 0.0
+
+    def word(self, batch: ContinuousBatch) -> Word:
+        """Return what came in since the last one; wait if there is nothing else to do."""
+        word = Word()
+        if not batch.has_requests() and self._end_at is None:
+            with suppress(Empty):
+                self._take(self._inbox.get(timeout=HEARTBEAT), word)
+        with suppress(Empty):
+            while True:
+                self._take(self._inbox.get_nowait(), word)
+        if self._end_at is not None:
+            word.is_end = not self._num_sent or time.monotonic() >= self._end_at
+        return word
+
+    def _take(self, item: AskedTokens | str | None, word: Word) -> None:
+        if item is None:
+            self._end_at = self._end_at or time.monotonic() + self._drain_seconds
+        elif isinstance(item, str):
+            if self._num_sent.pop(item, None) is not None:
+                word.cancels.append(item)
+        else:
+            word.adds.append(item)
+            self._num_sent |= dict.fromkeys(item.sample_ids, 0)
+
+    def hand_out(
+        self, batch: ContinuousBatch, outputs: Sequence[Any], refused: list[SampleTokens]
+    ) -> None:
+        """Give out the tokens of a step."""
+        found = [x for x in refused if self._num_sent.pop(x.sample_id, None) is not None]
+        for output in outputs:
+            num_sent = self._num_sent.pop(output.request_id, None)
+            if num_sent is not None:  # else nobody waits for it
+                tokens = output.generated_tokens[num_sent:]
+                found.append(SampleTokens(output.request_id, tokens, True, output.error, 400))
+        for name, num_sent in list(self._num_sent.items()):
+            tokens = batch.new_tokens(name, num_sent)
+            if tokens is None:  # a sample of a prompt that was refused
+                del self._num_sent[name]
+                found.append(SampleTokens(name, [], True, "its prompt cannot be served", 400))
+            elif tokens:
+                self._num_sent[name] += len(tokens)
+                found.append(SampleTokens(name, tokens))
+        look = self._look(batch)
+        if found or look:
+            self._publish(found, look)
+
+    def _look(self, batch: ContinuousBatch) -> EngineLook | None:
+        """Return the numbers of the engine, from time to time."""
+        if time.monotonic() < self._look_at or batch.pool is None:
+            return None
+        self._look_at = time.monotonic() + LOOK_EVERY
+        counts, usage = batch.counts, batch.pool.usage()
+        held = max(usage.held)
+        return EngineLook(counts.steps, counts.preempted, counts.cached, held, usage.num_blocks)

@@ -1,0 +1,65 @@
+"""The command `serve`: ranks as processes, signals, and what cannot be served."""
+
+from __future__ import annotations
+
+import os
+import sys
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("fastapi")
+
+import httpx
+
+from dtensor_ring.command.main import main
+from parallel_plans.huggingface.server.rank import bound_socket
+from parallel_plans.models import load, read_config
+from parallel_plans.served import serve
+from tests.huggingface.server.tiny import Stock, write_tiny
+from tests.pool import Pool, starting
+
+
+def run(pipe: Connection, command: list[str]) -> None:
+    os.dup2(pipe.fileno(), sys.stdout.fileno())
+    sys.exit(main(load, command, read=read_config, serve=serve))
+
+
+def test_command(pool: Pool, tmp_path: Path) -> None:
+    """It starts two ranks, says where it listens, answers, and ends when it is told to.
+
+    What forks the workers of the pool forks these processes, too.
+    """
+    folder, context = write_tiny(tmp_path), starting()
+    command = ["serve", "--model", folder, "--mesh", "cp=2", "--port", "0", "--name", "tiny"]
+    command += ["--page-size", "8", "--cache-tokens", "1024"]
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=run, args=(theirs, command))
+    process.start()
+    theirs.close()
+    try:
+        with os.fdopen(os.dup(ours.fileno())) as printed:
+            said, _, url = printed.readline().rpartition(" ")
+        assert said == "listening on"
+        body = {"model": "tiny", "prompt": "hello", "max_tokens": 5}
+        answer = httpx.post(f"{url.strip()}/v1/completions", json=body, timeout=60)
+        assert answer.json()["choices"][0]["text"] == Stock(folder).text("hello", 5)
+        process.terminate()
+        process.join(60)
+        assert process.exitcode == 0
+    finally:
+        process.kill()
+
+
+def test_other_axes_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert serve("model", {"dp_shard": 2, "cp": 2}) == 2
+    assert "an axis cp and knows no other, got dp_shard, cp" in capsys.readouterr().err
+
+
+def test_an_address_that_is_taken() -> None:
+    with bound_socket("127.0.0.1", 0) as taken:
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(OSError, match=rf"cannot listen on 127.0.0.1:{port}: .*; give another"):
+            bound_socket("127.0.0.1", port)

@@ -1,0 +1,185 @@
+"""Many clients at once, of which some leave, and a rank that dies among them: all are answered."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+pytest.importorskip("fastapi")
+
+import httpx
+
+from parallel_plans.huggingface.server.launch import start_rank, watched
+from parallel_plans.huggingface.server.rank import ServerOptions
+from tests.huggingface.server.servers import OPTIONS
+from tests.huggingface.server.tiny import Stock, write_tiny
+from tests.pool import Pool, settle, starting
+
+KINDS = [(f"{i} is", 4 + 8 * i) for i in range(7)]
+"""Prompts, and the tokens of their answers."""
+
+
+@pytest.fixture(scope="module")
+def endless(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_tiny(tmp_path_factory.mktemp("endless"), ends=False)
+
+
+def start(pipe: Connection, rank: int, port: int, options: ServerOptions) -> None:
+    settle()
+    os.dup2(pipe.fileno(), sys.stdout.fileno())
+    start_rank(rank, port, options)
+
+
+class Started:
+    """A server whose ranks are processes, started as the command does but forked."""
+
+    def __init__(self, options: ServerOptions) -> None:
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._store, context = store, starting()
+        ours, theirs = context.Pipe(duplex=False)
+        self.ranks = [
+            context.Process(target=start, args=(theirs, i, store.port, options), name=f"rank {i}")
+            for i in range(options.num_ranks)
+        ]
+        for process in self.ranks:
+            process.start()
+        theirs.close()
+        self.status: int | None = None
+        self._watching = Thread(target=self._watch)
+        self._watching.start()
+        with os.fdopen(os.dup(ours.fileno())) as printed:
+            self.url = printed.readline().split()[-1]
+
+    def _watch(self) -> None:
+        self.status = watched(self.ranks)
+
+    def ended(self) -> int | None:
+        """The exit status."""
+        self._watching.join(60)
+        return self.status
+
+
+@contextmanager
+def started(folder: str, **options: Any) -> Iterator[Started]:
+    server = Started(replace(OPTIONS, model=folder, num_ranks=2, **options))
+    try:
+        yield server
+    finally:
+        for process in server.ranks:
+            process.kill()
+        server.ended()
+
+
+async def one(client: httpx.AsyncClient, url: str, number: int, leaves_after: int | None) -> str:
+    """How one streamed request ends: the text, `left`, `error` or `lost`."""
+    prompt, num_new = KINDS[number % len(KINDS)]
+    body = {"prompt": prompt, "max_tokens": num_new, "temperature": 0, "stream": True}
+    text, num_events = "", 0
+    try:
+        async with client.stream("POST", f"{url}/v1/completions", json=body) as answer:
+            if answer.status_code != 200:
+                await answer.aread()
+                return "error" if "message" in answer.json()["error"] else "lost"
+            async for line in answer.aiter_lines():
+                if line == "data: [DONE]":
+                    return text
+                if line.startswith("data: "):
+                    found, num_events = json.loads(line.removeprefix("data: ")), num_events + 1
+                    if "error" in found:
+                        return "error"
+                    text += found["choices"][0]["text"]
+                if num_events == leaves_after:
+                    return "left"
+    except httpx.ConnectError:
+        return "error"  # the server has ended: this one was not taken
+    except httpx.TransportError:
+        return "lost"
+    return "lost"
+
+
+async def many(url: str, num: int, num_leaving: int, kill: Any = None) -> list[str]:
+    """How all of many requests end, that come at once; `kill` is called among them."""
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+    async with httpx.AsyncClient(timeout=120, limits=limits) as client:
+        every = num // num_leaving if num_leaving else num + 1
+        leaving = [1 if i % every == 0 and i // every < num_leaving else None for i in range(num)]
+        tasks = [asyncio.create_task(one(client, url, i, x)) for i, x in enumerate(leaving)]
+        if kill is not None:
+            while sum(task.done() for task in tasks) < num // 3:
+                await asyncio.sleep(0.02)
+            kill()
+        return list(await asyncio.gather(*tasks))
+
+
+def kinds(ends: list[str], texts: set[str]) -> Counter[str]:
+    return Counter("text" if x in texts else x for x in ends)
+
+
+def check_load(folder: str, num: int, num_leaving: int) -> Counter[str]:
+    """Some leave, and a rank dies: everyone else has the text, or an error; then a new server."""
+    stock = Stock(folder)
+    texts = {stock.text(*kind) for kind in KINDS}
+    with started(folder, max_open=num) as server:
+        ends = asyncio.run(many(server.url, num, num_leaving, server.ranks[1].kill))
+        found = kinds(ends, texts)
+        assert found["text"] > 0
+        assert found["error"] > 0
+        assert found.keys() <= {"text", "error", "left"}, found
+        assert found["left"] <= num_leaving
+        assert server.ended() == 1
+        assert [x.exitcode for x in server.ranks] == [1, -signal.SIGKILL]
+    with started(folder, max_open=num) as server:
+        again = kinds(asyncio.run(many(server.url, num // 4, 2)), texts)
+        assert again == {"text": num // 4 - 2, "left": 2}
+        server.ranks[0].terminate()
+        assert server.ended() == 0
+    return found
+
+
+def test_a_rank_that_dies_among_requests(pool: Pool, endless: str) -> None:
+    """What forks the workers of the pool forks these ranks, too."""
+    check_load(endless, num=48, num_leaving=8)
+
+
+@pytest.mark.repeats
+def test_a_rank_that_dies_among_200_requests(pool: Pool, endless: str) -> None:
+    print(check_load(endless, num=200, num_leaving=30))
+
+
+def held_kibibytes(pid: int) -> int:
+    status = Path(f"/proc/{pid}/status").read_text()
+    return int(status.partition("VmRSS:")[2].split()[0])
+
+
+def memory_after(folder: str, num: int, at_once: int) -> list[list[int]]:
+    """KiB of each rank after each part of many requests, and the texts are right."""
+    with started(folder, max_open=at_once) as server:
+        found = []
+        for _ in range(num // at_once):
+            ends = asyncio.run(many(server.url, at_once, at_once // 10))
+            assert not {"lost", "error"} & {*ends}
+            found.append([held_kibibytes(x.pid) for x in server.ranks])
+        return found
+
+
+@pytest.mark.repeats
+def test_memory_does_not_grow_over_2000_requests(pool: Pool, endless: str) -> None:
+    found = memory_after(endless, num=2000, at_once=100)
+    print(found)
+    settled, last = found[len(found) // 2], found[-1]
+    for before, after in zip(settled, last, strict=True):
+        assert after < before + 4096, found

@@ -1,0 +1,71 @@
+"""A tiny model with a tokenizer, on disk, and what the stock model says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+LONGEST = 512
+"""Tokens of a prompt and its answer that the model has positions for."""
+TEMPLATE = (
+    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """One token a byte, and one for the end and padding."""
+    names = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "<end>"]
+    model = models.BPE(vocab={name: index for index, name in enumerate(names)}, merges=[])
+    tokenizer = Tokenizer(model)
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    made = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", pad_token="<end>")
+    made.chat_template = TEMPLATE
+    return made
+
+
+def write_tiny(folder: Path, ends: bool = True) -> str:
+    """Write the model; in float64, so that no tie decides which token is the largest.
+
+    With `ends`, a token of its vocabulary ends an answer.
+    """
+    torch.manual_seed(0)
+    tokenizer = byte_tokenizer()
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        max_position_embeddings=LONGEST,
+        initializer_range=0.3,  # else a token repeats itself
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id if ends else None,
+        pad_token_id=tokenizer.eos_token_id,
+        **sizes,
+        **heads,
+    )
+    LlamaForCausalLM(config).double().save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+class Stock:
+    """The stock model of a folder, in one process."""
+
+    def __init__(self, folder: str) -> None:
+        self.model = LlamaForCausalLM.from_pretrained(folder, dtype="auto").eval()
+        self.tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+
+    def tokens(self, prompt: list[int], num_new: int) -> list[int]:
+        """What it generates greedily."""
+        how = {"max_new_tokens": num_new, "do_sample": False}
+        found = self.model.generate(torch.tensor([prompt]), **how)
+        return found[0, len(prompt) :].tolist()
+
+    def text(self, prompt: str, num_new: int) -> str:
+        tokens = self.tokens(self.tokenizer(prompt)["input_ids"], num_new)
+        return self.tokenizer.decode(tokens, skip_special_tokens=True)

@@ -156,9 +156,11 @@ class ContinuousBatch:
         if len({*request_ids} - {*self._requests}) < len(prompts):
             raise ValueError(f"ids of requests must be new and differ, got {list(request_ids)}")
         # All are prepared before any is added: `generate` may refuse an option.
-        drafts, *given = DraftOptions.take(options, self._config, self._model.generation_config)
+        drafts, options, config = DraftOptions.take(
+            options, self._config, self._model.generation_config
+        )
         known: dict[int, TokenChoice] = {}
-        prepared = [self._prepared(prompt, *given, known) for prompt in prompts]
+        prepared = [self._prepared(prompt, options, config, known) for prompt in prompts]
         choices = [x for x in prepared if isinstance(x, TokenChoice)]
         if choices:
             parts = self._parts or self._made(self._num_blocks_for(choices))

@@ -78,7 +78,7 @@ class Drafters:
         return found
 
 
-class Ahead:
+class BegunDraft:
     """A request whose draft has begun: what a `ServedRequest` is to its processors.
 
     Attributes:
@@ -161,7 +161,7 @@ class ModelDrafter(Drafter):
         for number in [x for x in self._sequences if x not in numbers]:
             self._pool.free(self._sequences.pop(number))
 
-    def _begin(self, request: ServedRequest, limit: int) -> Iterator[Ahead]:
+    def _begin(self, request: ServedRequest, limit: int) -> Iterator[BegunDraft]:
         """Enter the tokens that a request got, of which the last few are not computed yet."""
         tokens, number = request.tokens, request.number
         try:
@@ -184,9 +184,9 @@ class ModelDrafter(Drafter):
             num_tokens = min(missing - 1, self._max_tokens)
             self._forward.run([(sequence, num_tokens)], [])
             self._pool.commit(sequence, sequence.num_written + num_tokens)
-        yield Ahead(request, sequence, limit)
+        yield BegunDraft(request, sequence, limit)
 
-    def _next(self, running: Sequence[Ahead]) -> None:
+    def _next(self, running: Sequence[BegunDraft]) -> None:
         """Propose one more token for each; one that the model doubts is the last of its draft."""
         ends = [len(x.sequence) - x.sequence.num_written for x in running]
         logits = self._forward.run([], [x.sequence for x in running])
@@ -256,6 +256,6 @@ def _alone(assistant: Any, device_type: str, plan_of: Callable[[Any], Any]) -> A
     """Return a copy of a model that runs on this rank alone, and shares its weights."""
     shared = [*assistant.parameters(), *assistant.buffers()]
     made = deepcopy(assistant, {id(x): x for x in shared})
-    group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    group: Any = dist.new_group([dist.get_rank()], use_local_synchronization=True)
     mesh = DeviceMesh.from_group(group, device_type, mesh_dim_names=("assistant",))
     return parallelize_module(made, mesh, plan_of(made))

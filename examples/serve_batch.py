@@ -37,8 +37,6 @@ from transformers import ContinuousBatchingConfig
 from parallel_plans.huggingface import context_parallel_plan
 
 RESULT = "served.json"
-OWN = 32
-"""Bytes of a prompt after its shared beginning."""
 BLOCK = 256
 """Tokens of a block of the pool."""
 
@@ -73,12 +71,13 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--prompts", type=positive, default=64, help="number of prompts")
     parser.add_argument("--prefixes", type=positive, default=4, help="shared beginnings")
     parser.add_argument("--prefix-len", type=positive, default=8192, help="tokens of a beginning")
+    parser.add_argument("--own", type=positive, default=32, help="tokens after a beginning")
     parser.add_argument("--new", type=positive, default=16, help="tokens to generate of each")
     parser.add_argument("--at-once", type=positive, default=16, help="requests that hold blocks")
     parser.add_argument("--seconds", type=float, default=60, help="of training")
     parser.add_argument("--out", type=Path, default=Path("out"), help="folder for the results")
     options = parser.parse_args()
-    options.prompt_len = options.prefix_len + OWN
+    options.prompt_len = options.prefix_len + options.own
     return options
 
 
@@ -86,11 +85,8 @@ def prompts_of(options: argparse.Namespace) -> list[list[int]]:
     """Beginnings from different places of the text; those of neighbours differ."""
     text, length = read_standard_library(), options.prefix_len
     prefixes = [text[i * length : (i + 1) * length].tolist() for i in range(options.prefixes)]
-    own = text[options.prefixes * length :]
-    return [
-        prefixes[i % options.prefixes] + own[i * OWN : (i + 1) * OWN].tolist()
-        for i in range(options.prompts)
-    ]
+    own = text[options.prefixes * length :].split(options.own)
+    return [prefixes[i % options.prefixes] + own[i].tolist() for i in range(options.prompts)]
 
 
 def compare(options: argparse.Namespace) -> None:
@@ -143,7 +139,7 @@ def serve_sharded(options: argparse.Namespace) -> None:
 def serve(model: Any, prompts: list[list[int]], options: argparse.Namespace) -> Served:
     """All prompts at once, in a pool with room for the beginnings and for `--at-once` requests."""
     world = dist.get_world_size()
-    per_request = -(-(OWN + options.new) // BLOCK) + 2
+    per_request = -(-(options.own + options.new) // BLOCK) + 2
     shared = options.prefixes * -(-options.prefix_len // BLOCK)
     config = ContinuousBatchingConfig(
         page_size=BLOCK,
@@ -172,15 +168,24 @@ def show(options: argparse.Namespace, runs: dict[int, Served], seconds: float) -
     """The runs side by side."""
     title = f"{options.prompts} prompts of {options.prompt_len:,} bytes, {options.new} new of each"
     table = Table(title=title)
-    for column in ("run", "new tokens/s", "computed", "shared", "blocks shared", "pool per rank"):
+    for column in (
+        "run",
+        "new tokens/s",
+        "times",
+        "computed",
+        "shared",
+        "blocks shared",
+        "pool per rank",
+    ):
         table.add_column(column, justify="left" if column == "run" else "right")
     new = options.prompts * options.new
     everything = f"{options.prompts * options.prompt_len:,}"
-    table.add_row("stock, one by one", f"{new / seconds:.1f}", everything, "", "", "")
+    table.add_row("stock, one by one", f"{new / seconds:.1f}", "1.0", everything, "", "", "")
     for world, run in runs.items():
         numbers = f"{run.prefilled:,}", f"{run.cached:,}", f"{run.most_shared:,}"
-        speed, held = f"{new / run.seconds:.1f}", f"{run.bytes_of_rank / 2**20:.1f} MiB"
-        table.add_row(f"served, {world} rank{'s' * (world > 1)}", speed, *numbers, held)
+        speeds = f"{new / run.seconds:.1f}", f"{seconds / run.seconds:.1f}"
+        held = f"{run.bytes_of_rank / 2**20:.1f} MiB"
+        table.add_row(f"served, {world} rank{'s' * (world > 1)}", *speeds, *numbers, held)
     Console().print(table)
 
 

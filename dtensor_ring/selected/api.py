@@ -32,7 +32,7 @@ from dtensor_ring.planning.ranges import as_count
 from dtensor_ring.planning.route import ROUTES
 from dtensor_ring.planning.slices import Slices
 from dtensor_ring.planning.strategy import Strategy
-from dtensor_ring.planning.tile import FULL
+from dtensor_ring.planning.tile import CAUSAL, FULL
 from dtensor_ring.selected.op import select_op, selected_backward_op, selected_op
 from dtensor_ring.selected.plan import KEY_ROUTES, checked_choice
 
@@ -53,6 +53,7 @@ def select_keys(
     route: str | None = None,
     block_size: int = 1,
     local_blocks: int = 0,
+    pool_size: int = 1,
     mesh: DeviceMesh | None = None,
 ) -> Tensor:
     """Find the k best keys of each query of a sharded sequence, by the scores of an indexer.
@@ -82,11 +83,16 @@ def select_keys(
         block_size: the number of positions that compete as one, by the best that a query sees, and
             are chosen together; 1 is a key by itself (MoBA, Lu et al., 2025, arXiv 2502.13189).
         local_blocks: how many blocks up to that of a query are always among its k.
+        pool_size: the number of tokens of an index key. Key n is then a pool of those from position
+            `n * pool_size` on, on the rank that has the last of them, as `pool_tokens` makes them
+            (`(B, P, Di)`). A query sees the pools that end at or before it, and chooses k of these.
+            It always gets the tokens after them, up to itself. For causal local shards.
         mesh: the 1-D mesh of the axis, for local shards.
 
     Returns:
         Positions in the sharded sequence, int32: `(B, S, k * block_size)`, or without weights
         `(B, Hi, S, k * block_size)`. They ascend, and end with -1 where a query sees fewer keys.
+        Of pools there are up to `k * pool_size + pool_size - 1`.
 
     Raises:
         TypeError: if an argument has a wrong type, or DTensors and tensors are mixed.
@@ -105,11 +111,14 @@ def select_keys(
     if weights is not None:
         call_check.check_dims("weights", weights, 3, "(B, L, Hi)")
         weights = weights.transpose(1, 2)
-    choice = checked_choice(k, block_size, local_blocks)
+    choice = checked_choice(k, block_size, local_blocks, pool_size)
     mask = call_check.mask_of(mask, slices)
     batch = call_check.batch_of(cu_seqlens, None, runs, slices, key_runs)
+    check_pools_seen(choice[3], mask, batch)
     scores = call_check.scores_of(query, mask, scale, 0.0, None, None)
     place = _placed_call(query, key, mesh, batch, _route(route), seq_len)
+    if choice[3] > 1 and place.group_name is not None:
+        place = place._replace(key_seq_len=place.seq_len)  # of the tokens: pools follow from them
     call = Call(batch, scores, place)
     call_check.check_options(query, call)
     arguments = query, key, weights, *choice, *flatten(call)
@@ -244,6 +253,23 @@ def _rows(key: Tensor, value: Tensor | int) -> tuple[Tensor, tuple[int, int]]:
     return key, (0, as_count("value", value, 1, key.shape[3]))
 
 
+def check_pools_seen(pool_size: int, mask: Mask, batch: Any) -> None:
+    """Refuse pools that a query does not see by where they end.
+
+    Raises:
+        ValueError: saying what was given.
+    """
+    if pool_size > 1 and (
+        mask != CAUSAL or batch.cu_seqlens is not None or batch.slices is not None
+    ):
+        given = "slices" if batch.slices is not None else "cu_seqlens"
+        given = given if mask == CAUSAL or batch.slices is not None else str(mask)
+        raise ValueError(
+            f"pool_size={pool_size} is for a causal sequence of one document, whose pools count "
+            f"from its first token; got {given}"
+        )
+
+
 def _route(route: str | None) -> str:
     if route is None:
         return Strategy.default
@@ -280,8 +306,13 @@ def _local(call: Call, query: Any, key: Any, ring: Ring) -> tuple[Any, ...]:
 
 
 def _select(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
-    query, key, weights, *choice = args[:6]
-    call = unflatten(args[6:])
+    query, key, weights, *choice = args[:7]
+    call = unflatten(args[7:])
+    if choice[3] > 1:
+        raise ValueError(
+            f"pool_size={choice[3]} is for local shards, as ranks have different numbers of pools; "
+            "pass them with mesh="
+        )
     ring = ring_of_call(query, key, key, call)
     if Shard(HEADS) in ring.placements:
         raise ValueError(

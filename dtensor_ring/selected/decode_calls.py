@@ -16,6 +16,7 @@ from dtensor_ring.planning.mask import Mask
 from dtensor_ring.planning.ranges import as_count
 from dtensor_ring.planning.slices import Slices
 from dtensor_ring.planning.tile import FULL
+from dtensor_ring.selected.api import check_pools_seen
 from dtensor_ring.selected.decode_ops import decode_select_op, decode_selected_op
 from dtensor_ring.selected.plan import checked_choice
 
@@ -34,6 +35,7 @@ def decode_select_keys(
     query_starts: Tensor | None = None,
     block_size: int = 1,
     local_blocks: int = 0,
+    pool_size: int = 1,
     mesh: DeviceMesh | None = None,
     agree: Tensor | None = None,
 ) -> Tensor:
@@ -58,12 +60,14 @@ def decode_select_keys(
             queries are at the last M positions. With blocks, one number for all rows.
         block_size: the number of positions that compete as one, see `select_keys`.
         local_blocks: how many blocks up to that of a query are always among its k.
+        pool_size: the number of tokens of an index key, see `select_keys`. `key_runs` are those of
+            the tokens; `query_starts` is one number for all rows.
         mesh: the 1-D mesh of the axis; `None` if this rank holds all keys.
         agree: integers that must be the same on all ranks, such as token ids.
 
     Returns:
         Positions, int32, `(B, M, k * block_size)`, or without weights `(B, Hi, M, k * block_size)`:
-        ascending, then -1.
+        ascending, then -1. Of pools there are up to `k * pool_size + pool_size - 1`.
 
     Raises:
         TypeError: if an argument has a wrong type.
@@ -85,11 +89,14 @@ def decode_select_keys(
     mask = call_check.mask_of(mask, slices)
     given = call_check.batch_of(cu_seqlens, None, None, slices)
     batch = DecodeBatch(given.cu_seqlens, given.slices, key_runs, query_starts, agree)
+    choice = checked_choice(k, block_size, local_blocks, pool_size)
+    check_pools_seen(pool_size, mask, batch)
+    if pool_size > 1 and key_runs is None:
+        raise ValueError(f"pool_size={pool_size} needs key_runs, the positions of the tokens")
     scores = call_check.scores_of(query, mask, scale, 0.0, None, None)
     place, _ = placed(query, mesh, key_runs is not None, None, "decode_select_keys")
     call = DecodeCall(batch, scores, place)
     call_check.check_options(query, call)
-    choice = checked_choice(k, block_size, local_blocks)
     arguments = query, key, weights, *choice, *flatten_decode(call)
     found = called_by_user(decode_select_op, *arguments)
     return found if weights is None else found.squeeze(1)

@@ -43,8 +43,10 @@ from dtensor_ring.ops.ring_op import check_batch
 from dtensor_ring.planning.layout import Layout, Run, run_positions
 from dtensor_ring.planning.lru import cached_bytes
 from dtensor_ring.planning.plan import Step
+from dtensor_ring.planning.tile import FULL
 from dtensor_ring.selected.listed_attention import Residents, gathered_forward
 from dtensor_ring.selected.op import check_index, check_selected, register_choice
+from dtensor_ring.selected.plan import pool_numbers, width_of
 from dtensor_ring.selected.run import (
     NO_KEY,
     BestKeys,
@@ -53,6 +55,7 @@ from dtensor_ring.selected.run import (
     best_keys,
     score_tile,
     tokens_of_blocks,
+    tokens_of_pools,
 )
 from dtensor_ring.transport.transport import P2P, Transport
 
@@ -156,7 +159,7 @@ DECODE_ATTEND = "dtensor_ring::decode_selected_attention"
 torch.library.define(
     DECODE_SELECT,
     "(Tensor query, Tensor key, Tensor? weights, int k, int block_size, int local_blocks, "
-    f"{DECODE_SCHEMA}) -> Tensor",
+    f"int pool_size, {DECODE_SCHEMA}) -> Tensor",
 )
 torch.library.define(
     DECODE_ATTEND,
@@ -174,6 +177,7 @@ def decode_keys(
     k: int,
     block_size: int,
     local_blocks: int,
+    pool_size: int,
     *options: Any,
 ) -> Tensor:
     """Run the selection among cached keys on plain tensors, see `decode_select_keys`."""
@@ -181,8 +185,9 @@ def decode_keys(
     check_index(query, key, weights)
     check_num_queries(query, MAX_QUERIES)
     request = call.request(query, key)
-    choice = KeyChoice(k, call.scores.scale, block_size, local_blocks)
-    own = IndexQueries(query, weights, _query_positions(request, block_size, query.device))
+    choice = KeyChoice(k, call.scores.scale, block_size, local_blocks, pool_size)
+    own = IndexQueries(query, weights, _query_positions(request, choice, query.device))
+    request = _request_of_keys(request, pool_size)
     with _checked_select(call, request, query, key, (choice, weights is not None)) as transport:
         # Within the context: an error of this rank is reported to the others.
         step = request.step(key.shape[2])
@@ -190,6 +195,8 @@ def decode_keys(
         scores, found = _decode_select(own, key, step, choice, at)
         place = request.rank, request.world_size
         found = _merged_lists(scores, found, block_size > 1, place, transport)
+    if pool_size > 1:
+        return tokens_of_pools(found, pool_size, own.positions)
     if block_size == 1:
         return found
     runs = (Run(request.starts[0], request.num_queries),)
@@ -197,18 +204,28 @@ def decode_keys(
     return found.masked_fill(found >= request.seq_len, -1)
 
 
-def _query_positions(request: DecodeRequest, block_size: int, device: torch.device) -> Tensor:
-    """Return the positions of the queries, int32 `(M,)`, which blocks alone need.
+def _request_of_keys(request: DecodeRequest, pool_size: int) -> DecodeRequest:
+    """Return the request of a selection whose keys may be pools of the tokens in `request`."""
+    if pool_size == 1:
+        return request
+    pools = pool_numbers(request.layout, request.world_size, request.seq_len, pool_size)
+    # Which pools a query sees is told by their numbers.
+    return request._replace(layout=pools, mask=FULL, seq_len=pools.end)
+
+
+def _query_positions(request: DecodeRequest, choice: KeyChoice, device: torch.device) -> Tensor:
+    """Return the positions of the queries, int32 `(M,)`, which blocks and pools alone need.
 
     Raises:
-        ValueError: if rows have blocks, and queries at other positions.
+        ValueError: if rows have blocks or pools, and queries at other positions.
     """
-    first = request.starts[0]
-    if block_size > 1 and len(set(request.starts)) > 1:
-        raise ValueError(
-            f"query_starts must be one number for all rows with block_size={block_size}, got "
-            f"{list(request.starts)}; call once for each row"
-        )
+    first, many = request.starts[0], {"block_size": choice.block_size, "pool_size": choice.pool_size}
+    for name, size in many.items():
+        if size > 1 and len(set(request.starts)) > 1:
+            raise ValueError(
+                f"query_starts must be one number for all rows with {name}={size}, got "
+                f"{list(request.starts)}; call once for each row"
+            )
     return torch.arange(first, first + request.num_queries, dtype=torch.int32, device=device)
 
 
@@ -223,13 +240,15 @@ def _fake_select(
     k: int,
     block_size: int,
     local_blocks: int,
+    pool_size: int,
     *options: Any,
 ) -> Tensor:
     check_index(query, key, weights)
     check_batch(query, unflatten_decode(options).batch)
     batch, heads, num_queries, _ = query.shape
     groups = heads if weights is None else 1
-    return query.new_empty(batch, groups, num_queries, k * block_size, dtype=torch.int32)
+    width = width_of(k, block_size, pool_size)
+    return query.new_empty(batch, groups, num_queries, width, dtype=torch.int32)
 
 
 def decode_attend(

@@ -28,9 +28,23 @@ from dtensor_ring.ops.ring_op import check_batch, number_of
 from dtensor_ring.planning.lru import cached_bytes
 from dtensor_ring.planning.plan import checked_slices
 from dtensor_ring.planning.run_table import shard_table
+from dtensor_ring.planning.tile import FULL
 from dtensor_ring.selected.moved_keys import SelectedKeys, selected_backward, selected_forward
-from dtensor_ring.selected.plan import SELECTED, KeyPositions, key_positions, key_route
-from dtensor_ring.selected.run import IndexQueries, KeyChoice, ring_select, tokens_of_blocks
+from dtensor_ring.selected.plan import (
+    SELECTED,
+    KeyPositions,
+    key_positions,
+    key_route,
+    pool_numbers,
+    width_of,
+)
+from dtensor_ring.selected.run import (
+    IndexQueries,
+    KeyChoice,
+    ring_select,
+    tokens_of_blocks,
+    tokens_of_pools,
+)
 from dtensor_ring.transport.transport import transport_of
 
 SELECT = "dtensor_ring::select_keys"
@@ -41,7 +55,7 @@ _LISTED = "Tensor selected, int value_begin, int value_end, str? route"
 torch.library.define(
     SELECT,
     "(Tensor query, Tensor key, Tensor? weights, int k, int block_size, int local_blocks, "
-    f"{SCHEMA}) -> Tensor",
+    f"int pool_size, {SCHEMA}) -> Tensor",
 )
 torch.library.define(
     ATTEND, f"(Tensor query, Tensor rows, {_LISTED}, {SCHEMA}) -> (Tensor out, Tensor lse)"
@@ -95,14 +109,15 @@ def select(
     k: int,
     block_size: int,
     local_blocks: int,
+    pool_size: int,
     *options: Any,
 ) -> Tensor:
-    """Run the selection op on plain tensors, see `select_keys`; `(B, G, L, k * block_size)`."""
+    """Run the selection op on plain tensors, see `select_keys`: positions, `(B, G, L, width)`."""
     call = unflatten(options)
     check_index(query, key, weights)
     call.place.policy.refuse_order("attention to selected keys")
-    request = call.request(query.shape[0])
-    choice = KeyChoice(k, call.scores.scale, block_size, local_blocks)
+    request = request_of_keys(call.request(query.shape[0]), pool_size)
+    choice = KeyChoice(k, call.scores.scale, block_size, local_blocks, pool_size)
     own: dict[str, object] = {"weights": weights is not None, "choice": tuple(choice)}
     own["index keys"] = key.dtype
     with _checked("select keys", call, request, (query, key), own) as transport:
@@ -113,11 +128,23 @@ def select(
         of_rows = torch.from_numpy(places.of(request.rank).copy()).to(query.device)
         queries = IndexQueries(query, weights, of_rows)
         found = ring_select(queries, key, plan, choice, positions_of_keys(request), transport)
+    if pool_size > 1:
+        return tokens_of_pools(found, pool_size, of_rows)
     if block_size == 1:
         return found
     shards = shard_table(request.layout, request.world_size, request.seq_len).shards
     seen = _slices(request)
     return tokens_of_blocks(found, block_size, of_rows, shards[request.rank], seen)
+
+
+def request_of_keys(request: PlanRequest, pool_size: int) -> PlanRequest:
+    """Return the request of a selection whose keys may be pools of the tokens in `request`."""
+    if pool_size == 1:
+        return request
+    tokens = request.key_layout or request.layout
+    pools = pool_numbers(tokens, request.world_size, request.key_seq_len, pool_size)
+    # A rank gets all pools; which of them a query sees is told by their numbers.
+    return request._replace(mask=FULL, key_layout=pools, key_seq_len=pools.end, documents=None)
 
 
 def _slices(request: PlanRequest) -> Any:
@@ -139,13 +166,15 @@ def _fake_select(
     k: int,
     block_size: int,
     local_blocks: int,
+    pool_size: int,
     *options: Any,
 ) -> Tensor:
     check_index(query, key, weights)
     check_batch(query, unflatten(options).batch)
     batch, heads, num_queries, _ = query.shape
     groups = heads if weights is None else 1
-    return query.new_empty(batch, groups, num_queries, k * block_size, dtype=torch.int32)
+    width = width_of(k, block_size, pool_size)
+    return query.new_empty(batch, groups, num_queries, width, dtype=torch.int32)
 
 
 def check_index(query: Tensor, key: Tensor, weights: Tensor | None) -> None:
@@ -422,8 +451,8 @@ def _pairs(query: Tensor, selected: Tensor) -> int:
 @register_flop_formula(select_op.overloadpacket, get_raw=True)
 def _select_flops(query: Tensor, key: Tensor, *rest: Any, **_: Any) -> int:
     """Count a product over all pairs of local queries and keys of all ranks, seen or not."""
-    call = unflatten(rest[4:])
+    pool_size, call = rest[4], unflatten(rest[5:])
     num_keys = call.place.key_seq_len
-    num_keys = number_of(key.shape[2]) if num_keys is None else number_of(num_keys)
+    num_keys = number_of(key.shape[2]) if num_keys is None else number_of(num_keys) // pool_size
     batch, heads, num_queries, head_dim = map(number_of, query.shape)
     return 2 * batch * heads * num_queries * num_keys * head_dim

@@ -8,6 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dtensor_ring.all_to_all.api import relayout
 from dtensor_ring.dtensor.annotation import axis_group
+from dtensor_ring.ops.boundaries import run_table
 from dtensor_ring.planning.layout import Layout
 from dtensor_ring.planning.ranges import as_count
 from dtensor_ring.planning.run_table import as_layout
@@ -52,19 +53,66 @@ def pool_tokens(
         >>> pool_tokens(torch.arange(5.0).view(1, 5, 1), mesh, 2, layout="zigzag").flatten()
         tensor([0.5000, 2.5000])
     """
-    size, num_ranks = as_count("size", size, 1), axis_group(mesh).size()
     check_pooled(tensor, gates)
-    length = tensor.shape[1] * num_ranks if seq_len is None else as_count("seq_len", seq_len)
-    to = pool_table(as_layout(layout), num_ranks, length, size)
     both = tensor if gates is None else torch.cat((tensor, gates), -1)
-    both = relayout(both, mesh, 1, to, layout=layout, seq_len=length)
-    # Tokens after the last whole pool are the last of their rank.
-    whole = both[:, : both.shape[1] // size * size].unflatten(1, (-1, size))
+    whole = whole_pools(both, mesh, size, layout=layout, seq_len=seq_len)
     whole = whole.to(torch.promote_types(whole.dtype, torch.float32))
     if gates is None:
         return whole.mean(2).to(tensor.dtype)
     tokens, scores = whole.tensor_split([tensor.shape[2]], -1)
     return (tokens * scores.softmax(2)).sum(2).to(tensor.dtype)
+
+
+def whole_pools(
+    tensor: Tensor,
+    mesh: DeviceMesh,
+    size: int,
+    *,
+    layout: Layout | str | None = None,
+    runs: Tensor | None = None,
+    seq_len: int | None = None,
+) -> Tensor:
+    """Return the tokens of each pool of a sharded sequence, where the last of them is.
+
+    For means that `pool_tokens` does not make; the pools and what travels are the same.
+
+    Args:
+        tensor: this rank's tokens, `(B, L, D)`, in the order of the layout.
+        mesh: the 1-D mesh of the axis.
+        size: tokens of a pool.
+        layout: the layout of the tokens, see `pool_tokens`.
+        runs: in place of a layout, start and length of the runs of each rank, int32 `(W, R, 2)`;
+            they also say the global length.
+        seq_len: the global length, if ranks hold different numbers of tokens.
+
+    Returns:
+        `(B, P, size, D)`, in the order of positions. P differs between ranks, and may be 0.
+
+    Raises:
+        TypeError: if an argument has a wrong type.
+        ValueError: if the shapes do not fit, or the layout cannot shard the length.
+        RingError: if calls of ranks differ, or a rank ended, raised, or did not answer in time.
+
+    Example:
+        >>> mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("cp",))
+        >>> whole_pools(torch.arange(5.0).view(1, 5, 1), mesh, 2, layout="zigzag").squeeze(-1)
+        tensor([[[0., 1.],
+                 [2., 3.]]])
+    """
+    size, num_ranks = as_count("size", size, 1), axis_group(mesh).size()
+    check_pooled(tensor, None)
+    if (layout is None) == (runs is None):
+        raise ValueError("give the layout of the tokens, or the runs of each rank")
+    if runs is not None:
+        order: Layout = run_table(runs)
+        length = order.end
+    else:
+        order = as_layout(layout)
+        length = tensor.shape[1] * num_ranks if seq_len is None else as_count("seq_len", seq_len)
+    to = pool_table(order, num_ranks, length, size)
+    tokens = relayout(tensor, mesh, 1, to, layout=order, seq_len=length)
+    # Tokens after the last whole pool are the last of their rank.
+    return tokens[:, : tokens.shape[1] // size * size].unflatten(1, (-1, size))
 
 
 def check_pooled(tensor: Tensor, gates: Tensor | None) -> None:

@@ -22,6 +22,9 @@ BIASES = ("attention_bias", "alibi", "head_mask", "block_mask")
 class KeySelection(Protocol):
     """The keys that an index chooses for each query."""
 
+    of_pools: bool
+    """Whether it knows by itself what queries see."""
+
     def attend(
         self,
         module: nn.Module,
@@ -109,8 +112,11 @@ def attention(
     scores["sinks"] = s_aux if sinks is None else sinks.squeeze(-1)
     if bias is not None:
         scores["relative_bias"] = bias
-    seen = _seen(module, attention_mask, ring, inputs)
     indices = block_indices if indices is None else indices
+    if isinstance(getattr(attention_mask, "of_pools", None), bool):
+        indices = attention_mask  # a layer that makes its mask of what it chooses
+    by_itself = indices is not None and getattr(indices, "of_pools", False)
+    seen = {} if by_itself else _seen(module, attention_mask, ring, inputs)
     with within_layer(module):
         if indices is None:
             if dropout:

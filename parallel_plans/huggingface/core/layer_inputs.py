@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
@@ -18,7 +19,39 @@ from dtensor_ring import (
     select_keys,
     selected_attention,
 )
+from dtensor_ring.extension import whole_pools
 from parallel_plans.huggingface.core.documents import DocumentBounds
+
+
+@dataclass(frozen=True, eq=False)
+class KeyPools:
+    """Pools of tokens that an index has for keys, counted from the start of the row.
+
+    Attributes:
+        size: tokens of a pool.
+        key_of: returns the keys of pools, `(B, P, D)`, of the rows of their tokens,
+            `(B, P, size, R)`.
+    """
+
+    size: int
+    key_of: Callable[[Tensor], Tensor]
+
+    def keys(self, rows: Tensor, mesh: DeviceMesh | None, **where: Any) -> Tensor:
+        """Return the keys of the pools whose last token this rank has, `(B, P, D)`.
+
+        Args:
+            rows: the rows of its tokens, `(B, C, R)`.
+            mesh: the axis; `None` if this rank has all tokens.
+            where: which tokens ranks have, see `whole_pools`.
+        """
+        if mesh is None:
+            number = rows.shape[1] // self.size
+            tokens = rows[:, : number * self.size].unflatten(1, (number, self.size))
+        else:
+            tokens = whole_pools(rows, mesh, self.size, **where)
+        keys = self.key_of(tokens)
+        # Narrower keys travel as they are; products are in float32.
+        return keys.float() if keys.dtype is torch.float64 else keys
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,12 +64,13 @@ class KeyIndex:
 
     Attributes:
         query: queries of this rank, `(B, L, heads, D)`.
-        keys: keys of this rank, `(B, C, D)`.
+        keys: keys of this rank, `(B, C, D)`; with pools, what their keys are made of.
         weights: weights of the heads, `(B, L, heads)`, or `None`.
-        k: how many keys or blocks each query chooses.
+        k: how many keys, blocks or pools each query chooses.
         scale: the factor of the products.
         block_size: how many keys are chosen as one, by the best of them.
         local_blocks: how many blocks up to that of a query it always chooses.
+        pools: how keys are made of several tokens; `None` if each token has one.
     """
 
     query: Tensor
@@ -46,9 +80,14 @@ class KeyIndex:
     scale: float
     block_size: int = 1
     local_blocks: int = 0
+    pools: KeyPools | None = None
 
     def of(self, num_keys: int) -> dict[str, Any]:
         """Return how queries choose among so many keys, as arguments of a selection."""
+        if self.pools is not None:
+            size = self.pools.size
+            k = max(1, min(self.k, num_keys // size))
+            return {"k": k, "scale": self.scale, "pool_size": size}
         blocks = {"block_size": self.block_size, "local_blocks": self.local_blocks}
         return {"k": min(self.k, -(-num_keys // self.block_size)), "scale": self.scale} | blocks
 
@@ -116,6 +155,14 @@ class ShardedInputs:
     def _where(self) -> dict[str, Any]:
         return {"seq_len": self.seq_len, "runs": self.runs, "key_runs": self.key_runs}
 
+    @property
+    def _order(self) -> dict[str, Any]:
+        """Return which tokens ranks have keys of, see `whole_pools`."""
+        runs = self.runs if self.key_runs is None else self.key_runs
+        if runs is not None:
+            return {"runs": runs}
+        return {"layout": self.axis.layout, "seq_len": self.seq_len}
+
     def select(self, index: KeyIndex, strategy: str | None = None, **seen: Any) -> Tensor:
         """Return the positions that this rank's queries choose, -1 for none.
 
@@ -125,6 +172,8 @@ class ShardedInputs:
         num_keys = _num_keys(self.key_runs) if self.seq_len is None else self.seq_len
         how = index.of(num_keys) | self._where | seen
         keys = self._own(index.keys, 1)
+        if index.pools is not None:
+            keys = index.pools.keys(keys, self.axis.mesh, **self._order)
         return select_keys(index.query, keys, index.weights, mesh=self.axis.mesh, **how)
 
     def attend_selected(
@@ -210,6 +259,8 @@ class DecodeInputs:
         keys = index.keys.narrow(1, 0, self.num_columns)
         how = index.of(_num_keys(self.key_runs)) | seen
         how |= {"key_runs": self.key_runs, "mesh": self.mesh}
+        if index.pools is not None:
+            keys = index.pools.keys(keys, self.mesh, runs=self.key_runs)
         return decode_select_keys(index.query, keys, index.weights, **how)
 
     def attend_selected(

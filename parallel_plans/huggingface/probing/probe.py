@@ -181,7 +181,8 @@ def check_attention(model: Any) -> None:
         **options: Any,
     ) -> tuple[Tensor, None]:
         name = f"{names.get(module) or 'its attention'} ({type(module).__name__})"
-        if attention_mask is not None and not _is_one_of(masks, attention_mask):
+        is_choice = getattr(attention_mask, "of_pools", False) is True
+        if attention_mask is not None and not is_choice and not _is_one_of(masks, attention_mask):
             reasons.append(f"{name} changes or replaces the masks of transformers.masking_utils")
         elif _hides_keys(module, query, key, options):
             reasons.append(f"{name} has an attention function that hides keys which its mask shows")

@@ -29,6 +29,7 @@ from parallel_plans.huggingface.selecting.block_scores import (
     Places,
     UnknownScoresError,
 )
+from parallel_plans.huggingface.selecting.pools import form_of, hand_on_choice, pool_forward
 from parallel_plans.huggingface.selecting.selection import Selection, keep_latents
 
 # The methods to which indexers give their keys: of a cache, or of one of its layers.
@@ -53,8 +54,18 @@ def give_index(layer: Any, keys: Tensor) -> None:
 
 
 def choose_blocks(model: nn.Module) -> bool:
-    """Return whether indexers describe blocks, which count places in the row."""
+    """Return whether indexers describe blocks."""
     return any(UPDATE_LAYER in names_in_forward(x) for x in indexers_of(model))
+
+
+def choose_pools(model: nn.Module) -> bool:
+    """Return whether indexers describe pools."""
+    return any(form_of(x) is not None for x in indexers_of(model))
+
+
+def count_places(model: nn.Module) -> bool:
+    """Return whether indexers describe blocks or pools, which count places in the row."""
+    return choose_blocks(model) or choose_pools(model)
 
 
 def selecting_layers(model: Any) -> list[Any]:
@@ -73,22 +84,26 @@ def describing_scores(model: Any) -> Iterator[None]:
     """Open a context in which the indexers of a model describe their scores."""
     indexers = indexers_of(model)
     describe_scores(indexers)
+    changed = hand_on_choice(model)
     try:
         yield
     finally:
-        for indexer in indexers:
-            del indexer.forward
+        for module, name in [(x, "forward") for x in indexers] + changed:
+            delattr(module, name)
 
 
 def describe_scores(indexers: list[Any]) -> None:
     """Make these indexers describe their scores from now on."""
     for indexer in indexers:
-        indexer.forward = MethodType(_forward(indexer), indexer)
+        form = form_of(indexer)
+        forward = _forward(indexer) if form is None else pool_forward(indexer, form)
+        indexer.forward = MethodType(forward, indexer)
 
 
 def select_keys_of(model: Any) -> None:
     """Make the indexed layers of a model attend to the keys that they choose over all ranks."""
     describe_scores(indexers_of(model))
+    hand_on_choice(model)
     keep_latents(selecting_layers(model))
 
 

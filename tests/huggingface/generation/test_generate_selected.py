@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from parallel_plans.huggingface import ContextParallelCache
-from tests.families import CHOOSES_BLOCKS, SELECTING
+from tests.families import CHOOSES_BLOCKS, CHOOSES_POOLS, SELECTING
 from tests.huggingface.generation.generating import decode_messages, sharded, tokens
 from tests.huggingface.generation.test_generate import WAYS, check_turns, check_ways
 from tests.pool import Pool
@@ -15,23 +15,26 @@ SOME = ("greedy", "left padded", "chunked prefill")
 OF_DEEPSEEK = ("greedy", "no cache", "beams", "assisted", "left padded", "chunked prefill")
 OF_BLOCKS = ("greedy", "no cache", "beams", "assisted", "chunked prefill")
 """The prompt of 13 tokens ends within a block of 4, and so do chunks of 5."""
+OF_POOLS = ("greedy", "no cache", "beams", "chunked prefill")
+"""States cannot be taken back, as assisted decoding does."""
 
 
 # One family with an index in each layer, one with layers that share it, one with blocks.
-GENERATED = {"DeepSeek-V3.2": 3, "GLM-5": 2, "MiniMax M3": 3}
+GENERATED = {"DeepSeek-V3.2": 3, "GLM-5": 2, "MiniMax M3": 3, "GLM-5-Next": 3, "Qwen4-Exp": 2}
 
 
 @pytest.mark.parametrize(
     ("family", "world_size"),
     [
         pytest.param(x, GENERATED.get(x, 2), marks=() if x in GENERATED else pytest.mark.repeats)
-        for x in (*SELECTING, *CHOOSES_BLOCKS)
+        for x in (*SELECTING, *CHOOSES_BLOCKS, *CHOOSES_POOLS)
     ],
 )
 def test_ways_to_generate(
     pool: Pool, request: pytest.FixtureRequest, family: str, world_size: int
 ) -> None:
     ways = {"DeepSeek-V3.2": OF_DEEPSEEK, "MiniMax M3": OF_BLOCKS}.get(family, SOME)
+    ways = OF_POOLS if family in CHOOSES_POOLS else ways
     if request.config.getoption("--all-cases"):
         ways = tuple(x for x in WAYS if family in SELECTING or not x.startswith("left padded"))
     pool.run(world_size, check_ways, family, ways)

@@ -256,6 +256,14 @@ class KeptLayer(CacheLayerMixin):
         vars(made).update(deepcopy(vars(self), memo))
         return made
 
+    @property
+    def indexer_position_ids(self) -> None:
+        """Where a model would find the positions of all tokens; a rank has those of its own."""
+
+    @indexer_position_ids.setter
+    def indexer_position_ids(self, positions: Tensor) -> None:
+        """Keep no positions: what an index needs of them it keeps with its keys."""
+
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Do nothing: memory is allocated with the first tokens."""
 

@@ -29,7 +29,12 @@ from parallel_plans.huggingface.selecting.block_scores import (
     Places,
     UnknownScoresError,
 )
-from parallel_plans.huggingface.selecting.pools import form_of, hand_on_choice, pool_forward
+from parallel_plans.huggingface.selecting.pools import (
+    check_pools,
+    form_of,
+    hand_on_choice,
+    pool_forward,
+)
 from parallel_plans.huggingface.selecting.selection import Selection, keep_latents
 
 # The methods to which indexers give their keys: of a cache, or of one of its layers.
@@ -83,6 +88,7 @@ def selecting_layers(model: Any) -> list[Any]:
 def describing_scores(model: Any) -> Iterator[None]:
     """Open a context in which the indexers of a model describe their scores."""
     indexers = indexers_of(model)
+    check_pools(indexers)
     describe_scores(indexers)
     changed = hand_on_choice(model)
     try:

@@ -37,17 +37,17 @@ class PoolForm(NamedTuple):
     Attributes:
         parts: the attributes by which an indexer has this form.
         describe: returns, of an indexer and the inputs of its forward by name, what it describes.
-        limit: the attribute that says how many tokens or pools it chooses, and
-            how many of its units a pool is, by name; `None` for one.
-        beside: returns, of an indexer and tokens `(B, L, H)`, its further inputs in a check.
-        stock_row: returns how many first numbers of a row the stock cache keeps.
+        few: returns which attributes make an indexer choose two pools of this size.
+        example: returns, of an indexer and a number of tokens, the inputs of a forward without a
+            cache.
+        tokens: returns what each query chooses of what that forward returns, `(L, L)`.
     """
 
     parts: tuple[str, ...]
     describe: Callable[..., KeyIndex]
-    limit: tuple[str, str | None]
-    beside: Callable[[Any, Tensor], dict[str, Any]]
-    stock_row: Callable[[Any], int]
+    few: Callable[[int], dict[str, int]]
+    example: Callable[[Any, int], dict[str, Any]]
+    tokens: Callable[[Tensor], Tensor]
 
 
 def _by_gates(indexer: Any, hidden_states: Tensor, q_resid: Tensor, **_: Any) -> KeyIndex:
@@ -103,30 +103,49 @@ def _rotation_of(indexer: Any) -> Callable[..., Tensor]:
     return sys.modules[type(indexer).__module__].apply_rotary_pos_emb
 
 
-def _queries_of(indexer: Any, hidden: Tensor) -> dict[str, Any]:
-    return {"q_resid": hidden[..., :1].expand(-1, -1, indexer.q_lora_rank) + hidden.mean()}
+def _random(linear: Any, num_tokens: int) -> Tensor:
+    """Return an input of a projection, `(1, L, H)`, the same at each call."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(1, num_tokens, linear.in_features, generator=generator)
+    return x.to(linear.weight.device, next(linear.parameters()).dtype)
 
 
-def _turns_of(indexer: Any, hidden: Tensor) -> dict[str, Any]:
-    angles = torch.arange(hidden.shape[1], device=hidden.device).view(1, -1, 1) * 0.3
-    angles = angles.expand(-1, -1, indexer.index_head_dim // 2 * 2)
-    return {"position_embeddings": (angles.cos().to(hidden), angles.sin().to(hidden))}
+def _gated_example(indexer: Any, num_tokens: int) -> dict[str, Any]:
+    hidden = _random(indexer.wk, num_tokens)
+    mask = hidden.new_ones(1, num_tokens, dtype=torch.bool)
+    queries = _random(indexer.wq_b, num_tokens)
+    return {"hidden_states": hidden, "q_resid": queries, MASK: mask}
+
+
+def _listed(chosen: Tensor) -> Tensor:
+    """Return which tokens are in lists `(1, L, K)`, in which -1 is none."""
+    num_tokens = chosen.shape[1]
+    found = chosen.new_zeros(num_tokens, num_tokens + 1, dtype=torch.bool)
+    return found.scatter_(1, chosen[0].long() % (num_tokens + 1), True)[:, :-1]
+
+
+def _mean_example(indexer: Any, num_tokens: int) -> dict[str, Any]:
+    hidden = _random(indexer.index_qk_proj, num_tokens)
+    mask = hidden.new_ones(1, 1, num_tokens, num_tokens, dtype=torch.bool).tril()
+    angles = torch.arange(num_tokens).view(1, -1, 1).expand(-1, -1, 2)
+    turns = angles.cos().to(hidden), angles.sin().to(hidden)
+    return {"hidden_states": hidden, "position_embeddings": turns, MASK: mask}
 
 
 FORMS = (
     PoolForm(
         ("index_kpool", "index_kpool_compress_ape", "index_kpool_compress_gate", "weights_proj"),
         _by_gates,
-        ("index_topk", "index_kpool"),
-        _queries_of,
-        lambda indexer: 2 * indexer.head_dim + 1,
+        lambda size: {"index_topk": 2 * size},
+        _gated_example,
+        _listed,
     ),
     PoolForm(
         ("index_qk_proj", "q_layernorm", "k_layernorm", "compress_ratio", "block_topk"),
         _by_means,
-        ("block_topk", None),
-        _turns_of,
-        lambda indexer: indexer.index_head_dim,
+        lambda size: {"block_topk": 2, "token_budget": 2 * size},
+        _mean_example,
+        lambda mask: mask[0, 0],
     ),
 )
 
@@ -134,6 +153,44 @@ FORMS = (
 def form_of(indexer: Any) -> PoolForm | None:
     """Return how an indexer scores pools; `None` if its keys are none."""
     return next((x for x in FORMS if all(hasattr(indexer, name) for name in x.parts)), None)
+
+
+@torch.no_grad()
+def check_pools(indexers: list[Any]) -> None:
+    """Refuse an indexer whose own code chooses other pools than it describes.
+
+    Raises:
+        ValueError: naming the indexer.
+    """
+    for indexer in {type(x): x for x in indexers}.values():
+        form = form_of(indexer)
+        if form is not None and not _chooses_as_described(indexer, form):
+            raise ValueError(
+                f"no context-parallel plan: {type(indexer).__name__} has the parts of an index of "
+                "pools, but chooses other tokens than the best pools that end before a query, and "
+                "all tokens after them"
+            )
+
+
+def _chooses_as_described(indexer: Any, form: PoolForm) -> bool:
+    """Return whether an indexer chooses two pools of four as it describes, for the last queries."""
+    probe, size = copy(indexer), form.describe(indexer, **form.example(indexer, 1)).pools.size
+    vars(probe).update(form.few(size))
+    given = form.example(probe, 5 * size - 1)
+    index = form.describe(probe, **given)
+    rows = index.keys[:, : 4 * size].unflatten(1, (4, size))
+    products = torch.einsum("lhd,pd->lhp", index.query[0], index.pools.key_of(rows)[0].float())
+    scores = ((index.scale * products).relu() * index.weights[0].unsqueeze(-1)).sum(1)[-size:]
+    chosen = form.tokens(type(probe).forward(probe, **given, cache=None))[-size:]
+    pools = chosen[:, : 4 * size].unflatten(1, (4, size))
+    # Of equal scores stock code may take any.
+    best = (scores * pools[..., 0]).sum(1), scores.topk(2).values.sum(1)
+    after = torch.ones_like(chosen[:, 4 * size :]).tril(-1)
+    return (
+        bool((pools.sum(1) == 2).all() and (pools == pools[..., :1]).all())
+        and torch.allclose(*best, rtol=1e-2, atol=1e-4)
+        and torch.equal(chosen[:, 4 * size :], after)
+    )
 
 
 def pool_forward(indexer: Any, form: PoolForm) -> Callable[..., Selection]:

@@ -32,7 +32,7 @@ Keys and values that a plan keeps by itself, as they are or in eight bits:
 Sequences of a paged pool, and prompts of some that are prefilled by the ring:
     `BlockCopy`, `PagedPrefill`, `PooledSequence`.
 Pools of tokens, as an index over windows of them has for keys:
-    `pool_tokens`, `whole_pools`.
+    `pool_tokens`, `whole_pools`, `pools_before`.
 Layouts for models with layers that carry a state:
     `Hybrid`, `HybridComparison`, `compare_hybrid_layouts`, `stays_from`.
 A model without weights, for the command `estimate`:
@@ -74,7 +74,7 @@ from dtensor_ring.planning.layout import Layout, Padded
 from dtensor_ring.planning.run_table import as_layout, layout_names
 from dtensor_ring.planning.strategy import check_strategy
 from dtensor_ring.quantised.kept_tokens import KeptTokens, format_named, no_tokens
-from dtensor_ring.selected.pools import pool_tokens, whole_pools
+from dtensor_ring.selected.pools import pool_tokens, pools_before, whole_pools
 from dtensor_ring.transport.transport import axis_group_options
 
 __all__ = [
@@ -128,6 +128,7 @@ __all__ = [
     "numbered",
     "output_mesh",
     "pool_tokens",
+    "pools_before",
     "positions_of",
     "receive_state",
     "register_gradient",

@@ -291,7 +291,9 @@ VISION |= {"out_hidden_size": 16, "projection_intermediate_size": 24, "patch_siz
 
 def small_model(family: str, head: str = "", **changes: Any) -> Any:
     """The same weights at every call, attention as transformers writes it out."""
-    name, options = (FAMILIES | HYBRIDS | SELECTING | CHOOSES_BLOCKS | CHOOSES_POOLS | REFUSED)[family]
+    name, options = (FAMILIES | HYBRIDS | SELECTING | CHOOSES_BLOCKS | CHOOSES_POOLS | REFUSED)[
+        family
+    ]
     text = "Text" if name in TEXT else ""
     config = getattr(transformers, f"{name}{text}Config")(**SMALL | options | changes)
     head = head or ("ForMaskedLM" if family in ENCODERS else "ForCausalLM")

@@ -34,7 +34,7 @@ from dtensor_ring.planning.slices import Slices
 from dtensor_ring.planning.strategy import Strategy
 from dtensor_ring.planning.tile import CAUSAL, FULL
 from dtensor_ring.selected.op import select_op, selected_backward_op, selected_op
-from dtensor_ring.selected.plan import KEY_ROUTES, checked_choice
+from dtensor_ring.selected.plan import KEY_ROUTES, MAX_SELECTED, checked_choice
 
 
 def select_keys(
@@ -117,8 +117,7 @@ def select_keys(
     check_pools_seen(choice[3], mask, batch)
     scores = call_check.scores_of(query, mask, scale, 0.0, None, None)
     place = _placed_call(query, key, mesh, batch, _route(route), seq_len)
-    if choice[3] > 1 and place.group_name is not None:
-        place = place._replace(key_seq_len=place.seq_len)  # of the tokens: pools follow from them
+    place = of_tokens(place, choice[3])
     call = Call(batch, scores, place)
     call_check.check_options(query, call)
     arguments = query, key, weights, *choice, *flatten(call)
@@ -139,6 +138,7 @@ def selected_attention(
     key_runs: Tensor | None = ...,
     seq_len: int | None = ...,
     route: str | None = ...,
+    pool_size: int = ...,
     return_lse: Literal[False] = ...,
     mesh: DeviceMesh | None = ...,
 ) -> Tensor: ...
@@ -155,6 +155,7 @@ def selected_attention(
     key_runs: Tensor | None = ...,
     seq_len: int | None = ...,
     route: str | None = ...,
+    pool_size: int = ...,
     return_lse: Literal[True],
     mesh: DeviceMesh | None = ...,
 ) -> tuple[Tensor, Tensor]: ...
@@ -170,6 +171,7 @@ def selected_attention(
     key_runs: Tensor | None = None,
     seq_len: int | None = None,
     route: str | None = None,
+    pool_size: int = 1,
     return_lse: bool = False,
     mesh: DeviceMesh | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -198,6 +200,9 @@ def selected_attention(
         seq_len: S of local shards, if ranks hold different numbers of tokens.
         route: "selected": keys that are asked for travel. "all": all of them do, which saves the
             requests. By default "all" if K is nearly S.
+        pool_size: the number of tokens of a key: keys are then pools, `(B, Nkv, P, H)`, where the
+            last token of each is, and `selected` has their numbers, see `select_keys`. For local
+            shards.
         return_lse: also return the log-sum-exp of the scores, `(B, N, S)`, float32 or wider, -inf
             for a query without keys.
         mesh: the 1-D mesh of the axis, for local shards.
@@ -227,11 +232,14 @@ def selected_attention(
     batch = call_check.batch_of(None, None, runs, None, key_runs)
     scores = call_check.scores_of(query, FULL, scale, 0.0, sinks, None)
     place = _placed_call(query, key, mesh, batch, Strategy.default, seq_len)
+    pool_size = as_count("pool_size", pool_size, 1, MAX_SELECTED)
+    place = of_tokens(place, pool_size)
     call = Call(batch, scores, place)
     call_check.check_options(query, call)
     if route is not None and not (isinstance(route, str) and route in KEY_ROUTES):
         raise ValueError(f"route must be one of {', '.join(KEY_ROUTES)}, or None, got {route!r}")
-    out, lse = called_by_user(selected_op, query, rows, selected, *values, route, *flatten(call))
+    how = *values, route, pool_size
+    out, lse = called_by_user(selected_op, query, rows, selected, *how, *flatten(call))
     return (out, lse) if return_lse else out
 
 
@@ -299,6 +307,13 @@ def _placed_call(
     return place
 
 
+def of_tokens(place: Place, pool_size: int) -> Place:
+    """Return the place of local shards whose keys may be pools: these follow from the tokens."""
+    if pool_size > 1 and place.group_name is not None:
+        return place._replace(key_seq_len=place.seq_len)
+    return place
+
+
 def _local(call: Call, query: Any, key: Any, ring: Ring) -> tuple[Any, ...]:
     """Return the options on local tensors; the strategy stays that of the call."""
     local = local_call(call, query, key, key, ring)
@@ -308,11 +323,7 @@ def _local(call: Call, query: Any, key: Any, ring: Ring) -> tuple[Any, ...]:
 def _select(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
     query, key, weights, *choice = args[:7]
     call = unflatten(args[7:])
-    if choice[3] > 1:
-        raise ValueError(
-            f"pool_size={choice[3]} is for local shards, as ranks have different numbers of pools; "
-            "pass them with mesh="
-        )
+    refuse_pools(choice[3])
     ring = ring_of_call(query, key, key, call)
     if Shard(HEADS) in ring.placements:
         raise ValueError(
@@ -326,9 +337,23 @@ def _select(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
     return wrap(found, shape, ring)
 
 
+def refuse_pools(pool_size: int) -> None:
+    """Refuse pools as DTensors.
+
+    Raises:
+        ValueError: saying what to pass.
+    """
+    if pool_size > 1:
+        raise ValueError(
+            f"pool_size={pool_size} is for local shards, as ranks have different numbers of pools; "
+            "pass them with mesh="
+        )
+
+
 def _attend(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[DTensor, DTensor]:
-    query, rows, selected, *how = args[:6]
-    call = unflatten(args[6:])
+    query, rows, selected, *how = args[:7]
+    call = unflatten(args[7:])
+    refuse_pools(how[3])
     ring = ring_of_call(query, rows, rows, call)
     local = [local_of(query, ring), local_of(rows, ring), _selected(selected, ring)]
     out, lse = selected_op(*local, *how, *_local(call, query, rows, ring))
@@ -337,8 +362,8 @@ def _attend(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[DTe
 
 
 def _backward(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    grad_out, grad_lse, query, rows, selected, *how = args[:8]
-    out, lse, call = args[8], args[9], unflatten(args[10:])
+    grad_out, grad_lse, query, rows, selected, *how = args[:9]
+    out, lse, call = args[9], args[10], unflatten(args[11:])
     ring = ring_of_call(query, rows, rows, call)
     grads = [local_of(x, ring) for x in (grad_out, grad_lse)]
     local = [local_of(query, ring), local_of(rows, ring), _selected(selected, ring)]

@@ -219,7 +219,10 @@ def _query_positions(request: DecodeRequest, choice: KeyChoice, device: torch.de
     Raises:
         ValueError: if rows have blocks or pools, and queries at other positions.
     """
-    first, many = request.starts[0], {"block_size": choice.block_size, "pool_size": choice.pool_size}
+    first, many = (
+        request.starts[0],
+        {"block_size": choice.block_size, "pool_size": choice.pool_size},
+    )
     for name, size in many.items():
         if size > 1 and len(set(request.starts)) > 1:
             raise ValueError(

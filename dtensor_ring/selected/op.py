@@ -50,7 +50,7 @@ from dtensor_ring.transport.transport import transport_of
 SELECT = "dtensor_ring::select_keys"
 ATTEND = "dtensor_ring::selected_attention"
 BACKWARD = "dtensor_ring::selected_attention_backward"
-_LISTED = "Tensor selected, int value_begin, int value_end, str? route"
+_LISTED = "Tensor selected, int value_begin, int value_end, str? route, int pool_size"
 
 torch.library.define(
     SELECT,
@@ -78,12 +78,14 @@ class Listed(NamedTuple):
         value_begin: index of the first number of a value in a row.
         value_end: index after the last.
         route: "selected" or "all"; `None` until the number of all keys is known.
+        pool_size: tokens of a key; 1 if each token has its own.
     """
 
     selected: Tensor
     value_begin: int
     value_end: int
     route: str | None
+    pool_size: int
 
     def routed(self, request: PlanRequest) -> Listed:
         """Return this with a route, which all ranks choose alike."""
@@ -205,10 +207,10 @@ def check_index(query: Tensor, key: Tensor, weights: Tensor | None) -> None:
 
 def attend(query: Tensor, rows: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
     """Run the attention over selected keys on plain tensors."""
-    listed, call = Listed(*arguments[:4]), unflatten(arguments[4:])
+    listed, call = Listed(*arguments[:5]), unflatten(arguments[5:])
     check_listed(query, rows, listed, call)
     call.place.policy.refuse_order("attention to selected keys")
-    request = call.request(query.shape[0])
+    request = request_of_keys(call.request(query.shape[0]), listed.pool_size)
     listed = listed.routed(request)
     facts = query, listed.key_and_value(query, rows)[1]
     with _checked("forward", call, request, facts, _of_listed(listed)) as transport:
@@ -229,9 +231,9 @@ def backward(
     grad_out: Tensor, grad_lse: Tensor | None, query: Tensor, rows: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Run the backward op of the attention over selected keys on plain tensors."""
-    listed, (out, lse), call = Listed(*rest[:4]), rest[4:6], unflatten(rest[6:])
+    listed, (out, lse), call = Listed(*rest[:5]), rest[5:7], unflatten(rest[7:])
     call.place.policy.refuse_order("attention to selected keys")
-    request = call.request(query.shape[0])
+    request = request_of_keys(call.request(query.shape[0]), listed.pool_size)
     listed = listed.routed(request)
     facts = query, listed.key_and_value(query, rows)[1]
     with _checked("backward", call, request, facts, _of_listed(listed), lse) as transport:
@@ -304,7 +306,7 @@ def check_selected(query: Tensor, selected: Tensor, num_key_heads: int) -> None:
 
 @torch.library.register_fake(ATTEND)
 def _fake_attend(query: Tensor, rows: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
-    listed, call = Listed(*arguments[:4]), unflatten(arguments[4:])
+    listed, call = Listed(*arguments[:5]), unflatten(arguments[5:])
     check_listed(query, rows, listed, call)
     check_batch(query, call.batch)
     wide = torch.promote_types(query.dtype, torch.float32)
@@ -318,7 +320,7 @@ def _fake_attend(query: Tensor, rows: Tensor, *arguments: Any) -> tuple[Tensor, 
 def _fake_backward(
     grad_out: Tensor, grad_lse: Any, query: Tensor, rows: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    sinks = unflatten(rest[6:]).scores.sinks
+    sinks = unflatten(rest[7:]).scores.sinks
     (query,) = unit_stride(query)
     grad_sinks = query.new_empty(0) if sinks is None else torch.empty_like(sinks)
     grad_query = empty(query, query.shape, order_of(query))
@@ -329,7 +331,8 @@ def _of_listed(listed: Listed) -> dict[str, object]:
     """Return what ranks compare of the lists; the positions themselves differ."""
     _, groups, _, width = listed.selected.shape
     values = listed.value_begin, listed.value_end
-    return {"selected": (groups, width), "values": values, "route": listed.route}
+    found = {"selected": (groups, width), "values": values, "route": listed.route}
+    return found | {"pool_size": listed.pool_size}
 
 
 def _checked(
@@ -396,11 +399,11 @@ def _gradient(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tup
         rest[i] = x
     # Only lse was used: the formula still takes a gradient of out.
     grad_out = torch.zeros_like(out) if grad_out is None else grad_out
-    inputs = grad_out, grad_lse, query, rows, selected, *rest[:3], out, lse, *rest[3:]
+    inputs = grad_out, grad_lse, query, rows, selected, *rest[:4], out, lse, *rest[4:]
     grad_query, grad_rows, grad_sinks = selected_backward_op(*inputs)
     grads = [grad_query, grad_rows, *none[2:]]
-    if rest[3 + _SINKS] is not None:
-        grads[6 + _SINKS] = grad_sinks
+    if rest[4 + _SINKS] is not None:
+        grads[7 + _SINKS] = grad_sinks
     return tuple(grads)
 
 

@@ -182,6 +182,31 @@ def pool_numbers(layout: Layout, world_size: int, seq_len: int, size: int) -> Ru
     return RunTable(numbers, "pools")
 
 
+@cached_bytes(2**24, lambda table: table.num_bytes)
+def shifted_pools(layout: Layout, world_size: int, seq_len: int, size: int) -> RunTable:
+    """Return the numbers of the pools before those of each rank.
+
+    The pool before the first one is the last, so that each pool is on one rank.
+
+    Raises:
+        ValueError: if the layout cannot shard the length.
+
+    >>> from dtensor_ring import Contiguous
+    >>> shifted_pools(Contiguous(), 2, 14, 4)
+    RunTable([[(2, 1)], [(0, 2)]])
+    """
+    pools = pool_numbers(layout, world_size, seq_len, size)
+    rows: list[list[tuple[int, int]]] = []
+    for runs in pools.numbers.tolist():
+        first = [(0, length - 1) for start, length in runs if start == 0 and length]
+        others = [(start - 1, length) for start, length in runs if start and length]
+        rows.append([*first, *others, *[(pools.end - 1, 1)] * len(first)])
+    joined_rows = [
+        [(x.start, x.length) for x in joined([Run(*run) for run in row if run[1]])] for row in rows
+    ]
+    return RunTable(joined_rows, "pools")
+
+
 def _pools_of(run: Run, seq_len: int, size: int) -> list[Run]:
     """Return the tokens of the pools whose last token is in a run."""
     if run.stride > 1:

@@ -2,7 +2,8 @@
 
 An index of blocks counts keys by their places in the row, and queries by `position_ids`. With
 padding on the left or packed documents these differ, and the stock model chooses other blocks than
-for each document alone.
+for each document alone. Pools would begin in each row, or in each document, at other tokens, and
+some stock models pool tokens of several documents.
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ from torch import Tensor
 from parallel_plans.huggingface.core.documents import blocks, require
 
 WHOLE_ROWS = (
-    "layers of this model choose blocks of keys, which count from the start of the row, so over a "
-    "sharded sequence each row must be one document: without padding on the left, packed "
-    "documents, or position_ids that do not count from 0. The stock model gives such documents "
-    "other blocks than each of them alone; put one document into each row, with padding after it"
+    "layers of this model choose blocks or pools of keys, which are counted from the start of the "
+    "row, so over a sharded sequence each row must be one document: without padding on the left, "
+    "packed documents, or position_ids that do not count from 0. In other rows they would begin at "
+    "other tokens than in each document alone; put one document into each row, with padding after "
+    "it"
 )
 
 

@@ -99,7 +99,8 @@ class ContextParallelCache(Cache):
         stock, owners, sizes = _stock_layers(model, has_states)
         kept = self._kept = sorted({x for x in owners if type(stock[x]) not in STATES})
         axis, chunks = self.sharding.axis, self.sharding.chunks
-        indexed = [x.layer_idx for x in indexers_of(model)]
+        self._indexers = {x.layer_idx: x for x in indexers_of(model)}
+        indexed = [*self._indexers]
         how = chunks, decode_tokens, block, self.sharding.cache_dtype, indexed
         self.memory = CacheMemory(axis, sizes, kept, *how)
         layers: list[Any] = [
@@ -121,7 +122,7 @@ class ContextParallelCache(Cache):
             if pair is not None:
                 layer.update(*pair)
             if index is not None:
-                give_index(layer, index)
+                give_index(self._indexers[number], layer, index)
             for (kind, state_idx), x in self._states_of(number).items():
                 if kind == "recurrent":
                     layer.update_recurrent_state(x, state_idx)

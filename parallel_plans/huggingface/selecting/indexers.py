@@ -42,6 +42,8 @@ UPDATE, UPDATE_LAYER = "update_indexer", "update_index"
 # The type, in a config, of layers whose attention gets what an indexer chooses.
 INDEXED_KIND = "indexed_attention"
 MASK, POSITIONS = "attention_mask", "position_ids"
+# Where a layer of a stock cache keeps the positions of all tokens, by three axes.
+POSITIONS_OF_INDEX = "indexer_position_ids"
 
 
 def indexers_of(model: nn.Module) -> list[Any]:
@@ -50,9 +52,18 @@ def indexers_of(model: nn.Module) -> list[Any]:
     return [x for x in model.modules() if updates.intersection(names_in_forward(x))]
 
 
-def give_index(layer: Any, keys: Tensor) -> None:
-    """Give the keys of an index, `(B, S, D)`, to a layer of a stock cache."""
-    if hasattr(layer, UPDATE):
+def give_index(indexer: Any, layer: Any, keys: Tensor) -> None:
+    """Give the keys of an index, `(B, S, D)`, to a layer of a stock cache.
+
+    With pools they are the rows that a cache keeps for them.
+    """
+    if (form := form_of(indexer)) is not None:
+        batch, num_tokens, _ = keys.shape
+        layer.update_indexer(keys[..., : form.stock_row(indexer)])
+        if hasattr(layer, POSITIONS_OF_INDEX):  # rows begin at position 0
+            places = torch.arange(num_tokens, device=keys.device)
+            setattr(layer, POSITIONS_OF_INDEX, places.expand(3, batch, -1))
+    elif hasattr(layer, UPDATE):
         layer.update_indexer(keys)
     else:
         layer.update_index(keys.unsqueeze(1))

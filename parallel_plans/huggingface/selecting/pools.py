@@ -41,6 +41,7 @@ class PoolForm(NamedTuple):
         example: returns, of an indexer and a number of tokens, the inputs of a forward without a
             cache.
         tokens: returns what each query chooses of what that forward returns, `(L, L)`.
+        stock_row: returns how many first numbers of a row a stock cache keeps.
     """
 
     parts: tuple[str, ...]
@@ -48,6 +49,7 @@ class PoolForm(NamedTuple):
     few: Callable[[int], dict[str, int]]
     example: Callable[[Any, int], dict[str, Any]]
     tokens: Callable[[Tensor], Tensor]
+    stock_row: Callable[[Any], int]
 
 
 def _by_gates(indexer: Any, hidden_states: Tensor, q_resid: Tensor, **_: Any) -> KeyIndex:
@@ -80,9 +82,7 @@ def _by_means(
     both = indexer.index_qk_proj(hidden_states)
     query, keys = both.split([heads * dim, indexer.index_kv_heads * dim], -1)
     num_tokens = hidden_states.shape[1]
-    cos, sin = (
-        x[:, -num_tokens:].expand(len(hidden_states), -1, -1) for x in position_embeddings
-    )
+    cos, sin = (x[:, -num_tokens:].expand(len(hidden_states), -1, -1) for x in position_embeddings)
     query = indexer.q_layernorm(query.unflatten(-1, (heads, dim)))
     query = rotate(query, cos=cos, sin=sin, unsqueeze_dim=2).float()
     weights = query.new_full(query.shape[:3], dim**-0.5)
@@ -139,6 +139,7 @@ FORMS = (
         lambda size: {"index_topk": 2 * size},
         _gated_example,
         _listed,
+        lambda indexer: 2 * indexer.head_dim + 1,
     ),
     PoolForm(
         ("index_qk_proj", "q_layernorm", "k_layernorm", "compress_ratio", "block_topk"),
@@ -146,6 +147,7 @@ FORMS = (
         lambda size: {"block_topk": 2, "token_budget": 2 * size},
         _mean_example,
         lambda mask: mask[0, 0],
+        lambda indexer: indexer.index_head_dim,
     ),
 )
 
@@ -234,7 +236,9 @@ def hand_on_choice(model: nn.Module) -> list[tuple[nn.Module, str]]:
         if hasattr(module, MASK_OF_CHOICE) and hasattr(module, "indexer"):
             changed.append((module, MASK_OF_CHOICE))
             setattr(module, MASK_OF_CHOICE, MethodType(_choice, module))
-        elif isinstance(indexer := getattr(module, "indexer", None), nn.Module) and form_of(indexer):
+        elif isinstance(indexer := getattr(module, "indexer", None), nn.Module) and form_of(
+            indexer
+        ):
             changed.append((module, "forward"))
             module.forward = MethodType(_with_choice_as_mask(module), module)
     return changed

@@ -44,7 +44,7 @@ def check_all_turns() -> None:
     """Parts of a sequence, sharded or not, choose the keys that the whole chooses."""
     for number, family in enumerate(SELECTING):
         check_turns(family, "zigzag", number % 2)
-    for family in CHOOSES_BLOCKS:
+    for family in (*CHOOSES_BLOCKS, *CHOOSES_POOLS):
         check_turns(family, "zigzag", 0)
 
 
@@ -59,7 +59,12 @@ def messages(family: str) -> list[int]:
 
 @pytest.mark.parametrize(
     ("family", "expected"),
-    [pytest.param("DeepSeek-V3.2", 6, marks=pytest.mark.repeats), ("GLM-5", 5), ("MiniMax M3", 5)],
+    [
+        pytest.param("DeepSeek-V3.2", 6, marks=pytest.mark.repeats),
+        ("GLM-5", 5),
+        ("MiniMax M3", 5),
+        ("GLM-5-Next", 4),
+    ],
 )
 def test_messages_of_a_token(pool: Pool, family: str, expected: int) -> None:
     """One for each attention, and one for each index, which one of the three layers has not."""

@@ -20,7 +20,7 @@ from parallel_plans.huggingface.core.versions import with_cache
 from tests.huggingface.generation.generating import exact_softmax, generate, sharded, stock, tokens
 from tests.pool import Pool
 
-FAMILIES = ("Llama", "Gemma 3", "DeepSeek-V3.2", "Llama 4", "MiniMax M3")
+FAMILIES = ("Llama", "Gemma 3", "DeepSeek-V3.2", "Llama 4", "MiniMax M3", "Qwen4-Exp")
 TURNS = 11, 3, 5
 
 

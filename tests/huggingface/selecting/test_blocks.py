@@ -37,7 +37,8 @@ WORLDS = [*product((2, 3, 4), ("contiguous", "zigzag", "striped", "balanced"))]
     [
         pytest.param(family, *x, marks=() if x in OFTEN[family] else pytest.mark.repeats)
         for family, x in product(FAMILIES, WORLDS)
-        if family not in CHOOSES_POOLS or x[1] != "balanced"  # which layers with a state do not take
+        if family not in CHOOSES_POOLS
+        or x[1] != "balanced"  # which layers with a state do not take
     ],
 )
 def test_family_equals_the_stock_model(

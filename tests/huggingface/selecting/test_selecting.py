@@ -15,7 +15,7 @@ from parallel_plans.huggingface import context_parallel_plan, restore_model
 from parallel_plans.huggingface.selecting.indexers import indexers_of, selecting_layers
 from parallel_plans.huggingface.selecting.selection import has_latents
 from tests.dense import largest
-from tests.families import CHOOSES_BLOCKS, SELECTING, VOCABULARY, small_model
+from tests.families import CHOOSES_BLOCKS, CHOOSES_POOLS, SELECTING, VOCABULARY, small_model
 from tests.huggingface.test_families import compare
 from tests.huggingface.test_families_trained import CHECKPOINTING, train_both
 from tests.pool import Pool
@@ -45,14 +45,14 @@ def test_family_equals_the_stock_model(
 
 
 # Hy 4 has layers that share an index, and all kinds of this plan; `--all-cases` has the others.
-TRAINED = {("Hy 4", "selective"), ("MiniMax M3", "full")}
+TRAINED = {("Hy 4", "selective"), ("MiniMax M3", "full"), ("GLM-5-Next", "selective")}
 
 
 @pytest.mark.parametrize(
     ("family", "name"),
     [
         pytest.param(*x, marks=() if x in TRAINED else pytest.mark.repeats)
-        for x in product((*SELECTING, *CHOOSES_BLOCKS), CHECKPOINTING)
+        for x in product((*SELECTING, *CHOOSES_BLOCKS, *CHOOSES_POOLS), CHECKPOINTING)
     ],
 )
 def test_ten_steps_of_fsdp_equal_one_process(pool: Pool, family: str, name: str) -> None:
@@ -79,8 +79,13 @@ def in_16_bits(family: str) -> list[float]:
 @pytest.mark.parametrize(
     "family",
     [
-        pytest.param(x, marks=() if x in ("GLM-5", "MiniMax M3") else pytest.mark.repeats)
-        for x in (*SELECTING, *CHOOSES_BLOCKS)
+        pytest.param(
+            x,
+            marks=()
+            if x in ("GLM-5", "MiniMax M3", "GLM-5-Next", "Qwen4-Exp")
+            else pytest.mark.repeats,
+        )
+        for x in (*SELECTING, *CHOOSES_BLOCKS, *CHOOSES_POOLS)
     ],
 )
 def test_models_in_16_bits(pool: Pool, family: str) -> None:

@@ -210,6 +210,53 @@ class SequenceAxis:
         Returns:
             `(B, N, S, Hv)`, or `(B, N, L, Hv)`, in the form of the query.
         """
+        return self.attention_with_lse(
+            query,
+            key,
+            value,
+            mask=mask,
+            cu_seqlens=cu_seqlens,
+            sinks=sinks,
+            relative_bias=relative_bias,
+            scale=scale,
+            softcap=softcap,
+            key_cu_seqlens=key_cu_seqlens,
+            runs=runs,
+            slices=slices,
+            seq_len=seq_len,
+            key_runs=key_runs,
+            strategy=strategy,
+            dropout_p=dropout_p,
+            dropout_seed=dropout_seed,
+        )[0]
+
+    def attention_with_lse(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        mask: Mask | None = None,
+        cu_seqlens: Tensor | None = None,
+        sinks: Tensor | None = None,
+        relative_bias: Tensor | None = None,
+        scale: float | None = None,
+        softcap: float = 0.0,
+        key_cu_seqlens: Tensor | None = None,
+        runs: Tensor | None = None,
+        slices: Slices | Tensor | None = None,
+        seq_len: int | None = None,
+        key_runs: Tensor | None = None,
+        strategy: str | None = None,
+        dropout_p: float = 0.0,
+        dropout_seed: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Run `attention`, and also return the log-sum-exp of the scores, as `merge_attention` needs.
+
+        Returns:
+            `out`, and `lse` `(B, N, S)` in its form, float32 or wider, -inf for a query without
+            keys.
+        """
         call_check.check_tensors(query, key, value)
         if strategy is not None:
             check_strategy(strategy)
@@ -228,7 +275,7 @@ class SequenceAxis:
             scores = call_check.scores_of(query, *how, None, **drop)
             if relative_bias is not None:
                 query = with_bias(query, relative_bias)
-            return attend(query, key, value, Call(batch, scores, on_dtensors(strategy)))[0]
+            return attend(query, key, value, Call(batch, scores, on_dtensors(strategy)))
         scores = call_check.scores_of(query, *how, self.kernel, **drop)
         if relative_bias is not None:
             query = with_bias(query, relative_bias)
@@ -239,7 +286,7 @@ class SequenceAxis:
         if seq_len is not None:
             lengths = (as_count("seq_len", seq_len),) * 2
         place = self._config.place(self._group_name, *lengths, strategy)
-        return attend(query, key, value, Call(batch, scores, place))[0]
+        return attend(query, key, value, Call(batch, scores, place))
 
     def prepare(
         self,

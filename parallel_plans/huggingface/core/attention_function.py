@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from dtensor_ring import merge_attention
 from dtensor_ring.extension import numbered, within_layer
 from parallel_plans.huggingface.core import patterns
 from parallel_plans.huggingface.core.bias_tables import log_scale, log_scaled, takes_table
@@ -34,6 +35,22 @@ class KeySelection(Protocol):
         scores: dict[str, Any],
     ) -> Tensor:
         """Return attention of each query to its keys, `(B, N, L, H)`."""
+
+
+class Pools(Protocol):
+    """Keys that are pools of tokens, which a layer sees beside those of tokens."""
+
+    def attend(
+        self, query: Tensor, inputs: LayerInputs, positions: Tensor, scale: float | None
+    ) -> tuple[Tensor, Tensor] | None:
+        """Return `out` and `lse` of the pools that queries see; `None` if there are none."""
+
+
+class KeysBesidePools(Protocol):
+    """What a layer that sees both gives attention as its keys."""
+
+    tokens: Tensor
+    pools: Pools
 
 
 class RingInputs(NamedTuple):
@@ -106,6 +123,8 @@ def attention(
             "context_parallel_plan on the module that you call"
         )
     inputs = ring.of_layer(module)
+    pools: Pools | None = getattr(key, "pools", None)
+    key, value = tokens_of(key), tokens_of(value)
     _refuse(module, query, key, others | {"position_bias": position_bias}, inputs)
     query, bias = at_positions(module, query, position_bias, ring.indices, ring.past)
     scores: dict[str, Any] = {"scale": scaling}
@@ -118,7 +137,11 @@ def attention(
     by_itself = indices is not None and getattr(indices, "of_pools", False)
     seen = {} if by_itself else _seen(module, attention_mask, ring, inputs)
     with within_layer(module):
-        if indices is None:
+        if pools is not None:
+            _refuse_indices(module, pools, softcap, dropout)
+            positions = ring.indices
+            out = _with_pools((query, key, value), pools, inputs, positions, scores | seen)
+        elif indices is None:
             if dropout:
                 scores |= _dropout_of(module, dropout, ring)
             out = inputs.attend(query, key, value, softcap=softcap or 0.0, **scores, **seen)
@@ -127,6 +150,29 @@ def attention(
             _refuse_by_query(module, sinks=sinks, position_bias=bias)
             out = indices.attend(module, (query, key, value), inputs, seen, scores)
     return out.transpose(1, 2), None
+
+
+def tokens_of(keys: Any) -> Tensor:
+    """Return the keys of tokens, where a layer sees pools beside them, or the keys."""
+    return getattr(keys, "tokens", keys)
+
+
+def _with_pools(
+    states: tuple[Tensor, Tensor, Tensor],
+    pools: Pools,
+    inputs: LayerInputs,
+    positions: Tensor,
+    how: dict[str, Any],
+) -> Tensor:
+    """Return attention to tokens and to pools with one softmax, `(B, N, L, H)`.
+
+    Sinks take part in that to tokens, which a query always sees.
+    """
+    found = [inputs.attend_with_lse(*states, **how)]
+    of_pools = pools.attend(states[0], inputs, positions, how["scale"])
+    if of_pools is not None:
+        found.append(of_pools)
+    return merge_attention(found)[0]
 
 
 def _seen(

@@ -19,7 +19,7 @@ from dtensor_ring import (
     select_keys,
     selected_attention,
 )
-from dtensor_ring.extension import whole_pools
+from dtensor_ring.extension import pools_before, whole_pools
 from parallel_plans.huggingface.core.documents import DocumentBounds
 
 
@@ -30,11 +30,14 @@ class KeyPools:
     Attributes:
         size: tokens of a pool.
         key_of: returns the keys of pools, `(B, P, D)`, of the rows of their tokens,
-            `(B, P, size, R)`.
+            `(B, P, size, R)`, and of what `for_next` returned of the pools before them.
+        for_next: returns what the key of the next pool takes of the rows of a pool; `None` if
+            pools do not overlap.
     """
 
     size: int
-    key_of: Callable[[Tensor], Tensor]
+    key_of: Callable[..., Tensor]
+    for_next: Callable[[Tensor], Tensor] | None = None
 
     def keys(self, rows: Tensor, mesh: DeviceMesh | None, **where: Any) -> Tensor:
         """Return the keys of the pools whose last token this rank has, `(B, P, D)`.
@@ -49,8 +52,17 @@ class KeyPools:
             tokens = rows[:, : number * self.size].unflatten(1, (number, self.size))
         else:
             tokens = whole_pools(rows, mesh, self.size, **where)
-        keys = self.key_of(tokens)
-        # Narrower keys travel as they are; products are in float32.
+        if self.for_next is None:
+            return self.key_of(tokens)
+        before = self.for_next(tokens)
+        if mesh is None:
+            return self.key_of(tokens, before.roll(1, 1))
+        return self.key_of(tokens, pools_before(before, mesh, self.size, **where))
+
+    def index_keys(self, rows: Tensor, mesh: DeviceMesh | None, **where: Any) -> Tensor:
+        """Return `keys` of an index, whose products are in float32."""
+        keys = self.keys(rows, mesh, **where)
+        # Narrower keys travel as they are.
         return keys.float() if keys.dtype is torch.float64 else keys
 
 
@@ -110,8 +122,25 @@ class LayerInputs(Protocol):
         """Return the position in the sequence from which documents and runs count."""
         ...
 
+    @property
+    def num_keys(self) -> int:
+        """Return the number of tokens of all ranks, with the layout's padding."""
+        ...
+
     def attend(self, query: Tensor, key: Tensor, value: Tensor, **scores: Any) -> Tensor:
         """Return the outputs of this rank's queries, `(B, N, L, H)`."""
+        ...
+
+    def attend_with_lse(
+        self, query: Tensor, key: Tensor, value: Tensor, **scores: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Return the outputs, and the log-sum-exp of the scores, `(B, N, L)`."""
+        ...
+
+    def attend_pools(
+        self, query: Tensor, rows: Tensor, pools: KeyPools, chosen: Tensor, scale: float | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return attention to pools that are keys and values, by their numbers, and its lse."""
         ...
 
     def select(self, index: KeyIndex, strategy: str | None = None, **seen: Any) -> Tensor:
@@ -151,6 +180,25 @@ class ShardedInputs:
         """Return the outputs of this rank's queries, `(B, N, L, H)`."""
         return self.axis.attention(query, key, value, **self._where, **scores)
 
+    def attend_with_lse(
+        self, query: Tensor, key: Tensor, value: Tensor, **scores: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Return the outputs, and the log-sum-exp of the scores, `(B, N, L)`."""
+        return self.axis.attention_with_lse(query, key, value, **self._where, **scores)
+
+    @property
+    def num_keys(self) -> int:
+        """Return the number of tokens of all ranks, with the layout's padding."""
+        return _num_keys(self.key_runs) if self.seq_len is None else self.seq_len
+
+    def attend_pools(
+        self, query: Tensor, rows: Tensor, pools: KeyPools, chosen: Tensor, scale: float | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return attention to pools that are keys and values, by their numbers, and its lse."""
+        keys = pools.keys(self._own(rows, 1), self.axis.mesh, **self._order).unsqueeze(1)
+        how = self._where | {"mesh": self.axis.mesh, "scale": scale, "pool_size": pools.size}
+        return selected_attention(query, keys, keys.shape[3], chosen, return_lse=True, **how)
+
     @property
     def _where(self) -> dict[str, Any]:
         return {"seq_len": self.seq_len, "runs": self.runs, "key_runs": self.key_runs}
@@ -169,11 +217,10 @@ class ShardedInputs:
         They are `(B, L, K)`, or for each head of the index `(B, G, L, K)`.
         Keys of an index take the axis's route, so `strategy` is ignored.
         """
-        num_keys = _num_keys(self.key_runs) if self.seq_len is None else self.seq_len
-        how = index.of(num_keys) | self._where | seen
+        how = index.of(self.num_keys) | self._where | seen
         keys = self._own(index.keys, 1)
         if index.pools is not None:
-            keys = index.pools.keys(keys, self.axis.mesh, **self._order)
+            keys = index.pools.index_keys(keys, self.axis.mesh, **self._order)
         return select_keys(index.query, keys, index.weights, mesh=self.axis.mesh, **how)
 
     def attend_selected(
@@ -260,7 +307,7 @@ class DecodeInputs:
         how = index.of(_num_keys(self.key_runs)) | seen
         how |= {"key_runs": self.key_runs, "mesh": self.mesh}
         if index.pools is not None:
-            keys = index.pools.keys(keys, self.mesh, runs=self.key_runs)
+            keys = index.pools.index_keys(keys, self.mesh, runs=self.key_runs)
         return decode_select_keys(index.query, keys, index.weights, **how)
 
     def attend_selected(

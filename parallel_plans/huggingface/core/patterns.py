@@ -376,6 +376,7 @@ class FirstAttention(Exception):
 
 def alone(query: Tensor, value: Tensor) -> Tensor:
     """Return the output of an attention in which each token sees only itself, `(B, L, N, H)`."""
+    value = getattr(value, "tokens", value)  # beside pools
     groups = query.shape[1] // value.shape[1]
     return value.repeat_interleave(groups, 1).transpose(1, 2).contiguous()
 

@@ -29,6 +29,7 @@ from parallel_plans.huggingface.selecting.block_scores import (
     Places,
     UnknownScoresError,
 )
+from parallel_plans.huggingface.selecting.compressed import compressing_layers, describe_pools
 from parallel_plans.huggingface.selecting.pools import (
     check_pools,
     form_of,
@@ -80,8 +81,8 @@ def choose_pools(model: nn.Module) -> bool:
 
 
 def count_places(model: nn.Module) -> bool:
-    """Return whether indexers describe blocks or pools, which count places in the row."""
-    return choose_blocks(model) or choose_pools(model)
+    """Return whether layers have blocks or pools, which count places in the row."""
+    return choose_blocks(model) or choose_pools(model) or bool(compressing_layers(model))
 
 
 def selecting_layers(model: Any) -> list[Any]:
@@ -101,7 +102,7 @@ def describing_scores(model: Any) -> Iterator[None]:
     indexers = indexers_of(model)
     check_pools(indexers)
     describe_scores(indexers)
-    changed = hand_on_choice(model)
+    changed = hand_on_choice(model) + describe_pools(model)
     try:
         yield
     finally:
@@ -121,6 +122,7 @@ def select_keys_of(model: Any) -> None:
     """Make the indexed layers of a model attend to the keys that they choose over all ranks."""
     describe_scores(indexers_of(model))
     hand_on_choice(model)
+    describe_pools(model)
     keep_latents(selecting_layers(model))
 
 

@@ -78,7 +78,7 @@ def _by_means(
     indexer: Any, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], **_: Any
 ) -> KeyIndex:
     """Describe pools whose key is the mean of their tokens, rotated to where the first one is."""
-    heads, dim, rotate = indexer.index_n_heads, indexer.index_head_dim, _rotation_of(indexer)
+    heads, dim, rotate = indexer.index_n_heads, indexer.index_head_dim, rotation_of(indexer)
     both = indexer.index_qk_proj(hidden_states)
     query, keys = both.split([heads * dim, indexer.index_kv_heads * dim], -1)
     num_tokens = hidden_states.shape[1]
@@ -95,10 +95,10 @@ def _mean_key(indexer: Any, rotary_dim: int, tokens: Tensor) -> Tensor:
     keys, cos, sin = tokens.split([indexer.index_head_dim, rotary_dim, rotary_dim], -1)
     mean = indexer.k_layernorm(keys.float().mean(2).to(keys.dtype)).unsqueeze(2)
     first = {"cos": cos[:, :, 0], "sin": sin[:, :, 0]}
-    return _rotation_of(indexer)(mean, **first, unsqueeze_dim=2).squeeze(2)
+    return rotation_of(indexer)(mean, **first, unsqueeze_dim=2).squeeze(2)
 
 
-def _rotation_of(indexer: Any) -> Callable[..., Tensor]:
+def rotation_of(indexer: Any) -> Callable[..., Tensor]:
     """Return the function by which the file of an indexer rotates heads."""
     return sys.modules[type(indexer).__module__].apply_rotary_pos_emb
 

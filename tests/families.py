@@ -244,6 +244,7 @@ CHOOSES_BLOCKS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """Layers whose index chooses blocks of the row for each head of keys; rows are one document."""
 
+COMPRESSED = "compressed_sparse_attention", "heavily_compressed_attention"
 CHOOSES_POOLS: dict[str, tuple[str, dict[str, Any]]] = {
     "GLM-5-Next": (
         "Glm5Next",
@@ -269,6 +270,20 @@ CHOOSES_POOLS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """Layers whose index chooses pools of the row, beside layers with a state; rows are one document."""
 
+BESIDE_POOLS: dict[str, tuple[str, dict[str, Any]]] = {
+    "DeepSeek-V4": (
+        "DeepseekV4",
+        HEAD_DIM
+        | {"num_key_value_heads": 1, "q_lora_rank": 8, "o_groups": 2, "o_lora_rank": 6}
+        | {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
+        | {"num_hidden_layers": 3, "mlp_layer_types": ["hash_moe", "moe", "moe"], "hc_mult": 2}
+        | {"index_n_heads": 16, "index_head_dim": 8, "index_topk": 2, "sliding_window": 6}
+        | {"compress_rates": dict(zip(COMPRESSED, (3, 5), strict=True))}
+        | {"layer_types": [COMPRESSED[1], COMPRESSED[0], "sliding_attention"]},
+    ),
+}
+"""Layers that see pools of the row beside a window of tokens."""
+
 REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "RecurrentGemma": (
         "RecurrentGemma",
@@ -291,9 +306,8 @@ VISION |= {"out_hidden_size": 16, "projection_intermediate_size": 24, "patch_siz
 
 def small_model(family: str, head: str = "", **changes: Any) -> Any:
     """The same weights at every call, attention as transformers writes it out."""
-    name, options = (FAMILIES | HYBRIDS | SELECTING | CHOOSES_BLOCKS | CHOOSES_POOLS | REFUSED)[
-        family
-    ]
+    of_rows = CHOOSES_BLOCKS | CHOOSES_POOLS | BESIDE_POOLS
+    name, options = (FAMILIES | HYBRIDS | SELECTING | of_rows | REFUSED)[family]
     text = "Text" if name in TEXT else ""
     config = getattr(transformers, f"{name}{text}Config")(**SMALL | options | changes)
     head = head or ("ForMaskedLM" if family in ENCODERS else "ForCausalLM")

@@ -94,6 +94,13 @@ class KeyIndex:
     local_blocks: int = 0
     pools: KeyPools | None = None
 
+    def scores(self) -> Tensor:
+        """Return the scores of all pools of one rank for all its queries, `(B, L, P)`."""
+        assert self.pools is not None and self.weights is not None
+        keys = self.pools.index_keys(self.keys, None).to(self.query.dtype)
+        products = self.scale * torch.einsum("blhd,bpd->blhp", self.query, keys)
+        return (products.relu() * self.weights.unsqueeze(-1)).sum(2)
+
     def of(self, num_keys: int) -> dict[str, Any]:
         """Return how queries choose among so many keys, as arguments of a selection."""
         if self.pools is not None:

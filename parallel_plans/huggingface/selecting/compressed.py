@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from parallel_plans.huggingface.core.layer_inputs import KeyIndex, KeyPools, LayerInputs
-from parallel_plans.huggingface.selecting.pools import rotation_of
+from parallel_plans.huggingface.selecting.pools import random_input, rotation_of
 
 # The parts of a compressor, and of the index that one may have.
 PARTS = (
@@ -119,6 +119,41 @@ def _pools_in(chosen: Tensor, size: int) -> Tensor:
     last = chosen.shape[-1] - (size - 1)
     first, end = chosen[..., :last:size], chosen[..., size - 1 : last : size]
     return (first // size).masked_fill((first < 0) | (end - first != size - 1), -1)
+
+
+@torch.no_grad()
+def check_compressors(model: nn.Module) -> None:
+    """Refuse a compressor whose own code makes other pools than it describes.
+
+    Raises:
+        ValueError: naming the compressor.
+    """
+    for layer in {type(x.compressor): x for x in compressing_layers(model)}.values():
+        if not _makes_as_described(layer.compressor, layer.q_a_proj):
+            raise ValueError(
+                f"no context-parallel plan: {type(layer.compressor).__name__} has the parts of a "
+                "compressor of pools, but makes other keys, or shows queries other pools than the "
+                "best of those that end before them"
+            )
+
+
+def _makes_as_described(compressor: Any, of_queries: Any) -> bool:
+    """Return whether a compressor makes three pools as it describes, and shows queries the same."""
+    size, index = compressor.compress_rate, getattr(compressor, "indexer", None)
+    hidden = random_input(of_queries, 4 * size - 1)
+    queries = random_input(index.q_b_proj, 4 * size - 1) if index is not None else hidden
+    positions = torch.arange(4 * size - 1, device=hidden.device).unsqueeze(0)
+    given = hidden, queries, positions, None, 0
+    keys, bias = type(compressor).forward(compressor, *given)
+    described, _ = _forward(compressor, *given)
+    ended = (positions[0] + 1) // size
+    seen = torch.arange(3, device=hidden.device) < ended.unsqueeze(1)
+    if described.index is not None and described.index.k < 3:
+        scores = described.index.scores()[0].masked_fill(~seen, -torch.inf)
+        best = scores.topk(described.index.k).indices
+        seen &= torch.zeros_like(seen).scatter_(1, best, True)
+    made = described.pools.keys(described.rows, None).unsqueeze(1)
+    return torch.allclose(made, keys, rtol=1e-3, atol=1e-3) and torch.equal(bias[0, 0] == 0, seen)
 
 
 def describe_pools(model: nn.Module) -> list[tuple[nn.Module, str]]:

@@ -29,7 +29,11 @@ from parallel_plans.huggingface.selecting.block_scores import (
     Places,
     UnknownScoresError,
 )
-from parallel_plans.huggingface.selecting.compressed import compressing_layers, describe_pools
+from parallel_plans.huggingface.selecting.compressed import (
+    check_compressors,
+    compressing_layers,
+    describe_pools,
+)
 from parallel_plans.huggingface.selecting.pools import (
     check_pools,
     form_of,
@@ -101,6 +105,7 @@ def describing_scores(model: Any) -> Iterator[None]:
     """Open a context in which the indexers of a model describe their scores."""
     indexers = indexers_of(model)
     check_pools(indexers)
+    check_compressors(model)
     describe_scores(indexers)
     changed = hand_on_choice(model) + describe_pools(model)
     try:

@@ -103,7 +103,7 @@ def rotation_of(indexer: Any) -> Callable[..., Tensor]:
     return sys.modules[type(indexer).__module__].apply_rotary_pos_emb
 
 
-def _random(linear: Any, num_tokens: int) -> Tensor:
+def random_input(linear: Any, num_tokens: int) -> Tensor:
     """Return an input of a projection, `(1, L, H)`, the same at each call."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(1, num_tokens, linear.in_features, generator=generator)
@@ -111,9 +111,9 @@ def _random(linear: Any, num_tokens: int) -> Tensor:
 
 
 def _gated_example(indexer: Any, num_tokens: int) -> dict[str, Any]:
-    hidden = _random(indexer.wk, num_tokens)
+    hidden = random_input(indexer.wk, num_tokens)
     mask = hidden.new_ones(1, num_tokens, dtype=torch.bool)
-    queries = _random(indexer.wq_b, num_tokens)
+    queries = random_input(indexer.wq_b, num_tokens)
     return {"hidden_states": hidden, "q_resid": queries, MASK: mask}
 
 
@@ -125,7 +125,7 @@ def _listed(chosen: Tensor) -> Tensor:
 
 
 def _mean_example(indexer: Any, num_tokens: int) -> dict[str, Any]:
-    hidden = _random(indexer.index_qk_proj, num_tokens)
+    hidden = random_input(indexer.index_qk_proj, num_tokens)
     mask = hidden.new_ones(1, 1, num_tokens, num_tokens, dtype=torch.bool).tril()
     angles = torch.arange(num_tokens).view(1, -1, 1).expand(-1, -1, 2)
     turns = angles.cos().to(hidden), angles.sin().to(hidden)
@@ -179,10 +179,7 @@ def _chooses_as_described(indexer: Any, form: PoolForm) -> bool:
     probe, size = copy(indexer), form.describe(indexer, **form.example(indexer, 1)).pools.size
     vars(probe).update(form.few(size))
     given = form.example(probe, 5 * size - 1)
-    index = form.describe(probe, **given)
-    rows = index.keys[:, : 4 * size].unflatten(1, (4, size))
-    products = torch.einsum("lhd,pd->lhp", index.query[0], index.pools.key_of(rows)[0].float())
-    scores = ((index.scale * products).relu() * index.weights[0].unsqueeze(-1)).sum(1)[-size:]
+    scores = form.describe(probe, **given).scores()[0, -size:]
     chosen = form.tokens(type(probe).forward(probe, **given, cache=None))[-size:]
     pools = chosen[:, : 4 * size].unflatten(1, (4, size))
     # Of equal scores stock code may take any.

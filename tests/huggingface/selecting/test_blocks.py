@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from parallel_plans.huggingface import ContextParallelCache, context_parallel_plan
 from parallel_plans.huggingface.core.whole_rows import are_whole
 from tests.dense import largest
-from tests.families import CHOOSES_BLOCKS, CHOOSES_POOLS, VOCABULARY, small_model
+from tests.families import BESIDE_POOLS, CHOOSES_BLOCKS, CHOOSES_POOLS, VOCABULARY, small_model
 from tests.huggingface.sharding.test_hf_local_batch import shards
 from tests.huggingface.test_families import batches, compare
 from tests.pool import Pool
@@ -23,11 +23,12 @@ from tests.results import difference, results_of
 
 KINDS = ("plain", "padded right")
 """Of 23 tokens, which neither ranks nor blocks divide."""
-FAMILIES = {**CHOOSES_BLOCKS, **CHOOSES_POOLS}
+FAMILIES = {**CHOOSES_BLOCKS, **CHOOSES_POOLS, **BESIDE_POOLS}
 OFTEN = {
     "MiniMax M3": {(2, "contiguous"), (3, "striped"), (4, "zigzag"), (3, "balanced")},
     "GLM-5-Next": {(2, "striped"), (3, "contiguous"), (4, "zigzag")},
     "Qwen4-Exp": {(2, "zigzag"), (3, "striped")},
+    "DeepSeek-V4": {(2, "zigzag"), (3, "striped"), (4, "contiguous"), (3, "balanced")},
 }
 WORLDS = [*product((2, 3, 4), ("contiguous", "zigzag", "striped", "balanced"))]
 

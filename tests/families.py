@@ -255,7 +255,8 @@ CHOOSES_POOLS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"index_n_heads": 16, "index_head_dim": 8, "index_topk": 8, "index_kpool": 4}
         | {"linear_head_dim": 4, "linear_num_heads": 4, "hc_mult": 2, "num_hidden_layers": 3}
         | {"layer_types": ["linear_attention", "indexed_attention", "indexed_attention"]}
-        | {"indexer_types": ["full", "full", "shared"]},
+        | {"indexer_types": ["full", "full", "shared"]}
+        | {"initializer_range": 0.05},  # ten steps of 0.2 amplify rounding to 4e-4
     ),
     "Qwen4-Exp": (
         "Qwen4Exp",

@@ -19,7 +19,8 @@ OF_POOLS = ("greedy", "no cache", "beams", "chunked prefill")
 """States cannot be taken back, as assisted decoding does."""
 
 
-# One family with an index in each layer, one with layers that share it, one with blocks.
+# One family with an index in each layer, one with layers that share it, one with blocks, and two
+# with pools.
 GENERATED = {"DeepSeek-V3.2": 3, "GLM-5": 2, "MiniMax M3": 3, "GLM-5-Next": 3, "Qwen4-Exp": 2}
 
 
@@ -63,7 +64,6 @@ def messages(family: str) -> list[int]:
         pytest.param("DeepSeek-V3.2", 6, marks=pytest.mark.repeats),
         ("GLM-5", 5),
         ("MiniMax M3", 5),
-        ("GLM-5-Next", 4),
     ],
 )
 def test_messages_of_a_token(pool: Pool, family: str, expected: int) -> None:

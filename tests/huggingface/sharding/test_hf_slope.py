@@ -107,7 +107,6 @@ CASES = [
     ("Qwen3-Next", "padded", False),
     ("DeepSeek-V3.2", "plain", False),
     ("MiniMax M3", "plain", False),
-    ("GLM-5-Next", "plain", False),
 ]
 REPEATED = [
     ("Llama", "prefill", False),
@@ -118,7 +117,6 @@ REPEATED = [
     ("Jamba", "padded", False),
     ("DeepSeek-V3.2", "prefill", False),
     ("MiniMax M3", "prefill", False),
-    ("Qwen4-Exp", "prefill", False),
 ]
 
 

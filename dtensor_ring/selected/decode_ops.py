@@ -163,7 +163,8 @@ torch.library.define(
 )
 torch.library.define(
     DECODE_ATTEND,
-    f"(Tensor query, Tensor key, Tensor? value, Tensor selected, int value_dim, {DECODE_SCHEMA}) "
+    f"(Tensor query, Tensor key, Tensor? value, Tensor selected, int value_dim, "
+    f"int pool_size, {DECODE_SCHEMA}) "
     "-> (Tensor out, Tensor lse)",
 )
 decode_select_op = torch.ops.dtensor_ring.decode_select_keys.default
@@ -260,13 +261,14 @@ def decode_attend(
     value: Tensor | None,
     selected: Tensor,
     value_dim: int,
+    pool_size: int,
     *options: Any,
 ) -> tuple[Tensor, Tensor]:
     """Run the attention to selected cached keys on plain tensors."""
     call = unflatten_decode(options)
     values = key[..., :value_dim] if value is None else value
     _check_decode(query, key, values, selected, call)
-    request, sinks = call.request(query, values), call.scores.sinks
+    request, sinks = _request_of_keys(call.request(query, values), pool_size), call.scores.sinks
     with checked_decode(call, request, query, values) as combine:
         request.step(values.shape[2])  # refuses columns that do not fit the runs
         rank, size = request.rank, request.world_size
@@ -312,6 +314,7 @@ def _fake_attend(
     value: Tensor | None,
     selected: Tensor,
     value_dim: int,
+    pool_size: int,
     *options: Any,
 ) -> tuple[Tensor, Tensor]:
     call = unflatten_decode(options)
@@ -373,7 +376,7 @@ _SINKS = nodes.place_of_sinks(DECODE_LEAVES)
 def _without_gradient(
     keyset: Any, query: Tensor, key: Tensor, value: Any, selected: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor]:
-    inputs = [x for x in (query, key, value, rest[1 + _SINKS]) if x is not None]
+    inputs = [x for x in (query, key, value, rest[2 + _SINKS]) if x is not None]
     if torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs):
         raise NotImplementedError(NO_GRADIENT)
     arguments = query, key, value, selected, *rest

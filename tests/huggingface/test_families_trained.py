@@ -122,6 +122,8 @@ def train_both(
         "parameters": largest(
             # Some buffers are zero, and stay so.
             ((whole[name] - x).norm() / x.norm().clamp(min=1e-30)).item()
+            if x.is_floating_point()
+            else float(not torch.equal(whole[name], x))
             for name, x in states[1].items()
         ),
         "calls": (counts[ring_op], counts[ring_backward_op]),

@@ -64,6 +64,8 @@ class RingInputs(NamedTuple):
         past: number of tokens cached before this batch.
         scan_chunks: chunks of the sequence, for layers with a state.
         seed: the seed of attention dropout in this forward, int64, `()`; `None` without.
+        pools: which tokens ranks have that layers with a window see as pools, if a cache keeps
+            them; `None` if they are those of the layer.
     """
 
     layers: tuple[LayerInputs, ...]
@@ -73,6 +75,7 @@ class RingInputs(NamedTuple):
     past: int = 0
     scan_chunks: ScanChunks | None = None
     seed: Tensor | None = None
+    pools: LayerInputs | None = None
 
     def of_layer(self, module: Any) -> LayerInputs:
         """Return the inputs of a layer's attention."""
@@ -139,8 +142,8 @@ def attention(
     with within_layer(module):
         if pools is not None:
             _refuse_indices(module, pools, softcap, dropout)
-            positions = ring.indices
-            out = _with_pools((query, key, value), pools, inputs, positions, scores | seen)
+            states = query, key, value
+            out = _with_pools(states, pools, ring, inputs, scores | seen)
         elif indices is None:
             if dropout:
                 scores |= _dropout_of(module, dropout, ring)
@@ -160,8 +163,8 @@ def tokens_of(keys: Any) -> Tensor:
 def _with_pools(
     states: tuple[Tensor, Tensor, Tensor],
     pools: Pools,
+    ring: RingInputs,
     inputs: LayerInputs,
-    positions: Tensor,
     how: dict[str, Any],
 ) -> Tensor:
     """Return attention to tokens and to pools with one softmax, `(B, N, L, H)`.
@@ -169,7 +172,7 @@ def _with_pools(
     Sinks take part in that to tokens, which a query always sees.
     """
     found = [inputs.attend_with_lse(*states, **how)]
-    of_pools = pools.attend(states[0], inputs, positions, how["scale"])
+    of_pools = pools.attend(states[0], ring.pools or inputs, ring.indices, how["scale"])
     if of_pools is not None:
         found.append(of_pools)
     return merge_attention(found)[0]

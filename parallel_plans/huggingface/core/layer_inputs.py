@@ -285,6 +285,16 @@ class DecodeInputs:
         Raises:
             ValueError: if the layer has fewer keys than its cache.
         """
+        return self.attend_with_lse(query, key, value, **scores)[0]
+
+    def attend_with_lse(
+        self, query: Tensor, key: Tensor, value: Tensor, strategy: str | None = None, **scores: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Return the outputs, and the log-sum-exp of the scores, `(B, N, M)`.
+
+        Raises:
+            ValueError: if the layer has fewer keys than its cache.
+        """
         self._check(key)
         if key.shape[2] > self.num_columns:
             key, value = key.narrow(2, 0, self.num_columns), value.narrow(2, 0, self.num_columns)
@@ -296,7 +306,25 @@ class DecodeInputs:
             kernel=self.axis.kernel,
             mesh=self.mesh,
             agree=self.agree,
+            return_lse=True,
             **scores,
+        )
+
+    @property
+    def num_keys(self) -> int:
+        """Return the number of tokens of all ranks."""
+        return _num_keys(self.key_runs)
+
+    def attend_pools(
+        self, query: Tensor, rows: Tensor, pools: KeyPools, chosen: Tensor, scale: float | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return attention to pools that are keys and values, by their numbers, and its lse."""
+        own = rows.narrow(1, 0, self.num_columns)
+        keys = pools.keys(own, self.mesh, runs=self.key_runs).unsqueeze(1)
+        how: dict[str, Any] = {"key_runs": self.key_runs, "mesh": self.mesh, "agree": self.agree}
+        how |= {"scale": scale, "pool_size": pools.size}
+        return decode_selected_attention(
+            query, keys, keys.shape[3], chosen, return_lse=True, **how
         )
 
     def _check(self, key: Tensor) -> None:
@@ -311,7 +339,7 @@ class DecodeInputs:
     def select(self, index: KeyIndex, strategy: str | None = None, **seen: Any) -> Tensor:
         """Return the positions that the queries choose, the same on all ranks."""
         keys = index.keys.narrow(1, 0, self.num_columns)
-        how = index.of(_num_keys(self.key_runs)) | seen
+        how = index.of(self.num_keys) | seen
         how |= {"key_runs": self.key_runs, "mesh": self.mesh}
         if index.pools is not None:
             keys = index.pools.index_keys(keys, self.mesh, runs=self.key_runs)

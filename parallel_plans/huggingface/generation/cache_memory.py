@@ -338,6 +338,15 @@ class CacheMemory:
             inputs[min(self._layers)] = replace(first, agree=tokens.long())
         return tuple(inputs)
 
+    def inputs_of_pools(self, new: NewTokens, tokens: Tensor) -> LayerInputs | None:
+        """Return which tokens ranks keep of layers with a window, that these see as pools."""
+        if self._index is None or not self._windows.keys() & self._indexes.keys():
+            return None
+        inputs = new.full(self._index)
+        if isinstance(inputs, DecodeInputs) and not tokens.is_floating_point():
+            return replace(inputs, agree=tokens.long())
+        return inputs
+
     def _commit(self, new: NewTokens, rows: int) -> None:
         # Compute all windows before any is updated, so that an error leaves all unchanged.
         appended = [window.appended() for window in self._windows.values()]
@@ -383,6 +392,11 @@ class CacheMemory:
         """
         if not self.seq_len:
             return None, None
+        if layer in self._windows and layer in self._indexes:
+            raise ValueError(
+                "a cache of layers that see pools of tokens keeps what these are made of, and the "
+                "stock cache what was made; go on with cache.state_dict()"
+            )
         if layer in self._windows:
             return self._windows[layer].read(), None
         assert self._shards is not None

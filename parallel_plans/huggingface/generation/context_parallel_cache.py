@@ -23,6 +23,7 @@ from transformers.cache_utils import (
 from dtensor_ring.extension import MAX_QUERIES, CacheUsage, NotPickled
 from parallel_plans.huggingface.core.versions import kept_whole
 from parallel_plans.huggingface.generation.cache_memory import CacheMemory, Pair
+from parallel_plans.huggingface.selecting.compressed import compressing_layers
 from parallel_plans.huggingface.selecting.indexers import give_index, indexers_of
 from parallel_plans.huggingface.sharding.sharding import shardings_of
 from parallel_plans.huggingface.states.state_sources import States
@@ -100,7 +101,7 @@ class ContextParallelCache(Cache):
         kept = self._kept = sorted({x for x in owners if type(stock[x]) not in STATES})
         axis, chunks = self.sharding.axis, self.sharding.chunks
         self._indexers = {x.layer_idx: x for x in indexers_of(model)}
-        indexed = [*self._indexers]
+        indexed = [*self._indexers, *(x.layer_idx for x in compressing_layers(model))]
         how = chunks, decode_tokens, block, self.sharding.cache_dtype, indexed
         self.memory = CacheMemory(axis, sizes, kept, *how)
         layers: list[Any] = [
@@ -323,7 +324,7 @@ def _stock_layers(model: Any, has_states: bool = False) -> tuple[list[Any], list
     config = model.config.get_text_config(decoder=True)
     layers: list[Any] = DynamicCache(config=config).layers
     types: Sequence[str] = getattr(config, "layer_types", None) or ()
-    indexed = {x.layer_idx for x in indexers_of(model)}
+    indexed = {x.layer_idx for x in (*indexers_of(model), *compressing_layers(model))}
     owners: list[int] = []
     of_type: dict[str, int] = {}
     for number, layer in enumerate(layers):

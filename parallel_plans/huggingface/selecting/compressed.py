@@ -10,7 +10,7 @@ a query sees all that end before it.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -90,7 +90,7 @@ class PooledKeys:
         if self.index is None:
             ended = ((positions + 1) // size).unsqueeze(-1)
             chosen = torch.arange(number, dtype=torch.int32, device=query.device)
-            chosen = chosen.masked_fill(chosen >= ended, -1).expand(len(query), -1, -1)
+            chosen = chosen.masked_fill(chosen >= ended, -1).repeat(len(query), 1, 1)
         else:
             chosen = _pools_in(inputs.select(self.index), size)
         return inputs.attend_pools(query, self.rows, self.pools, chosen, scale)
@@ -118,7 +118,7 @@ def _pools_in(chosen: Tensor, size: int) -> Tensor:
     # Fewer tokens than a pool has come after the pools.
     last = chosen.shape[-1] - (size - 1)
     first, end = chosen[..., :last:size], chosen[..., size - 1 : last : size]
-    return (first // size).masked_fill((first < 0) | (end - first != size - 1), -1)
+    return (first // size).masked_fill((first < 0) | (end - first != size - 1), -1).contiguous()
 
 
 @torch.no_grad()
@@ -165,7 +165,12 @@ def describe_pools(model: nn.Module) -> list[tuple[nn.Module, str]]:
 
 
 def _forward(
-    self: Any, hidden_states: Tensor, q_residual: Tensor, position_ids: Tensor, *_: Any
+    self: Any,
+    hidden_states: Tensor,
+    q_residual: Tensor,
+    position_ids: Tensor,
+    cache: Any,
+    layer_idx: int,
 ) -> tuple[PooledKeys, None]:
     """Describe pools in place of making them; the first result takes the place of their keys."""
     rows, pools = _described(self, hidden_states, position_ids)
@@ -173,6 +178,11 @@ def _forward(
     if indexer is not None:
         with torch.no_grad():
             index = _index(indexer, hidden_states, q_residual, position_ids)
+    if cache is not None:
+        parts = [rows] if index is None else [rows, index.keys]
+        kept = cache.update_indexer(torch.cat(parts, -1), layer_idx)
+        rows, *of_index = kept.split([x.shape[-1] for x in parts], -1)
+        index = None if index is None else replace(index, keys=of_index[0])
     return PooledKeys(rows, pools, index), None
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from parallel_plans.huggingface import ContextParallelCache
-from tests.families import CHOOSES_BLOCKS, CHOOSES_POOLS, SELECTING
+from tests.families import BESIDE_POOLS, CHOOSES_BLOCKS, CHOOSES_POOLS, SELECTING
 from tests.huggingface.generation.generating import decode_messages, sharded, tokens
 from tests.huggingface.generation.test_generate import WAYS, check_turns, check_ways
 from tests.pool import Pool
@@ -22,20 +22,21 @@ OF_POOLS = ("greedy", "no cache", "beams", "chunked prefill")
 # One family with an index in each layer, one with layers that share it, one with blocks, and two
 # with pools.
 GENERATED = {"DeepSeek-V3.2": 3, "GLM-5": 2, "MiniMax M3": 3, "GLM-5-Next": 3, "Qwen4-Exp": 2}
+GENERATED |= {"DeepSeek-V4": 3}
 
 
 @pytest.mark.parametrize(
     ("family", "world_size"),
     [
         pytest.param(x, GENERATED.get(x, 2), marks=() if x in GENERATED else pytest.mark.repeats)
-        for x in (*SELECTING, *CHOOSES_BLOCKS, *CHOOSES_POOLS)
+        for x in (*SELECTING, *CHOOSES_BLOCKS, *CHOOSES_POOLS, *BESIDE_POOLS)
     ],
 )
 def test_ways_to_generate(
     pool: Pool, request: pytest.FixtureRequest, family: str, world_size: int
 ) -> None:
     ways = {"DeepSeek-V3.2": OF_DEEPSEEK, "MiniMax M3": OF_BLOCKS}.get(family, SOME)
-    ways = OF_POOLS if family in CHOOSES_POOLS else ways
+    ways = OF_POOLS if family in {**CHOOSES_POOLS, **BESIDE_POOLS} else ways
     if request.config.getoption("--all-cases"):
         ways = tuple(x for x in WAYS if family in SELECTING or not x.startswith("left padded"))
     pool.run(world_size, check_ways, family, ways)
@@ -45,7 +46,7 @@ def check_all_turns() -> None:
     """Parts of a sequence, sharded or not, choose the keys that the whole chooses."""
     for number, family in enumerate(SELECTING):
         check_turns(family, "zigzag", number % 2)
-    for family in (*CHOOSES_BLOCKS, *CHOOSES_POOLS):
+    for family in (*CHOOSES_BLOCKS, *CHOOSES_POOLS, *BESIDE_POOLS):
         check_turns(family, "zigzag", 0)
 
 

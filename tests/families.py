@@ -269,7 +269,7 @@ CHOOSES_POOLS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"shared_expert_intermediate_size": 12},
     ),
 }
-"""Layers whose index chooses pools of the row, beside layers with a state; rows are one document."""
+"""Layers whose index chooses pools of the row, beside layers with a state."""
 
 BESIDE_POOLS: dict[str, tuple[str, dict[str, Any]]] = {
     "DeepSeek-V4": (

@@ -323,9 +323,7 @@ class DecodeInputs:
         keys = pools.keys(own, self.mesh, runs=self.key_runs).unsqueeze(1)
         how: dict[str, Any] = {"key_runs": self.key_runs, "mesh": self.mesh, "agree": self.agree}
         how |= {"scale": scale, "pool_size": pools.size}
-        return decode_selected_attention(
-            query, keys, keys.shape[3], chosen, return_lse=True, **how
-        )
+        return decode_selected_attention(query, keys, keys.shape[3], chosen, return_lse=True, **how)
 
     def _check(self, key: Tensor) -> None:
         """Refuse fewer keys than the cache has."""

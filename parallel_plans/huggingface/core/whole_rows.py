@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from parallel_plans.huggingface.core.documents import blocks, require
+from parallel_plans.huggingface.core.patterns import AXES_WITH_TEXT
 
 WHOLE_ROWS = (
     "layers of this model choose blocks or pools of keys, which are counted from the start of the "
@@ -27,7 +28,8 @@ def are_whole(mask: Tensor | None, positions: Tensor | None, begin: int = 0) -> 
 
     Args:
         mask: 1 for tokens and 0 for padding, `(B, L)`.
-        positions: position ids, `(B, L)`; those of padding do not count.
+        positions: position ids, `(B, L)`; those of padding do not count. Of four axes the first
+            counts tokens, and of three none does.
         begin: the place in the row of the first of these tokens.
 
     Example:
@@ -35,6 +37,8 @@ def are_whole(mask: Tensor | None, positions: Tensor | None, begin: int = 0) -> 
         tensor(True)
     """
     found = [] if mask is None or begin or not mask.numel() else [mask[:, 0].bool().all()]
+    if positions is not None and positions.ndim == 3:
+        positions = positions[0] if len(positions) == AXES_WITH_TEXT else None
     padding = None if mask is None else blocks(mask)
     for number, block in enumerate(() if positions is None else blocks(positions)):
         end = begin + block.shape[1]

@@ -24,7 +24,11 @@ from dtensor_ring.extension import MAX_QUERIES, CacheUsage, NotPickled
 from parallel_plans.huggingface.core.versions import kept_whole
 from parallel_plans.huggingface.generation.cache_memory import CacheMemory, Pair
 from parallel_plans.huggingface.selecting.compressed import compressing_layers
-from parallel_plans.huggingface.selecting.indexers import give_index, indexers_of
+from parallel_plans.huggingface.selecting.indexers import (
+    give_index,
+    indexers_of,
+    keeps_positions,
+)
 from parallel_plans.huggingface.sharding.sharding import shardings_of
 from parallel_plans.huggingface.states.state_sources import States
 from parallel_plans.huggingface.states.stateful import (
@@ -123,6 +127,7 @@ class ContextParallelCache(Cache):
             if pair is not None:
                 layer.update(*pair)
             if index is not None:
+                self._refuse_axes(self._indexers[number])
                 give_index(self._indexers[number], layer, index)
             for (kind, state_idx), x in self._states_of(number).items():
                 if kind == "recurrent":
@@ -132,6 +137,14 @@ class ContextParallelCache(Cache):
             if getattr(layer, "is_sliding", False):  # it counts tokens that it forgot, too
                 layer.cumulative_length = self.memory.seq_len
         return made
+
+    def _refuse_axes(self, indexer: Any) -> None:
+        """Refuse to give the positions of images to a stock layer, which no rank has."""
+        if keeps_positions(indexer) and hasattr(self._config, "vision_config"):
+            raise ValueError(
+                "the stock cache of this model keeps the positions of all tokens, by the axes of "
+                "images, which a sharded cache does not have; go on with cache.state_dict()"
+            )
 
     def state_dict(self) -> dict[str, Any]:
         """Return what is cached, whole on every rank and on the CPU; all ranks must call it.

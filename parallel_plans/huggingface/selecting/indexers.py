@@ -65,13 +65,19 @@ def give_index(indexer: Any, layer: Any, keys: Tensor) -> None:
     if (form := form_of(indexer)) is not None:
         batch, num_tokens, _ = keys.shape
         layer.update_indexer(keys[..., : form.stock_row(indexer)])
-        if hasattr(layer, POSITIONS_OF_INDEX):  # rows begin at position 0
+        if form.is_turned:  # rows begin at position 0
             places = torch.arange(num_tokens, device=keys.device)
             setattr(layer, POSITIONS_OF_INDEX, places.expand(3, batch, -1))
     elif hasattr(layer, UPDATE):
         layer.update_indexer(keys)
     else:
         layer.update_index(keys.unsqueeze(1))
+
+
+def keeps_positions(indexer: Any) -> bool:
+    """Return whether a stock cache keeps positions beside the keys of an index."""
+    form = form_of(indexer)
+    return form is not None and form.is_turned
 
 
 def choose_blocks(model: nn.Module) -> bool:

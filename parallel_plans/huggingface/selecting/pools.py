@@ -29,6 +29,8 @@ from parallel_plans.huggingface.selecting.selection import Selection
 # How an attention module makes a mask of what its indexer chooses.
 MASK_OF_CHOICE = "build_attention_mask_from_topk"
 MASK = "attention_mask"
+# The function of a model's file that rotates heads by their positions.
+ROTATION = "apply_rotary_pos_emb"
 
 
 class PoolForm(NamedTuple):
@@ -42,6 +44,7 @@ class PoolForm(NamedTuple):
             cache.
         tokens: returns what each query chooses of what that forward returns, `(L, L)`.
         stock_row: returns how many first numbers of a row a stock cache keeps.
+        is_turned: whether keys are rotated by positions, which a stock cache keeps, too.
     """
 
     parts: tuple[str, ...]
@@ -50,6 +53,7 @@ class PoolForm(NamedTuple):
     example: Callable[[Any, int], dict[str, Any]]
     tokens: Callable[[Tensor], Tensor]
     stock_row: Callable[[Any], int]
+    is_turned: bool
 
 
 def _by_gates(indexer: Any, hidden_states: Tensor, q_resid: Tensor, **_: Any) -> KeyIndex:
@@ -99,8 +103,20 @@ def _mean_key(indexer: Any, rotary_dim: int, tokens: Tensor) -> Tensor:
 
 
 def rotation_of(indexer: Any) -> Callable[..., Tensor]:
-    """Return the function by which the file of an indexer rotates heads."""
-    return sys.modules[type(indexer).__module__].apply_rotary_pos_emb
+    """Return the function by which the file of an indexer's class rotates heads.
+
+    Raises:
+        ValueError: if there is none, neither in that of a class that it extends.
+    """
+    files = (sys.modules.get(kind.__module__) for kind in type(indexer).__mro__)
+    found = (getattr(file, ROTATION, None) for file in files)
+    rotation = next(filter(None, found), None)
+    if rotation is None:
+        raise ValueError(
+            f"no context-parallel plan: the file of {type(indexer).__name__} has no function "
+            f"{ROTATION}, by which keys of pools are rotated"
+        )
+    return rotation
 
 
 def random_input(linear: Any, num_tokens: int) -> Tensor:
@@ -140,6 +156,7 @@ FORMS = (
         _gated_example,
         _listed,
         lambda indexer: 2 * indexer.head_dim + 1,
+        False,
     ),
     PoolForm(
         ("index_qk_proj", "q_layernorm", "k_layernorm", "compress_ratio", "block_topk"),
@@ -148,6 +165,7 @@ FORMS = (
         _mean_example,
         lambda mask: mask[0, 0],
         lambda indexer: indexer.index_head_dim,
+        True,
     ),
 )
 

@@ -55,7 +55,14 @@ def test_found_by_what_they_keep(family: str) -> None:
         *DEFAULT,
         *(
             pytest.param(family, marks=pytest.mark.repeats)
-            for family in {**FAMILIES, **HYBRIDS, **SELECTING, **CHOOSES_BLOCKS, **CHOOSES_POOLS, **BESIDE_POOLS}
+            for family in {
+                **FAMILIES,
+                **HYBRIDS,
+                **SELECTING,
+                **CHOOSES_BLOCKS,
+                **CHOOSES_POOLS,
+                **BESIDE_POOLS,
+            }
             if family not in (*DEFAULT, *WITHOUT)
         ),
     ],

@@ -125,7 +125,7 @@ TURNS = (2, 1, 9, 1, 2, 7, 1, 1, 4, 9, 1)
 """New tokens of each forward: the first, and more than four, are sharded over ranks. Of four ranks
 two have none of the first two tokens, and one still has none when the third is decoded."""
 IN_FLOAT32 = ("Llama 4", "DeepSeek-V3", *SELECTING, *CHOOSES_BLOCKS, *CHOOSES_POOLS, *BESIDE_POOLS)
-FLOAT32 = dict.fromkeys(IN_FLOAT32, 1e-6) | {"GLM-5-Next": 1e-5}
+FLOAT32 = dict.fromkeys(IN_FLOAT32, 1e-6) | {"GLM-5-Next": 1e-5, "DeepSeek-V4": 1e-5}
 """Errors of models that compute rotations or routers in float32 whatever their dtype."""
 
 

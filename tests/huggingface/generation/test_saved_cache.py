@@ -50,10 +50,10 @@ def save(family: str, folder: str) -> None:
     expected, cache = stock_chat(family, 2)
     assert torch.equal(said, expected)
     for here, there in zip(whole.layers, cache.layers, strict=True):
-        if there.keys is not None:
-            torch.testing.assert_close(here.keys, there.keys)
-            torch.testing.assert_close(here.values, there.values)
-        assert here.get_seq_length() == there.get_seq_length()
+        if getattr(there, "keys", None) is not None:
+            torch.testing.assert_close(here.keys, there.keys, rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(here.values, there.values, rtol=1e-5, atol=1e-6)
+            assert here.get_seq_length() == there.get_seq_length()
     if dist.get_rank() == 0:
         torch.save(whole, Path(folder, "whole.pt"))
         torch.save(state, Path(folder, "state.pt"))

@@ -153,6 +153,10 @@ def test_are_whole(monkeypatch: pytest.MonkeyPatch, block: int) -> None:
     assert not are_whole(mask.flip(1), None)
     assert not are_whole(None, index * mask)
     assert not are_whole(mask, index.flip(1))
+    axes = torch.stack([index, index * 0, index * 0, index * 0])
+    assert are_whole(mask, axes)
+    assert not are_whole(mask, axes.flip(2))
+    assert are_whole(mask, axes[1:])
 
 
 def index_heads() -> None:

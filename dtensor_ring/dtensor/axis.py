@@ -210,10 +210,11 @@ class SequenceAxis:
         Returns:
             `(B, N, S, Hv)`, or `(B, N, L, Hv)`, in the form of the query.
         """
-        return self.attention_with_lse(
+        return self._attention(
             query,
             key,
             value,
+            False,
             mask=mask,
             cu_seqlens=cu_seqlens,
             sinks=sinks,
@@ -231,10 +232,30 @@ class SequenceAxis:
         )[0]
 
     def attention_with_lse(
+        self, query: Tensor, key: Tensor, value: Tensor, **options: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Run `attention`, and also return the log-sum-exp of the scores, for `merge_attention`.
+
+        Args:
+            query: as in `attention`.
+            key: likewise.
+            value: likewise.
+            options: the other arguments of `attention`.
+
+        Returns:
+            `out`, and `lse` `(B, N, S)` in its form, float32 or wider, -inf for a query without
+            keys.
+        """
+        out, lse = self._attention(query, key, value, True, **options)
+        assert lse is not None
+        return out, lse
+
+    def _attention(
         self,
         query: Tensor,
         key: Tensor,
         value: Tensor,
+        with_lse: bool,
         *,
         mask: Mask | None = None,
         cu_seqlens: Tensor | None = None,
@@ -250,13 +271,8 @@ class SequenceAxis:
         strategy: str | None = None,
         dropout_p: float = 0.0,
         dropout_seed: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """Run `attention`, and also return the log-sum-exp of the scores, as `merge_attention` needs.
-
-        Returns:
-            `out`, and `lse` `(B, N, S)` in its form, float32 or wider, -inf for a query without
-            keys.
-        """
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return `out` of `attention`, and lse if it is asked for."""
         call_check.check_tensors(query, key, value)
         if strategy is not None:
             check_strategy(strategy)
@@ -275,7 +291,7 @@ class SequenceAxis:
             scores = call_check.scores_of(query, *how, None, **drop)
             if relative_bias is not None:
                 query = with_bias(query, relative_bias)
-            return attend(query, key, value, Call(batch, scores, on_dtensors(strategy)))
+            return attend(query, key, value, Call(batch, scores, on_dtensors(strategy)), with_lse)
         scores = call_check.scores_of(query, *how, self.kernel, **drop)
         if relative_bias is not None:
             query = with_bias(query, relative_bias)
@@ -286,7 +302,7 @@ class SequenceAxis:
         if seq_len is not None:
             lengths = (as_count("seq_len", seq_len),) * 2
         place = self._config.place(self._group_name, *lengths, strategy)
-        return attend(query, key, value, Call(batch, scores, place))
+        return attend(query, key, value, Call(batch, scores, place), with_lse)
 
     def prepare(
         self,

@@ -331,8 +331,8 @@ def _of_listed(listed: Listed) -> dict[str, object]:
     """Return what ranks compare of the lists; the positions themselves differ."""
     _, groups, _, width = listed.selected.shape
     values = listed.value_begin, listed.value_end
-    found = {"selected": (groups, width), "values": values, "route": listed.route}
-    return found | {"pool_size": listed.pool_size}
+    found: dict[str, object] = {"selected": (groups, width), "values": values}
+    return found | {"route": listed.route, "pool_size": listed.pool_size}
 
 
 def _checked(

@@ -166,7 +166,8 @@ def _order(
     """
     if (layout is None) == (runs is None):
         raise ValueError("give the layout of the tokens, or the runs of each rank")
-    if runs is not None:
+    if layout is None:
+        assert runs is not None
         order = run_table(runs)
         return order, order.end
     if seq_len is None:

@@ -13,7 +13,11 @@ from dtensor_ring import merge_attention
 from dtensor_ring.extension import numbered, within_layer
 from parallel_plans.huggingface.core import patterns
 from parallel_plans.huggingface.core.bias_tables import log_scale, log_scaled, takes_table
-from parallel_plans.huggingface.core.layer_inputs import LayerInputs, ScanChunks
+from parallel_plans.huggingface.core.layer_inputs import (
+    InputsWithPools,
+    LayerInputs,
+    ScanChunks,
+)
 from parallel_plans.huggingface.core.model_masks import ModelMask, PrecomputedMask
 
 IMPLEMENTATION = "ring"
@@ -41,7 +45,7 @@ class Pools(Protocol):
     """Keys that are pools of tokens, which a layer sees beside those of tokens."""
 
     def attend(
-        self, query: Tensor, inputs: LayerInputs, positions: Tensor, scale: float | None
+        self, query: Tensor, inputs: InputsWithPools, positions: Tensor, scale: float | None
     ) -> tuple[Tensor, Tensor] | None:
         """Return `out` and `lse` of the pools that queries see; `None` if there are none."""
 
@@ -75,7 +79,7 @@ class RingInputs(NamedTuple):
     past: int = 0
     scan_chunks: ScanChunks | None = None
     seed: Tensor | None = None
-    pools: LayerInputs | None = None
+    pools: InputsWithPools | None = None
 
     def of_layer(self, module: Any) -> LayerInputs:
         """Return the inputs of a layer's attention."""
@@ -164,7 +168,7 @@ def _with_pools(
     states: tuple[Tensor, Tensor, Tensor],
     pools: Pools,
     ring: RingInputs,
-    inputs: LayerInputs,
+    inputs: Any,
     how: dict[str, Any],
 ) -> Tensor:
     """Return attention to tokens and to pools with one softmax, `(B, N, L, H)`.

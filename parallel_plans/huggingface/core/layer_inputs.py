@@ -129,13 +129,27 @@ class LayerInputs(Protocol):
         """Return the position in the sequence from which documents and runs count."""
         ...
 
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, **scores: Any) -> Tensor:
+        """Return the outputs of this rank's queries, `(B, N, L, H)`."""
+        ...
+
+    def select(self, index: KeyIndex, strategy: str | None = None, **seen: Any) -> Tensor:
+        """Return the positions that this rank's queries choose, `(B, L, K)` or `(B, G, L, K)`."""
+        ...
+
+    def attend_selected(
+        self, query: Tensor, key: Tensor, value: Tensor | int, chosen: Tensor, **scores: Any
+    ) -> Tensor:
+        """Return attention to the keys at `chosen`, `(B, N, L, H)`."""
+        ...
+
+
+class InputsWithPools(LayerInputs, Protocol):
+    """How a layer attends that sees pools beside tokens."""
+
     @property
     def num_keys(self) -> int:
         """Return the number of tokens of all ranks, with the layout's padding."""
-        ...
-
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, **scores: Any) -> Tensor:
-        """Return the outputs of this rank's queries, `(B, N, L, H)`."""
         ...
 
     def attend_with_lse(
@@ -148,16 +162,6 @@ class LayerInputs(Protocol):
         self, query: Tensor, rows: Tensor, pools: KeyPools, chosen: Tensor, scale: float | None
     ) -> tuple[Tensor, Tensor]:
         """Return attention to pools that are keys and values, by their numbers, and its lse."""
-        ...
-
-    def select(self, index: KeyIndex, strategy: str | None = None, **seen: Any) -> Tensor:
-        """Return the positions that this rank's queries choose, `(B, L, K)` or `(B, G, L, K)`."""
-        ...
-
-    def attend_selected(
-        self, query: Tensor, key: Tensor, value: Tensor | int, chosen: Tensor, **scores: Any
-    ) -> Tensor:
-        """Return attention to the keys at `chosen`, `(B, N, L, H)`."""
         ...
 
 

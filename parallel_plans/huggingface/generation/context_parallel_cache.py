@@ -22,7 +22,8 @@ from transformers.cache_utils import (
 
 from dtensor_ring.extension import MAX_QUERIES, CacheUsage, NotPickled
 from parallel_plans.huggingface.core.versions import kept_whole
-from parallel_plans.huggingface.generation.cache_memory import CacheMemory, Pair
+from parallel_plans.huggingface.generation.cache_memory import CacheMemory
+from parallel_plans.huggingface.generation.saved_parts import Pair
 from parallel_plans.huggingface.selecting.compressed import compressing_layers
 from parallel_plans.huggingface.selecting.indexers import (
     give_index,

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from parallel_plans.huggingface.core.layer_inputs import KeyIndex, KeyPools, LayerInputs
+from parallel_plans.huggingface.core.layer_inputs import InputsWithPools, KeyIndex, KeyPools
 from parallel_plans.huggingface.selecting.pools import random_input, rotation_of
 
 # The parts of a compressor, and of the index that one may have.
@@ -74,7 +74,7 @@ class PooledKeys:
         return TokensAndPools(*args[0])
 
     def attend(
-        self, query: Tensor, inputs: LayerInputs, positions: Tensor, scale: float | None
+        self, query: Tensor, inputs: InputsWithPools, positions: Tensor, scale: float | None
     ) -> tuple[Tensor, Tensor] | None:
         """Return `out` and `lse` of the pools that each query sees; `None` if there are none.
 

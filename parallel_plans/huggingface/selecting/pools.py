@@ -194,7 +194,9 @@ def check_pools(indexers: list[Any]) -> None:
 
 def _chooses_as_described(indexer: Any, form: PoolForm) -> bool:
     """Return whether an indexer chooses two pools of four as it describes, for the last queries."""
-    probe, size = copy(indexer), form.describe(indexer, **form.example(indexer, 1)).pools.size
+    pools = form.describe(indexer, **form.example(indexer, 1)).pools
+    assert pools is not None
+    probe, size = copy(indexer), pools.size
     vars(probe).update(form.few(size))
     given = form.example(probe, 5 * size - 1)
     scores = form.describe(probe, **given).scores()[0, -size:]
@@ -219,7 +221,7 @@ def pool_forward(indexer: Any, form: PoolForm) -> Callable[..., Selection]:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Selection:
         given = dict(known.bind(self, *args, **kwargs).arguments)
         del given["self"]
-        index, cache = form.describe(self, **given), given.get(cache_name)
+        index, cache = form.describe(self, **given), given.get(cache_name or "")
         if cache is not None:
             index = replace(index, keys=cache.update_indexer(index.keys, self.layer_idx))
         return Selection(index)

@@ -28,6 +28,7 @@ from dtensor_ring.extension import (
 )
 from dtensor_ring.planning.run_table import RunTable
 from dtensor_ring.selected.plan import pool_numbers
+from tests.decode.test_decode_messages import Counted
 from tests.layouts import LAYOUTS
 from tests.pool import Pool
 from tests.selected.indexers import dense
@@ -206,3 +207,22 @@ def attention_of_rank(spec: str, length: int, size: int) -> None:
 )
 def test_attention_to_pools(pool: Pool, world_size: int, spec: str, length: int, size: int) -> None:
     pool.run(world_size, attention_of_rank, spec, length, size)
+
+
+def messages(size: int) -> tuple[int, int]:
+    """That make pools of tokens, and of a selection among these."""
+    mesh = init_device_mesh("cpu", (2,))
+    SequenceAxis(mesh, "contiguous")
+    query, tokens, weights = (x[:, :16] for x in inputs(32))
+    with Counted() as made:
+        pools = pool_tokens(tokens, mesh, size, layout="contiguous")
+    with Counted() as chosen:
+        select_keys(query, pools, weights, 2, pool_size=size, mesh=mesh)
+    return made.others, chosen.others
+
+
+def test_pools_of_one_rank_travel_as_keys_alone(pool: Pool) -> None:
+    """Whole pools send no token; those that end on another rank send the tokens before."""
+    for made, chosen in pool.run(2, messages, 4):
+        assert (made, chosen) == (0, 1)
+    assert pool.run(2, messages, 5)[0][0] > 0

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import pytest
 import torch
 
 from parallel_plans.huggingface import ContextParallelCache
 from tests.families import BESIDE_POOLS, CHOOSES_BLOCKS, CHOOSES_POOLS, SELECTING
-from tests.huggingface.generation.generating import decode_messages, sharded, tokens
+from tests.huggingface.generation.generating import decode_messages, sharded, stock, tokens
 from tests.huggingface.generation.test_generate import WAYS, check_turns, check_ways
 from tests.pool import Pool
+from tests.results import of_first_rank
 
 SOME = ("greedy", "left padded", "chunked prefill")
 OF_DEEPSEEK = ("greedy", "no cache", "beams", "assisted", "left padded", "chunked prefill")
@@ -73,6 +77,24 @@ def test_messages_of_a_token(pool: Pool, family: str, expected: int) -> None:
         assert counts == [expected] * 3
 
 
+LENGTHS = 2, 9, 14, 19, 31
+"""Of prompts: some end with a pool of 3, 4 or 5 tokens, and the others within one."""
+
+
+def check_lengths(family: str) -> None:
+    ours, theirs = sharded(family), stock(family)
+    how: dict[str, Any] = {"max_new_tokens": 7, "do_sample": False, "pad_token_id": 0}
+    for length in LENGTHS:
+        prompt = tokens(length)
+        expected = of_first_rank(partial(theirs.generate, prompt, **how))
+        assert torch.equal(ours.generate(prompt, **how), expected), length
+
+
+@pytest.mark.parametrize("family", [*CHOOSES_POOLS, *BESIDE_POOLS])
+def test_prompts_that_end_within_a_pool(pool: Pool, family: str) -> None:
+    pool.run(3, check_lengths, family)
+
+
 @torch.no_grad()
 def kept_bytes(family: str) -> int:
     """Bytes of the cache of two rows of 24 tokens on all ranks."""
@@ -86,3 +108,11 @@ def test_keys_of_an_index_are_counted(pool: Pool) -> None:
     """Two layers of three keep them beside latents: 8 numbers of a token, and 8 + 4 in float64."""
     latents, index = 3 * (8 + 4), 2 * 8
     assert pool.run(2, kept_bytes, "GLM-5")[0] == 2 * 24 * 8 * (latents + index)
+
+
+def test_what_pools_are_made_of_is_counted(pool: Pool) -> None:
+    """Windows, which both ranks hold, and of each token what pools of two layers are made of."""
+    keys_and_gates, of_position = (2 * 8, 4 * 8, 4 * 8), 3
+    windows = 2 * 3 * 2 * 24 * 2 * 8 * 8
+    rows = 2 * 24 * 8 * sum(x + of_position for x in keys_and_gates)
+    assert pool.run(2, kept_bytes, "DeepSeek-V4")[0] == windows + rows

@@ -196,11 +196,12 @@ def _chooses_as_described(indexer: Any, form: PoolForm) -> bool:
     """Return whether an indexer chooses two pools of four as it describes, for the last queries."""
     pools = form.describe(indexer, **form.example(indexer, 1)).pools
     assert pools is not None
-    probe, size = copy(indexer), pools.size
+    probe, size, plain = copy(indexer), pools.size, type(indexer).forward
+    without_cache = {parameter_of_cache(plain) or "cache": None}
     vars(probe).update(form.few(size))
     given = form.example(probe, 5 * size - 1)
     scores = form.describe(probe, **given).scores()[0, -size:]
-    chosen = form.tokens(type(probe).forward(probe, **given, cache=None))[-size:]
+    chosen = form.tokens(plain(probe, **given, **without_cache))[-size:]
     pools = chosen[:, : 4 * size].unflatten(1, (4, size))
     # Of equal scores stock code may take any.
     best = (scores * pools[..., 0]).sum(1), scores.topk(2).values.sum(1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import pytest
@@ -48,10 +49,9 @@ def other_numbers(model: Any) -> None:
 
 
 def _of_flipped(plain: Callable[..., Any]) -> Callable[..., Any]:
-    def forward(self: Any, hidden_states: Any, *args: Any, cache: Any, **kwargs: Any) -> Any:
-        if cache is not None:
-            return cache.update_indexer(hidden_states)  # it has a cache, as indexers do
-        return plain(self, hidden_states.flip(-1), *args, cache=cache, **kwargs)
+    @wraps(plain)
+    def forward(self: Any, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
+        return plain(self, hidden_states.flip(-1), *args, **kwargs)
 
     return forward
 

@@ -127,8 +127,9 @@ def select(
         plan = request.plan(query, key)
         warn_of_tiles(plan, request)
         places = key_positions(request.layout, request.world_size, request.seq_len)
-        of_rows = torch.from_numpy(places.of(request.rank).copy()).to(query.device)
-        queries = IndexQueries(query, weights, of_rows)
+        on_host = places.of(request.rank)
+        of_rows = torch.from_numpy(on_host.copy()).to(query.device)
+        queries = IndexQueries(query, weights, of_rows, on_host)
         found = ring_select(queries, key, plan, choice, positions_of_keys(request), transport)
     if pool_size > 1:
         return tokens_of_pools(found, pool_size, of_rows)

@@ -175,11 +175,13 @@ class IndexQueries(NamedTuple):
         query: `(B, Hi, L, Di)`.
         weights: `(B, Hi, L)`, or `None`.
         positions: int32 `(L,)`.
+        host: the same on the CPU, to skip pools that end after them; `None` to skip none.
     """
 
     query: Tensor
     weights: Tensor | None
     positions: Tensor
+    host: np.ndarray | None = None
 
 
 def ring_select(
@@ -226,12 +228,18 @@ def score_tile(
     num_rows, num_cols = query.shape[2], keys.shape[2]
     size = rows_at_once(query, num_cols)
     for block, seen in row_blocks(num_rows, num_cols, tile.mask, size):
+        there = slice(tile.rows[0] + block.start, tile.rows[0] + block.stop)
+        if choice.pool_size > 1 and own.host is not None:
+            # The mask shows all pools: those that end after the last of these rows are skipped.
+            ended = (int(own.host[there].max()) + 1) // choice.pool_size
+            seen = slice(seen.start, seen.start + int(np.searchsorted(at[seen], ended)))
+            if seen.start == seen.stop:
+                continue
         some = None if weights is None else weights[:, :, block]
         scores = _index_scores(query[:, :, block], keys[:, :, seen], some, choice.scale)
         outside = hidden((block, seen), tile.mask, scores.device)
         if outside is not None:
             scores = scores.masked_fill(outside, -torch.inf)
-        there = slice(tile.rows[0] + block.start, tile.rows[0] + block.stop)
         numbers = torch.from_numpy(at[seen]).to(scores.device)
         if choice.block_size > 1:
             scores, numbers = _by_block(scores, at[seen], own.positions[there], choice)

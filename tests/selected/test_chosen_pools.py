@@ -27,6 +27,7 @@ from dtensor_ring.extension import (
     whole_pools,
 )
 from dtensor_ring.planning.run_table import RunTable
+from dtensor_ring.selected import run
 from dtensor_ring.selected.plan import pool_numbers
 from tests.decode.test_decode_messages import Counted
 from tests.layouts import LAYOUTS
@@ -107,6 +108,18 @@ CASES = [
     (2, "zigzag", 8, 9, 2, True, "ring"),  # no pool at all
     (1, "zigzag", 12, 3, 2, False, "ring"),
 ]
+
+
+def by_single_queries(*case: Any) -> None:
+    """In chunks of one query, each of which skips the pools after it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run, "SCORES", 1)
+        of_rank(*case)
+
+
+def test_chunks_of_queries(pool: Pool) -> None:
+    for case in (("zigzag", 37, 5, 3), ("striped", 24, 4, 2)):
+        pool.run(2, by_single_queries, *case, True, "ring")
 
 
 @pytest.mark.parametrize(("world_size", *[f"x{i}" for i in range(6)]), CASES)

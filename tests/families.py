@@ -244,6 +244,47 @@ CHOOSES_BLOCKS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """Layers whose index chooses blocks of the row for each head of keys; rows are one document."""
 
+COMPRESSED = "compressed_sparse_attention", "heavily_compressed_attention"
+CHOOSES_POOLS: dict[str, tuple[str, dict[str, Any]]] = {
+    "GLM-5-Next": (
+        "Glm5Next",
+        LATENT
+        | {"qk_rope_head_dim": 0}
+        | ROUTED_BY_TYPE
+        | {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
+        | {"index_n_heads": 16, "index_head_dim": 8, "index_topk": 8, "index_kpool": 4}
+        | {"linear_head_dim": 4, "linear_num_heads": 4, "hc_mult": 2, "num_hidden_layers": 3}
+        | {"layer_types": ["linear_attention", "indexed_attention", "indexed_attention"]}
+        | {"indexer_types": ["full", "full", "shared"]}
+        | {"initializer_range": 0.05},  # ten steps of 0.2 amplify rounding to 4e-4
+    ),
+    "Qwen4-Exp": (
+        "Qwen4Exp",
+        HEAD_DIM
+        | EXPERTS
+        | DELTA_NET
+        | {"layer_types": ["linear_attention", "indexed_attention"], "hc_count": 2, "hc_lowrank": 4}
+        | {"indexer_n_heads": 16, "indexer_kv_heads": 1, "indexer_head_dim": 8}
+        | {"indexer_budget": 6, "indexer_compress_ratio": 3}
+        | {"shared_expert_intermediate_size": 12},
+    ),
+}
+"""Layers whose index chooses pools of the row, beside layers with a state."""
+
+BESIDE_POOLS: dict[str, tuple[str, dict[str, Any]]] = {
+    "DeepSeek-V4": (
+        "DeepseekV4",
+        HEAD_DIM
+        | {"num_key_value_heads": 1, "q_lora_rank": 8, "o_groups": 2, "o_lora_rank": 6}
+        | {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
+        | {"num_hidden_layers": 3, "mlp_layer_types": ["hash_moe", "moe", "moe"], "hc_mult": 2}
+        | {"index_n_heads": 16, "index_head_dim": 8, "index_topk": 2, "sliding_window": 6}
+        | {"compress_rates": dict(zip(COMPRESSED, (3, 5), strict=True))}
+        | {"layer_types": [COMPRESSED[1], COMPRESSED[0], "sliding_attention"]},
+    ),
+}
+"""Layers that see pools of the row beside a window of tokens."""
+
 REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "RecurrentGemma": (
         "RecurrentGemma",
@@ -253,16 +294,28 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "xLSTM": ("xLSTM", {"num_heads": 2, "embedding_dim": 16, "num_blocks": 2}),
 }
 ENCODERS = ("ModernBERT", "BERT", "RoBERTa")
-TEXT = ("Gemma3", "Llama4", "Qwen3_5", "Inkling", "Inkling2", "Inkling2Loop", "MiniMaxM3VL")
+TEXT = (
+    *("Gemma3", "Llama4", "Qwen3_5", "Inkling", "Inkling2", "Inkling2Loop", "MiniMaxM3VL"),
+    *("Glm5Next", "Qwen4Exp"),
+)
 """Their configs of language models are named so."""
+WITH_IMAGES = ("Glm5Next",)
+"""They have no head for language models alone."""
+VISION = {"hidden_size": 16, "intermediate_size": 24, "depth": 1, "num_heads": 2}
+VISION |= {"out_hidden_size": 16, "projection_intermediate_size": 24, "patch_size": 4}
 
 
 def small_model(family: str, head: str = "", **changes: Any) -> Any:
     """The same weights at every call, attention as transformers writes it out."""
-    name, options = (FAMILIES | HYBRIDS | SELECTING | CHOOSES_BLOCKS | REFUSED)[family]
+    of_rows = CHOOSES_BLOCKS | CHOOSES_POOLS | BESIDE_POOLS
+    name, options = (FAMILIES | HYBRIDS | SELECTING | of_rows | REFUSED)[family]
     text = "Text" if name in TEXT else ""
     config = getattr(transformers, f"{name}{text}Config")(**SMALL | options | changes)
     head = head or ("ForMaskedLM" if family in ENCODERS else "ForCausalLM")
+    if name in WITH_IMAGES:
+        head = "ForConditionalGeneration"
+        whole = getattr(transformers, f"{name}Config")
+        config = whole(text_config=config, vision_config=VISION, pad_token_id=0)
     torch.manual_seed(0)
     model = getattr(transformers, name + head)(config)
     with torch.no_grad():

@@ -35,6 +35,10 @@ CHOOSES_BLOCKS = {
     "index_topk_blocks": 2,
 }
 OPTIONS: dict[str, dict[str, Any]] = {
+    "deepseek_v4": {
+        "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 6},
+        "index_topk": 2,
+    },
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "dots3_note_text": {

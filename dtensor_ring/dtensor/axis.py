@@ -210,6 +210,69 @@ class SequenceAxis:
         Returns:
             `(B, N, S, Hv)`, or `(B, N, L, Hv)`, in the form of the query.
         """
+        return self._attention(
+            query,
+            key,
+            value,
+            False,
+            mask=mask,
+            cu_seqlens=cu_seqlens,
+            sinks=sinks,
+            relative_bias=relative_bias,
+            scale=scale,
+            softcap=softcap,
+            key_cu_seqlens=key_cu_seqlens,
+            runs=runs,
+            slices=slices,
+            seq_len=seq_len,
+            key_runs=key_runs,
+            strategy=strategy,
+            dropout_p=dropout_p,
+            dropout_seed=dropout_seed,
+        )[0]
+
+    def attention_with_lse(
+        self, query: Tensor, key: Tensor, value: Tensor, **options: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Run `attention`, and also return the log-sum-exp of the scores, for `merge_attention`.
+
+        Args:
+            query: as in `attention`.
+            key: likewise.
+            value: likewise.
+            options: the other arguments of `attention`.
+
+        Returns:
+            `out`, and `lse` `(B, N, S)` in its form, float32 or wider, -inf for a query without
+            keys.
+        """
+        out, lse = self._attention(query, key, value, True, **options)
+        assert lse is not None
+        return out, lse
+
+    def _attention(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        with_lse: bool,
+        *,
+        mask: Mask | None = None,
+        cu_seqlens: Tensor | None = None,
+        sinks: Tensor | None = None,
+        relative_bias: Tensor | None = None,
+        scale: float | None = None,
+        softcap: float = 0.0,
+        key_cu_seqlens: Tensor | None = None,
+        runs: Tensor | None = None,
+        slices: Slices | Tensor | None = None,
+        seq_len: int | None = None,
+        key_runs: Tensor | None = None,
+        strategy: str | None = None,
+        dropout_p: float = 0.0,
+        dropout_seed: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return `out` of `attention`, and lse if it is asked for."""
         call_check.check_tensors(query, key, value)
         if strategy is not None:
             check_strategy(strategy)
@@ -228,7 +291,7 @@ class SequenceAxis:
             scores = call_check.scores_of(query, *how, None, **drop)
             if relative_bias is not None:
                 query = with_bias(query, relative_bias)
-            return attend(query, key, value, Call(batch, scores, on_dtensors(strategy)))[0]
+            return attend(query, key, value, Call(batch, scores, on_dtensors(strategy)), with_lse)
         scores = call_check.scores_of(query, *how, self.kernel, **drop)
         if relative_bias is not None:
             query = with_bias(query, relative_bias)
@@ -239,7 +302,7 @@ class SequenceAxis:
         if seq_len is not None:
             lengths = (as_count("seq_len", seq_len),) * 2
         place = self._config.place(self._group_name, *lengths, strategy)
-        return attend(query, key, value, Call(batch, scores, place))[0]
+        return attend(query, key, value, Call(batch, scores, place), with_lse)
 
     def prepare(
         self,

@@ -32,9 +32,9 @@ from dtensor_ring.planning.ranges import as_count
 from dtensor_ring.planning.route import ROUTES
 from dtensor_ring.planning.slices import Slices
 from dtensor_ring.planning.strategy import Strategy
-from dtensor_ring.planning.tile import FULL
+from dtensor_ring.planning.tile import CAUSAL, FULL
 from dtensor_ring.selected.op import select_op, selected_backward_op, selected_op
-from dtensor_ring.selected.plan import KEY_ROUTES, checked_choice
+from dtensor_ring.selected.plan import KEY_ROUTES, MAX_SELECTED, checked_choice
 
 
 def select_keys(
@@ -53,6 +53,7 @@ def select_keys(
     route: str | None = None,
     block_size: int = 1,
     local_blocks: int = 0,
+    pool_size: int = 1,
     mesh: DeviceMesh | None = None,
 ) -> Tensor:
     """Find the k best keys of each query of a sharded sequence, by the scores of an indexer.
@@ -82,11 +83,16 @@ def select_keys(
         block_size: the number of positions that compete as one, by the best that a query sees, and
             are chosen together; 1 is a key by itself (MoBA, Lu et al., 2025, arXiv 2502.13189).
         local_blocks: how many blocks up to that of a query are always among its k.
+        pool_size: the number of tokens of an index key. Key n is then a pool of those from position
+            `n * pool_size` on, on the rank that has the last of them, as `pool_tokens` makes them
+            (`(B, P, Di)`). A query sees the pools that end at or before it, and chooses k of these.
+            It always gets the tokens after them, up to itself. For causal local shards.
         mesh: the 1-D mesh of the axis, for local shards.
 
     Returns:
         Positions in the sharded sequence, int32: `(B, S, k * block_size)`, or without weights
         `(B, Hi, S, k * block_size)`. They ascend, and end with -1 where a query sees fewer keys.
+        Of pools there are up to `k * pool_size + pool_size - 1`.
 
     Raises:
         TypeError: if an argument has a wrong type, or DTensors and tensors are mixed.
@@ -105,11 +111,13 @@ def select_keys(
     if weights is not None:
         call_check.check_dims("weights", weights, 3, "(B, L, Hi)")
         weights = weights.transpose(1, 2)
-    choice = checked_choice(k, block_size, local_blocks)
+    choice = checked_choice(k, block_size, local_blocks, pool_size)
     mask = call_check.mask_of(mask, slices)
     batch = call_check.batch_of(cu_seqlens, None, runs, slices, key_runs)
+    check_pools_seen(choice[3], mask, batch)
     scores = call_check.scores_of(query, mask, scale, 0.0, None, None)
     place = _placed_call(query, key, mesh, batch, _route(route), seq_len)
+    place = of_tokens(place, choice[3])
     call = Call(batch, scores, place)
     call_check.check_options(query, call)
     arguments = query, key, weights, *choice, *flatten(call)
@@ -130,6 +138,7 @@ def selected_attention(
     key_runs: Tensor | None = ...,
     seq_len: int | None = ...,
     route: str | None = ...,
+    pool_size: int = ...,
     return_lse: Literal[False] = ...,
     mesh: DeviceMesh | None = ...,
 ) -> Tensor: ...
@@ -146,6 +155,7 @@ def selected_attention(
     key_runs: Tensor | None = ...,
     seq_len: int | None = ...,
     route: str | None = ...,
+    pool_size: int = ...,
     return_lse: Literal[True],
     mesh: DeviceMesh | None = ...,
 ) -> tuple[Tensor, Tensor]: ...
@@ -161,6 +171,7 @@ def selected_attention(
     key_runs: Tensor | None = None,
     seq_len: int | None = None,
     route: str | None = None,
+    pool_size: int = 1,
     return_lse: bool = False,
     mesh: DeviceMesh | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -189,6 +200,9 @@ def selected_attention(
         seq_len: S of local shards, if ranks hold different numbers of tokens.
         route: "selected": keys that are asked for travel. "all": all of them do, which saves the
             requests. By default "all" if K is nearly S.
+        pool_size: the number of tokens of a key: keys are then pools, `(B, Nkv, P, H)`, where the
+            last token of each is, and `selected` has their numbers, see `select_keys`. For local
+            shards.
         return_lse: also return the log-sum-exp of the scores, `(B, N, S)`, float32 or wider, -inf
             for a query without keys.
         mesh: the 1-D mesh of the axis, for local shards.
@@ -218,11 +232,14 @@ def selected_attention(
     batch = call_check.batch_of(None, None, runs, None, key_runs)
     scores = call_check.scores_of(query, FULL, scale, 0.0, sinks, None)
     place = _placed_call(query, key, mesh, batch, Strategy.default, seq_len)
+    pool_size = as_count("pool_size", pool_size, 1, MAX_SELECTED)
+    place = of_tokens(place, pool_size)
     call = Call(batch, scores, place)
     call_check.check_options(query, call)
     if route is not None and not (isinstance(route, str) and route in KEY_ROUTES):
         raise ValueError(f"route must be one of {', '.join(KEY_ROUTES)}, or None, got {route!r}")
-    out, lse = called_by_user(selected_op, query, rows, selected, *values, route, *flatten(call))
+    how = *values, route, pool_size
+    out, lse = called_by_user(selected_op, query, rows, selected, *how, *flatten(call))
     return (out, lse) if return_lse else out
 
 
@@ -242,6 +259,23 @@ def _rows(key: Tensor, value: Tensor | int) -> tuple[Tensor, tuple[int, int]]:
             )
         return torch.cat((key, value), -1), (key.shape[3], key.shape[3] + value.shape[3])
     return key, (0, as_count("value", value, 1, key.shape[3]))
+
+
+def check_pools_seen(pool_size: int, mask: Mask, batch: Any) -> None:
+    """Refuse pools that a query does not see by where they end.
+
+    Raises:
+        ValueError: saying what was given.
+    """
+    if pool_size > 1 and (
+        mask != CAUSAL or batch.cu_seqlens is not None or batch.slices is not None
+    ):
+        given = "slices" if batch.slices is not None else "cu_seqlens"
+        given = given if mask == CAUSAL or batch.slices is not None else str(mask)
+        raise ValueError(
+            f"pool_size={pool_size} is for a causal sequence of one document, whose pools count "
+            f"from its first token; got {given}"
+        )
 
 
 def _route(route: str | None) -> str:
@@ -273,6 +307,13 @@ def _placed_call(
     return place
 
 
+def of_tokens(place: Place, pool_size: int) -> Place:
+    """Return the place of local shards whose keys may be pools: these follow from the tokens."""
+    if pool_size > 1 and place.group_name is not None:
+        return place._replace(key_seq_len=place.seq_len)
+    return place
+
+
 def _local(call: Call, query: Any, key: Any, ring: Ring) -> tuple[Any, ...]:
     """Return the options on local tensors; the strategy stays that of the call."""
     local = local_call(call, query, key, key, ring)
@@ -280,8 +321,9 @@ def _local(call: Call, query: Any, key: Any, ring: Ring) -> tuple[Any, ...]:
 
 
 def _select(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
-    query, key, weights, *choice = args[:6]
-    call = unflatten(args[6:])
+    query, key, weights, *choice = args[:7]
+    call = unflatten(args[7:])
+    refuse_pools(choice[3])
     ring = ring_of_call(query, key, key, call)
     if Shard(HEADS) in ring.placements:
         raise ValueError(
@@ -295,9 +337,23 @@ def _select(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
     return wrap(found, shape, ring)
 
 
+def refuse_pools(pool_size: int) -> None:
+    """Refuse pools as DTensors.
+
+    Raises:
+        ValueError: saying what to pass.
+    """
+    if pool_size > 1:
+        raise ValueError(
+            f"pool_size={pool_size} is for local shards, as ranks have different numbers of pools; "
+            "pass them with mesh="
+        )
+
+
 def _attend(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[DTensor, DTensor]:
-    query, rows, selected, *how = args[:6]
-    call = unflatten(args[6:])
+    query, rows, selected, *how = args[:7]
+    call = unflatten(args[7:])
+    refuse_pools(how[3])
     ring = ring_of_call(query, rows, rows, call)
     local = [local_of(query, ring), local_of(rows, ring), _selected(selected, ring)]
     out, lse = selected_op(*local, *how, *_local(call, query, rows, ring))
@@ -306,8 +362,8 @@ def _attend(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[DTe
 
 
 def _backward(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    grad_out, grad_lse, query, rows, selected, *how = args[:8]
-    out, lse, call = args[8], args[9], unflatten(args[10:])
+    grad_out, grad_lse, query, rows, selected, *how = args[:9]
+    out, lse, call = args[9], args[10], unflatten(args[11:])
     ring = ring_of_call(query, rows, rows, call)
     grads = [local_of(x, ring) for x in (grad_out, grad_lse)]
     local = [local_of(query, ring), local_of(rows, ring), _selected(selected, ring)]

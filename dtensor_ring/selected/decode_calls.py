@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, overload
 
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -16,8 +16,9 @@ from dtensor_ring.planning.mask import Mask
 from dtensor_ring.planning.ranges import as_count
 from dtensor_ring.planning.slices import Slices
 from dtensor_ring.planning.tile import FULL
+from dtensor_ring.selected.api import check_pools_seen
 from dtensor_ring.selected.decode_ops import decode_select_op, decode_selected_op
-from dtensor_ring.selected.plan import checked_choice
+from dtensor_ring.selected.plan import MAX_SELECTED, checked_choice
 
 
 def decode_select_keys(
@@ -34,6 +35,7 @@ def decode_select_keys(
     query_starts: Tensor | None = None,
     block_size: int = 1,
     local_blocks: int = 0,
+    pool_size: int = 1,
     mesh: DeviceMesh | None = None,
     agree: Tensor | None = None,
 ) -> Tensor:
@@ -58,12 +60,14 @@ def decode_select_keys(
             queries are at the last M positions. With blocks, one number for all rows.
         block_size: the number of positions that compete as one, see `select_keys`.
         local_blocks: how many blocks up to that of a query are always among its k.
+        pool_size: the number of tokens of an index key, see `select_keys`. `key_runs` are those of
+            the tokens; `query_starts` is one number for all rows.
         mesh: the 1-D mesh of the axis; `None` if this rank holds all keys.
         agree: integers that must be the same on all ranks, such as token ids.
 
     Returns:
         Positions, int32, `(B, M, k * block_size)`, or without weights `(B, Hi, M, k * block_size)`:
-        ascending, then -1.
+        ascending, then -1. Of pools there are up to `k * pool_size + pool_size - 1`.
 
     Raises:
         TypeError: if an argument has a wrong type.
@@ -85,16 +89,49 @@ def decode_select_keys(
     mask = call_check.mask_of(mask, slices)
     given = call_check.batch_of(cu_seqlens, None, None, slices)
     batch = DecodeBatch(given.cu_seqlens, given.slices, key_runs, query_starts, agree)
+    choice = checked_choice(k, block_size, local_blocks, pool_size)
+    check_pools_seen(pool_size, mask, batch)
+    if pool_size > 1 and key_runs is None:
+        raise ValueError(f"pool_size={pool_size} needs key_runs, the positions of the tokens")
     scores = call_check.scores_of(query, mask, scale, 0.0, None, None)
     place, _ = placed(query, mesh, key_runs is not None, None, "decode_select_keys")
     call = DecodeCall(batch, scores, place)
     call_check.check_options(query, call)
-    choice = checked_choice(k, block_size, local_blocks)
     arguments = query, key, weights, *choice, *flatten_decode(call)
     found = called_by_user(decode_select_op, *arguments)
     return found if weights is None else found.squeeze(1)
 
 
+@overload
+def decode_selected_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor | int,
+    selected: Tensor,
+    *,
+    scale: float | None = ...,
+    sinks: Tensor | None = ...,
+    key_runs: Tensor | None = ...,
+    pool_size: int = ...,
+    return_lse: Literal[False] = ...,
+    mesh: DeviceMesh | None = ...,
+    agree: Tensor | None = ...,
+) -> Tensor: ...
+@overload
+def decode_selected_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor | int,
+    selected: Tensor,
+    *,
+    scale: float | None = ...,
+    sinks: Tensor | None = ...,
+    key_runs: Tensor | None = ...,
+    pool_size: int = ...,
+    return_lse: Literal[True],
+    mesh: DeviceMesh | None = ...,
+    agree: Tensor | None = ...,
+) -> tuple[Tensor, Tensor]: ...
 def decode_selected_attention(
     query: Tensor,
     key: Tensor,
@@ -104,9 +141,11 @@ def decode_selected_attention(
     scale: float | None = None,
     sinks: Tensor | None = None,
     key_runs: Tensor | None = None,
+    pool_size: int = 1,
+    return_lse: bool = False,
     mesh: DeviceMesh | None = None,
     agree: Tensor | None = None,
-) -> Tensor:
+) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of 1 to 64 new tokens to the cached keys that they selected.
 
     Each rank attends to the selected keys that it holds, and one round of messages merges the
@@ -122,11 +161,14 @@ def decode_selected_attention(
         scale: a factor of the scores, `H ** -0.5` by default.
         sinks: `(N,)`, one logit for each query head, which takes part without a value.
         key_runs: the positions of each rank's columns, see `decode_attention`.
+        pool_size: the number of tokens of a key: keys are then pools, and `selected` has their
+            numbers, see `select_keys`; `key_runs` are those of the tokens.
+        return_lse: also return the log-sum-exp of the scores, `(B, N, M)`, float32 or wider.
         mesh: the 1-D mesh of the axis; `None` if this rank holds all keys.
         agree: integers that must be the same on all ranks, such as token ids.
 
     Returns:
-        `(B, N, M, Hv)`: the same bits on every rank; 0 for a query without keys.
+        `(B, N, M, Hv)`: the same bits on every rank; 0 for a query without keys. Or it and lse.
 
     Raises:
         TypeError: if an argument has a wrong type.
@@ -156,8 +198,10 @@ def decode_selected_attention(
     place, _ = placed(query, mesh, key_runs is not None, None, "decode_selected_attention")
     call = DecodeCall(batch, scores, place)
     call_check.check_options(query, call)
-    inputs = query, key, values, selected, value_dim
-    return called_by_user(decode_selected_op, *inputs, *flatten_decode(call))[0]
+    pool_size = as_count("pool_size", pool_size, 1, MAX_SELECTED)
+    inputs = query, key, values, selected, value_dim, pool_size
+    out, lse = called_by_user(decode_selected_op, *inputs, *flatten_decode(call))
+    return (out, lse) if return_lse else out
 
 
 def _check_plain(name: str, x: Any, ndim: int, form: str) -> None:

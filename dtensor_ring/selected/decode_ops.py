@@ -43,8 +43,10 @@ from dtensor_ring.ops.ring_op import check_batch
 from dtensor_ring.planning.layout import Layout, Run, run_positions
 from dtensor_ring.planning.lru import cached_bytes
 from dtensor_ring.planning.plan import Step
+from dtensor_ring.planning.tile import FULL
 from dtensor_ring.selected.listed_attention import Residents, gathered_forward
 from dtensor_ring.selected.op import check_index, check_selected, register_choice
+from dtensor_ring.selected.plan import pool_numbers, width_of
 from dtensor_ring.selected.run import (
     NO_KEY,
     BestKeys,
@@ -53,6 +55,7 @@ from dtensor_ring.selected.run import (
     best_keys,
     score_tile,
     tokens_of_blocks,
+    tokens_of_pools,
 )
 from dtensor_ring.transport.transport import P2P, Transport
 
@@ -156,11 +159,12 @@ DECODE_ATTEND = "dtensor_ring::decode_selected_attention"
 torch.library.define(
     DECODE_SELECT,
     "(Tensor query, Tensor key, Tensor? weights, int k, int block_size, int local_blocks, "
-    f"{DECODE_SCHEMA}) -> Tensor",
+    f"int pool_size, {DECODE_SCHEMA}) -> Tensor",
 )
 torch.library.define(
     DECODE_ATTEND,
-    f"(Tensor query, Tensor key, Tensor? value, Tensor selected, int value_dim, {DECODE_SCHEMA}) "
+    f"(Tensor query, Tensor key, Tensor? value, Tensor selected, int value_dim, "
+    f"int pool_size, {DECODE_SCHEMA}) "
     "-> (Tensor out, Tensor lse)",
 )
 decode_select_op = torch.ops.dtensor_ring.decode_select_keys.default
@@ -174,6 +178,7 @@ def decode_keys(
     k: int,
     block_size: int,
     local_blocks: int,
+    pool_size: int,
     *options: Any,
 ) -> Tensor:
     """Run the selection among cached keys on plain tensors, see `decode_select_keys`."""
@@ -181,8 +186,9 @@ def decode_keys(
     check_index(query, key, weights)
     check_num_queries(query, MAX_QUERIES)
     request = call.request(query, key)
-    choice = KeyChoice(k, call.scores.scale, block_size, local_blocks)
-    own = IndexQueries(query, weights, _query_positions(request, block_size, query.device))
+    choice = KeyChoice(k, call.scores.scale, block_size, local_blocks, pool_size)
+    own = IndexQueries(query, weights, _query_positions(request, choice, query.device))
+    request = _request_of_keys(request, pool_size)
     with _checked_select(call, request, query, key, (choice, weights is not None)) as transport:
         # Within the context: an error of this rank is reported to the others.
         step = request.step(key.shape[2])
@@ -190,6 +196,8 @@ def decode_keys(
         scores, found = _decode_select(own, key, step, choice, at)
         place = request.rank, request.world_size
         found = _merged_lists(scores, found, block_size > 1, place, transport)
+    if pool_size > 1:
+        return tokens_of_pools(found, pool_size, own.positions)
     if block_size == 1:
         return found
     runs = (Run(request.starts[0], request.num_queries),)
@@ -197,18 +205,31 @@ def decode_keys(
     return found.masked_fill(found >= request.seq_len, -1)
 
 
-def _query_positions(request: DecodeRequest, block_size: int, device: torch.device) -> Tensor:
-    """Return the positions of the queries, int32 `(M,)`, which blocks alone need.
+def _request_of_keys(request: DecodeRequest, pool_size: int) -> DecodeRequest:
+    """Return the request of a selection whose keys may be pools of the tokens in `request`."""
+    if pool_size == 1:
+        return request
+    pools = pool_numbers(request.layout, request.world_size, request.seq_len, pool_size)
+    # Which pools a query sees is told by their numbers.
+    return request._replace(layout=pools, mask=FULL, seq_len=pools.end)
+
+
+def _query_positions(request: DecodeRequest, choice: KeyChoice, device: torch.device) -> Tensor:
+    """Return the positions of the queries, int32 `(M,)`, which blocks and pools alone need.
 
     Raises:
-        ValueError: if rows have blocks, and queries at other positions.
+        ValueError: if rows have blocks or pools, and queries at other positions.
     """
-    first = request.starts[0]
-    if block_size > 1 and len(set(request.starts)) > 1:
-        raise ValueError(
-            f"query_starts must be one number for all rows with block_size={block_size}, got "
-            f"{list(request.starts)}; call once for each row"
-        )
+    first, many = (
+        request.starts[0],
+        {"block_size": choice.block_size, "pool_size": choice.pool_size},
+    )
+    for name, size in many.items():
+        if size > 1 and len(set(request.starts)) > 1:
+            raise ValueError(
+                f"query_starts must be one number for all rows with {name}={size}, got "
+                f"{list(request.starts)}; call once for each row"
+            )
     return torch.arange(first, first + request.num_queries, dtype=torch.int32, device=device)
 
 
@@ -223,13 +244,15 @@ def _fake_select(
     k: int,
     block_size: int,
     local_blocks: int,
+    pool_size: int,
     *options: Any,
 ) -> Tensor:
     check_index(query, key, weights)
     check_batch(query, unflatten_decode(options).batch)
     batch, heads, num_queries, _ = query.shape
     groups = heads if weights is None else 1
-    return query.new_empty(batch, groups, num_queries, k * block_size, dtype=torch.int32)
+    width = width_of(k, block_size, pool_size)
+    return query.new_empty(batch, groups, num_queries, width, dtype=torch.int32)
 
 
 def decode_attend(
@@ -238,13 +261,14 @@ def decode_attend(
     value: Tensor | None,
     selected: Tensor,
     value_dim: int,
+    pool_size: int,
     *options: Any,
 ) -> tuple[Tensor, Tensor]:
     """Run the attention to selected cached keys on plain tensors."""
     call = unflatten_decode(options)
     values = key[..., :value_dim] if value is None else value
     _check_decode(query, key, values, selected, call)
-    request, sinks = call.request(query, values), call.scores.sinks
+    request, sinks = _request_of_keys(call.request(query, values), pool_size), call.scores.sinks
     with checked_decode(call, request, query, values) as combine:
         request.step(values.shape[2])  # refuses columns that do not fit the runs
         rank, size = request.rank, request.world_size
@@ -290,6 +314,7 @@ def _fake_attend(
     value: Tensor | None,
     selected: Tensor,
     value_dim: int,
+    pool_size: int,
     *options: Any,
 ) -> tuple[Tensor, Tensor]:
     call = unflatten_decode(options)
@@ -351,7 +376,7 @@ _SINKS = nodes.place_of_sinks(DECODE_LEAVES)
 def _without_gradient(
     keyset: Any, query: Tensor, key: Tensor, value: Any, selected: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor]:
-    inputs = [x for x in (query, key, value, rest[1 + _SINKS]) if x is not None]
+    inputs = [x for x in (query, key, value, rest[2 + _SINKS]) if x is not None]
     if torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs):
         raise NotImplementedError(NO_GRADIENT)
     arguments = query, key, value, selected, *rest

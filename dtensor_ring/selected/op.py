@@ -28,20 +28,34 @@ from dtensor_ring.ops.ring_op import check_batch, number_of
 from dtensor_ring.planning.lru import cached_bytes
 from dtensor_ring.planning.plan import checked_slices
 from dtensor_ring.planning.run_table import shard_table
+from dtensor_ring.planning.tile import FULL
 from dtensor_ring.selected.moved_keys import SelectedKeys, selected_backward, selected_forward
-from dtensor_ring.selected.plan import SELECTED, KeyPositions, key_positions, key_route
-from dtensor_ring.selected.run import IndexQueries, KeyChoice, ring_select, tokens_of_blocks
+from dtensor_ring.selected.plan import (
+    SELECTED,
+    KeyPositions,
+    key_positions,
+    key_route,
+    pool_numbers,
+    width_of,
+)
+from dtensor_ring.selected.run import (
+    IndexQueries,
+    KeyChoice,
+    ring_select,
+    tokens_of_blocks,
+    tokens_of_pools,
+)
 from dtensor_ring.transport.transport import transport_of
 
 SELECT = "dtensor_ring::select_keys"
 ATTEND = "dtensor_ring::selected_attention"
 BACKWARD = "dtensor_ring::selected_attention_backward"
-_LISTED = "Tensor selected, int value_begin, int value_end, str? route"
+_LISTED = "Tensor selected, int value_begin, int value_end, str? route, int pool_size"
 
 torch.library.define(
     SELECT,
     "(Tensor query, Tensor key, Tensor? weights, int k, int block_size, int local_blocks, "
-    f"{SCHEMA}) -> Tensor",
+    f"int pool_size, {SCHEMA}) -> Tensor",
 )
 torch.library.define(
     ATTEND, f"(Tensor query, Tensor rows, {_LISTED}, {SCHEMA}) -> (Tensor out, Tensor lse)"
@@ -64,12 +78,14 @@ class Listed(NamedTuple):
         value_begin: index of the first number of a value in a row.
         value_end: index after the last.
         route: "selected" or "all"; `None` until the number of all keys is known.
+        pool_size: tokens of a key; 1 if each token has its own.
     """
 
     selected: Tensor
     value_begin: int
     value_end: int
     route: str | None
+    pool_size: int
 
     def routed(self, request: PlanRequest) -> Listed:
         """Return this with a route, which all ranks choose alike."""
@@ -95,14 +111,15 @@ def select(
     k: int,
     block_size: int,
     local_blocks: int,
+    pool_size: int,
     *options: Any,
 ) -> Tensor:
-    """Run the selection op on plain tensors, see `select_keys`; `(B, G, L, k * block_size)`."""
+    """Run the selection op on plain tensors, see `select_keys`: positions, `(B, G, L, width)`."""
     call = unflatten(options)
     check_index(query, key, weights)
     call.place.policy.refuse_order("attention to selected keys")
-    request = call.request(query.shape[0])
-    choice = KeyChoice(k, call.scores.scale, block_size, local_blocks)
+    request = request_of_keys(call.request(query.shape[0]), pool_size)
+    choice = KeyChoice(k, call.scores.scale, block_size, local_blocks, pool_size)
     own: dict[str, object] = {"weights": weights is not None, "choice": tuple(choice)}
     own["index keys"] = key.dtype
     with _checked("select keys", call, request, (query, key), own) as transport:
@@ -110,14 +127,27 @@ def select(
         plan = request.plan(query, key)
         warn_of_tiles(plan, request)
         places = key_positions(request.layout, request.world_size, request.seq_len)
-        of_rows = torch.from_numpy(places.of(request.rank).copy()).to(query.device)
-        queries = IndexQueries(query, weights, of_rows)
+        on_host = places.of(request.rank)
+        of_rows = torch.from_numpy(on_host.copy()).to(query.device)
+        queries = IndexQueries(query, weights, of_rows, on_host)
         found = ring_select(queries, key, plan, choice, positions_of_keys(request), transport)
+    if pool_size > 1:
+        return tokens_of_pools(found, pool_size, of_rows)
     if block_size == 1:
         return found
     shards = shard_table(request.layout, request.world_size, request.seq_len).shards
     seen = _slices(request)
     return tokens_of_blocks(found, block_size, of_rows, shards[request.rank], seen)
+
+
+def request_of_keys(request: PlanRequest, pool_size: int) -> PlanRequest:
+    """Return the request of a selection whose keys may be pools of the tokens in `request`."""
+    if pool_size == 1:
+        return request
+    tokens = request.key_layout or request.layout
+    pools = pool_numbers(tokens, request.world_size, request.key_seq_len, pool_size)
+    # A rank gets all pools; which of them a query sees is told by their numbers.
+    return request._replace(mask=FULL, key_layout=pools, key_seq_len=pools.end, documents=None)
 
 
 def _slices(request: PlanRequest) -> Any:
@@ -139,13 +169,15 @@ def _fake_select(
     k: int,
     block_size: int,
     local_blocks: int,
+    pool_size: int,
     *options: Any,
 ) -> Tensor:
     check_index(query, key, weights)
     check_batch(query, unflatten(options).batch)
     batch, heads, num_queries, _ = query.shape
     groups = heads if weights is None else 1
-    return query.new_empty(batch, groups, num_queries, k * block_size, dtype=torch.int32)
+    width = width_of(k, block_size, pool_size)
+    return query.new_empty(batch, groups, num_queries, width, dtype=torch.int32)
 
 
 def check_index(query: Tensor, key: Tensor, weights: Tensor | None) -> None:
@@ -176,10 +208,10 @@ def check_index(query: Tensor, key: Tensor, weights: Tensor | None) -> None:
 
 def attend(query: Tensor, rows: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
     """Run the attention over selected keys on plain tensors."""
-    listed, call = Listed(*arguments[:4]), unflatten(arguments[4:])
+    listed, call = Listed(*arguments[:5]), unflatten(arguments[5:])
     check_listed(query, rows, listed, call)
     call.place.policy.refuse_order("attention to selected keys")
-    request = call.request(query.shape[0])
+    request = request_of_keys(call.request(query.shape[0]), listed.pool_size)
     listed = listed.routed(request)
     facts = query, listed.key_and_value(query, rows)[1]
     with _checked("forward", call, request, facts, _of_listed(listed)) as transport:
@@ -200,9 +232,9 @@ def backward(
     grad_out: Tensor, grad_lse: Tensor | None, query: Tensor, rows: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Run the backward op of the attention over selected keys on plain tensors."""
-    listed, (out, lse), call = Listed(*rest[:4]), rest[4:6], unflatten(rest[6:])
+    listed, (out, lse), call = Listed(*rest[:5]), rest[5:7], unflatten(rest[7:])
     call.place.policy.refuse_order("attention to selected keys")
-    request = call.request(query.shape[0])
+    request = request_of_keys(call.request(query.shape[0]), listed.pool_size)
     listed = listed.routed(request)
     facts = query, listed.key_and_value(query, rows)[1]
     with _checked("backward", call, request, facts, _of_listed(listed), lse) as transport:
@@ -275,7 +307,7 @@ def check_selected(query: Tensor, selected: Tensor, num_key_heads: int) -> None:
 
 @torch.library.register_fake(ATTEND)
 def _fake_attend(query: Tensor, rows: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
-    listed, call = Listed(*arguments[:4]), unflatten(arguments[4:])
+    listed, call = Listed(*arguments[:5]), unflatten(arguments[5:])
     check_listed(query, rows, listed, call)
     check_batch(query, call.batch)
     wide = torch.promote_types(query.dtype, torch.float32)
@@ -289,7 +321,7 @@ def _fake_attend(query: Tensor, rows: Tensor, *arguments: Any) -> tuple[Tensor, 
 def _fake_backward(
     grad_out: Tensor, grad_lse: Any, query: Tensor, rows: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    sinks = unflatten(rest[6:]).scores.sinks
+    sinks = unflatten(rest[7:]).scores.sinks
     (query,) = unit_stride(query)
     grad_sinks = query.new_empty(0) if sinks is None else torch.empty_like(sinks)
     grad_query = empty(query, query.shape, order_of(query))
@@ -300,7 +332,8 @@ def _of_listed(listed: Listed) -> dict[str, object]:
     """Return what ranks compare of the lists; the positions themselves differ."""
     _, groups, _, width = listed.selected.shape
     values = listed.value_begin, listed.value_end
-    return {"selected": (groups, width), "values": values, "route": listed.route}
+    found: dict[str, object] = {"selected": (groups, width), "values": values}
+    return found | {"route": listed.route, "pool_size": listed.pool_size}
 
 
 def _checked(
@@ -367,11 +400,11 @@ def _gradient(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tup
         rest[i] = x
     # Only lse was used: the formula still takes a gradient of out.
     grad_out = torch.zeros_like(out) if grad_out is None else grad_out
-    inputs = grad_out, grad_lse, query, rows, selected, *rest[:3], out, lse, *rest[3:]
+    inputs = grad_out, grad_lse, query, rows, selected, *rest[:4], out, lse, *rest[4:]
     grad_query, grad_rows, grad_sinks = selected_backward_op(*inputs)
     grads = [grad_query, grad_rows, *none[2:]]
-    if rest[3 + _SINKS] is not None:
-        grads[6 + _SINKS] = grad_sinks
+    if rest[4 + _SINKS] is not None:
+        grads[7 + _SINKS] = grad_sinks
     return tuple(grads)
 
 
@@ -422,8 +455,8 @@ def _pairs(query: Tensor, selected: Tensor) -> int:
 @register_flop_formula(select_op.overloadpacket, get_raw=True)
 def _select_flops(query: Tensor, key: Tensor, *rest: Any, **_: Any) -> int:
     """Count a product over all pairs of local queries and keys of all ranks, seen or not."""
-    call = unflatten(rest[4:])
+    pool_size, call = rest[4], unflatten(rest[5:])
     num_keys = call.place.key_seq_len
-    num_keys = number_of(key.shape[2]) if num_keys is None else number_of(num_keys)
+    num_keys = number_of(key.shape[2]) if num_keys is None else number_of(num_keys) // pool_size
     batch, heads, num_queries, head_dim = map(number_of, query.shape)
     return 2 * batch * heads * num_queries * num_keys * head_dim

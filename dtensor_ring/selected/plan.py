@@ -28,19 +28,37 @@ SELECTED, ALL = "selected", "all"
 KEY_ROUTES = SELECTED, ALL
 
 
-def checked_choice(k: int, block_size: int, local_blocks: int) -> tuple[int, int, int]:
-    """Return how queries choose, as plain integers: numbers of blocks, of positions, of blocks.
+def checked_choice(
+    k: int, block_size: int, local_blocks: int, pool_size: int
+) -> tuple[int, int, int, int]:
+    """Return how queries choose, as plain integers: the numbers of keys, and of their positions.
 
     Raises:
         TypeError: if one is not an integer.
-        ValueError: if one is out of range, or local blocks have no blocks.
+        ValueError: if one is out of range, local blocks have no blocks, or pools have some.
     """
     block_size = as_count("block_size", block_size, 1, MAX_SELECTED)
-    k = as_count("k", k, 1, MAX_SELECTED // block_size)
+    pool_size = as_count("pool_size", pool_size, 1, MAX_SELECTED)
+    if block_size > 1 < pool_size:
+        raise ValueError(
+            f"keys are pools or chosen by blocks, got pool_size={pool_size} and "
+            f"block_size={block_size}; leave one of them out"
+        )
+    k = as_count("k", k, 1, MAX_SELECTED // max(block_size, pool_size))
     local_blocks = as_count("local_blocks", local_blocks, 0)
     if local_blocks and block_size == 1:
         raise ValueError(f"local_blocks={local_blocks} needs blocks; pass block_size")
-    return k, block_size, local_blocks
+    return k, block_size, local_blocks, pool_size
+
+
+def width_of(k: int, block_size: int, pool_size: int) -> int:
+    """Return how many positions a query chooses at most.
+
+    >>> width_of(2, 4, 1), width_of(2, 1, 4)
+    (8, 11)
+    """
+    # Beside pools it gets the tokens after the last one that it sees.
+    return k * block_size * pool_size + pool_size - 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -147,6 +165,46 @@ def pool_table(layout: Layout, world_size: int, seq_len: int, size: int) -> RunT
     spans = [[x for run in runs for x in _pools_of(run, seq_len, size)] for runs in shards]
     rows = [[(x.start, x.length) for x in joined(of_rank)] for of_rank in spans]
     return RunTable(rows, "pools")
+
+
+@cached_bytes(2**24, lambda table: table.num_bytes)
+def pool_numbers(layout: Layout, world_size: int, seq_len: int, size: int) -> RunTable:
+    """Return the numbers of the pools of each rank, which are where their last token is.
+
+    Raises:
+        ValueError: if the layout cannot shard the length.
+
+    >>> from dtensor_ring import Contiguous
+    >>> pool_numbers(Contiguous(), 2, 14, 4)
+    RunTable([[(0, 1)], [(1, 2)]])
+    """
+    numbers = pool_table(layout, world_size, seq_len, size).numbers // size
+    return RunTable(numbers, "pools")
+
+
+@cached_bytes(2**24, lambda table: table.num_bytes)
+def shifted_pools(layout: Layout, world_size: int, seq_len: int, size: int) -> RunTable:
+    """Return the numbers of the pools before those of each rank.
+
+    The pool before the first one is the last, so that each pool is on one rank.
+
+    Raises:
+        ValueError: if the layout cannot shard the length.
+
+    >>> from dtensor_ring import Contiguous
+    >>> shifted_pools(Contiguous(), 2, 14, 4)
+    RunTable([[(2, 1)], [(0, 2)]])
+    """
+    pools = pool_numbers(layout, world_size, seq_len, size)
+    rows: list[list[tuple[int, int]]] = []
+    for runs in pools.numbers.tolist():
+        first = [(0, length - 1) for start, length in runs if start == 0 and length]
+        others = [(start - 1, length) for start, length in runs if start and length]
+        rows.append([*first, *others, *[(pools.end - 1, 1)] * len(first)])
+    joined_rows = [
+        [(x.start, x.length) for x in joined([Run(*run) for run in row if run[1]])] for row in rows
+    ]
+    return RunTable(joined_rows, "pools")
 
 
 def _pools_of(run: Run, seq_len: int, size: int) -> list[Run]:

@@ -158,12 +158,14 @@ class KeyChoice(NamedTuple):
         scale: factor of the products.
         block_size: positions of a block that is chosen as a whole; 1 chooses keys.
         local_blocks: number of last blocks of a query that are always chosen.
+        pool_size: tokens of a key: key n is a pool of those from position `n * pool_size` on.
     """
 
     k: int
     scale: float = 1.0
     block_size: int = 1
     local_blocks: int = 0
+    pool_size: int = 1
 
 
 class IndexQueries(NamedTuple):
@@ -173,11 +175,13 @@ class IndexQueries(NamedTuple):
         query: `(B, Hi, L, Di)`.
         weights: `(B, Hi, L)`, or `None`.
         positions: int32 `(L,)`.
+        host: the same on the CPU, to skip pools that end after them; `None` to skip none.
     """
 
     query: Tensor
     weights: Tensor | None
     positions: Tensor
+    host: np.ndarray | None = None
 
 
 def ring_select(
@@ -224,16 +228,30 @@ def score_tile(
     num_rows, num_cols = query.shape[2], keys.shape[2]
     size = rows_at_once(query, num_cols)
     for block, seen in row_blocks(num_rows, num_cols, tile.mask, size):
+        there = slice(tile.rows[0] + block.start, tile.rows[0] + block.stop)
+        if choice.pool_size > 1 and own.host is not None:
+            # The mask shows all pools: those that end after the last of these rows are skipped.
+            ended = (int(own.host[there].max()) + 1) // choice.pool_size
+            seen = slice(seen.start, seen.start + int(np.searchsorted(at[seen], ended)))
+            if seen.start == seen.stop:
+                continue
         some = None if weights is None else weights[:, :, block]
         scores = _index_scores(query[:, :, block], keys[:, :, seen], some, choice.scale)
         outside = hidden((block, seen), tile.mask, scores.device)
         if outside is not None:
             scores = scores.masked_fill(outside, -torch.inf)
-        there = slice(tile.rows[0] + block.start, tile.rows[0] + block.stop)
         numbers = torch.from_numpy(at[seen]).to(scores.device)
         if choice.block_size > 1:
             scores, numbers = _by_block(scores, at[seen], own.positions[there], choice)
+        if choice.pool_size > 1:
+            pools_seen = _pools_before(own.positions[there], choice.pool_size)
+            scores = scores.masked_fill(numbers >= pools_seen.unsqueeze(-1), -torch.inf)
         found.add(rows[0], there, scores, numbers)
+
+
+def _pools_before(positions: Tensor, size: int) -> Tensor:
+    """Return how many pools end at or before each position, int32."""
+    return (positions + 1) // size
 
 
 def rows_at_once(query: Tensor, num_cols: int) -> int:
@@ -262,6 +280,29 @@ def _by_block(
     back = (of_rows // size).unsqueeze(-1) - numbers
     is_local = (back >= 0) & (back < choice.local_blocks) & (by_block > -torch.inf)
     return by_block.masked_fill_(is_local, torch.inf), numbers
+
+
+def tokens_of_pools(pools: Tensor, size: int, of_rows: Tensor) -> Tensor:
+    """Return the positions in pools, and of the tokens from the last pool that ended to the query.
+
+    Args:
+        pools: numbers of pools that queries see, `(B, G, L, k)`, -1 for none.
+        size: tokens of a pool.
+        of_rows: the positions of the queries, int32 `(L,)`.
+
+    Returns:
+        `(B, G, L, k * size + size - 1)`, int32, ascending, then -1.
+
+    >>> tokens_of_pools(torch.tensor([[[[0], [-1]]]]).int(), 2, torch.tensor([2, 0]).int()).tolist()
+    [[[[0, 1, 2], [0, -1, -1]]]]
+    """
+    inside = torch.arange(size, dtype=torch.int32, device=pools.device)
+    at = (pools.unsqueeze(-1) * size + inside).masked_fill(pools.unsqueeze(-1) < 0, NO_KEY)
+    after = (_pools_before(of_rows, size) * size).unsqueeze(-1) + inside[:-1]
+    after = after.masked_fill(after > of_rows.unsqueeze(-1), NO_KEY)
+    at = torch.cat([at.flatten(-2), after.expand(*pools.shape[:2], -1, -1)], -1)
+    at = at.sort(-1).values
+    return at.masked_fill_(at == NO_KEY, -1)
 
 
 def tokens_of_blocks(

@@ -74,7 +74,8 @@ from parallel_plans.huggingface.probing.proxy_model import (
     without_weights,
 )
 from parallel_plans.huggingface.selecting.indexers import (
-    choose_blocks,
+    choose_pools,
+    count_places,
     describing_scores,
     select_keys_of,
 )
@@ -264,7 +265,7 @@ class ShardedModel(ParallelStyle):
         if is_proxy and by_layer(layer_masks):  # the proxy lacks most layers
             whole = language_model_of(small_proxy(backbone, every_layer=True))
             with describing_scores(whole):
-                layer_masks = read_patterns(whole)
+                layer_masks = read_patterns(whole, sees_by_place=choose_pools(whole))
         layer_masks = with_strategies(layer_masks, self.strategies, device_mesh.size())
         size, common = device_mesh.size(), self.strategies.common
         costs = None
@@ -290,7 +291,7 @@ class ShardedModel(ParallelStyle):
         if states:
             passing = state_passing.AxisStatePassing(axis, states, hybrid_of(decoder, states))
         how = unshards, passing, self.cache_dtype, self.local_batch, why_whole(model), drops
-        places = choose_blocks(decoder)
+        places = count_places(decoder)
         sharding = Sharding(decoder, axis, layer_masks, loss, *how, counts_places=places)
         if passing is not None:
             stateful.pass_states(stateful.stateful_layers(decoder), passing)
@@ -335,7 +336,7 @@ def _examine(
             layer_masks: LayerMasks = {}
             drops = False
             if stateful.attention_layers(decoder) or not stateful.stateful_layers(decoder):
-                layer_masks = read_patterns(decoder)
+                layer_masks = read_patterns(decoder, sees_by_place=choose_pools(decoder))
                 check_attention(decoder)
                 drops = attention_dropout(decoder) > 0
             states = check_token_mixing(decoder)

@@ -85,7 +85,7 @@ def sharded(
     if checkpointing:
         model.activation_checkpointing_enable(checkpointing)
     shards = mesh["dp", "cp"]._flatten("dp_cp")
-    for module in (*model.model.layers, model):
+    for module in (*model.get_decoder().layers, model):
         fully_shard(module, mesh=shards, **options)
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -122,6 +122,8 @@ def train_both(
         "parameters": largest(
             # Some buffers are zero, and stay so.
             ((whole[name] - x).norm() / x.norm().clamp(min=1e-30)).item()
+            if x.is_floating_point()
+            else float(not torch.equal(whole[name], x))
             for name, x in states[1].items()
         ),
         "calls": (counts[ring_op], counts[ring_backward_op]),
@@ -229,6 +231,8 @@ def lora_errors(family: str, targets: list[str], is_plan_first: bool) -> list[fl
     [
         ("Llama", ["q_proj", "v_proj"]),
         ("Granite 4", ["in_proj", "q_proj"]),  # of a layer with a state, and of attention
+        ("GLM-5-Next", ["q_proj", "q_b_proj", "wq_b"]),  # of a layer with a state, and of an index
+        ("DeepSeek-V4", ["kv_proj", "q_b_proj"]),  # of pools, and of an index
         ("MiniMax M3", ["q_proj", "v_proj"]),  # those of its index, too, which get no gradient
         pytest.param("Qwen3-Next", ["in_proj_qkvz", "q_proj"], marks=pytest.mark.repeats),
         pytest.param("MiniMax-01", ["qkv_proj", "q_proj"], marks=pytest.mark.repeats),

@@ -22,7 +22,7 @@ from tests.families import HYBRIDS, VOCABULARY, small_model
 from tests.pool import Pool
 
 FAMILIES = ("Llama", "Gemma 3", "Qwen3-MoE", "gpt-oss", "DeepSeek-V3.2", "Granite 4", "LFM2")
-FAMILIES += ("Inkling", "MiniMax M3")
+FAMILIES += ("Inkling", "MiniMax M3", "Qwen4-Exp", "DeepSeek-V4")
 WIDE: dict[str, dict[str, Any]] = {
     "LFM2": {
         "hidden_size": 64,

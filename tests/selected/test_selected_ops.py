@@ -95,10 +95,12 @@ def _opcheck() -> None:
     options = flatten(case.call())
     index = x["index_query"].transpose(1, 2), x["index_key"].unsqueeze(1)
     for weights, block_size in ((x["weights"].transpose(1, 2), 1), (None, 2)):
-        torch.library.opcheck(select_op, (*index, weights, 3, block_size, 0, *options))
+        torch.library.opcheck(select_op, (*index, weights, 3, block_size, 0, 1, *options))
+    pools = index[0], index[1][:, :, :2]
+    torch.library.opcheck(select_op, (*pools, None, 3, 1, 0, 4, *options))
     query, rows = x["query"].requires_grad_(), x["latents"].requires_grad_()
     selected = torch.arange(8).int().view(1, 1, 8, 1).expand(2, 1, 8, 1).contiguous()
-    listed = selected, 0, 5, "selected"
+    listed = selected, 0, 5, "selected", 1
     torch.library.opcheck(selected_op, (query, rows, *listed, *options))
     query, rows = query.detach(), rows.detach()
     out, lse = selected_op(query, rows, *listed, *options)
@@ -124,8 +126,8 @@ def _described(is_token_major: bool) -> list[list[Any]]:
     described = []
     for mode in (FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad()):
         with mode:
-            selected = select_op(*index, weights, K, 1, 0, *options)
-            listed = selected, 1, 5, "selected"
+            selected = select_op(*index, weights, K, 1, 0, 1, *options)
+            listed = selected, 1, 5, "selected", 1
             out, lse = selected_op(query, rows, *listed, *options)
             inputs_back = torch.ones_like(out), None, query, rows, *listed, out, lse
             grads = selected_backward_op(*inputs_back, *options)

@@ -214,9 +214,9 @@ class Footprint(Storages):
     def _attend_selected_backward(
         self, grad_out: Tensor, grad_lse: Any, query: Tensor, rows: Tensor, *rest: Any
     ) -> None:
-        selected, begin, end, route, out, lse, *options = rest
+        selected, begin, end, route, pool_size, out, lse, *options = rest
         choice = self._choices[selected.untyped_storage()._cdata]
-        how = begin, end, route, *options
+        how = begin, end, route, pool_size, *options
         self._send(choice.moved(rows, selected.shape[3], how)[1])
         saved = Saved(grad_out, out, lse, grad_lse)
         self._add(
@@ -316,7 +316,12 @@ class Choice(NamedTuple):
     @classmethod
     def of(cls, query: Tensor, key: Tensor, *rest: Any) -> Choice:
         """Return the choice of a call, given the arguments of the op."""
-        call = unflatten(rest[4:])
+        if rest[4] > 1:
+            raise ValueError(
+                "its index chooses pools of tokens, which an estimate does not count; measure a "
+                "step of the model"
+            )
+        call = unflatten(rest[5:])
         request = call.request(query.shape[0])
         direct = request._replace(strategy=as_strategy(SEEN, request.world_size))
         plans = request.plan(query, key), direct.plan(query, key)
@@ -330,12 +335,12 @@ class Choice(NamedTuple):
             num_chosen: keys of a query.
             rest: the arguments of the op after the lists.
         """
-        sum_dtype = unflatten(tuple(rest[3:])).place.policy.sum_dtype(rows.dtype)
+        sum_dtype = unflatten(tuple(rest[4:])).place.policy.sum_dtype(rows.dtype)
         return moved_costs(self.seen, self.positions, num_chosen, rows, sum_dtype, rest[2])
 
     def loop(self, query: Tensor, key: Tensor, *rest: Any) -> Cost:
         """Run the loop of the selection, with one chunk of queries for each tile."""
-        weights, k, block_size, local_blocks = rest[:4]
+        weights, k, block_size, local_blocks, _ = rest[:5]
         choice = KeyChoice(k, self.call.scores.scale, block_size, local_blocks)
         of_rows = query.new_empty(query.shape[2], dtype=torch.int32)
         own = IndexQueries(query, weights, of_rows)
@@ -386,7 +391,7 @@ def _all_keys(
     query: Tensor, rows: Tensor, rest: Sequence[Any], ring: str
 ) -> tuple[SelectedKeys, Moved, Call]:
     """Return what moves keys, and the keys of all ranks, whose places no content decides."""
-    begin, end, _, *options = rest
+    begin, end, _, _, *options = rest
     call = unflatten(tuple(options))
     request = call.request(query.shape[0])
     shape, positions = (query.shape[3], (begin, end)), positions_of_keys(request)

@@ -9,10 +9,15 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from dtensor_ring import merge_attention
 from dtensor_ring.extension import numbered, within_layer
 from parallel_plans.huggingface.core import patterns
 from parallel_plans.huggingface.core.bias_tables import log_scale, log_scaled, takes_table
-from parallel_plans.huggingface.core.layer_inputs import LayerInputs, ScanChunks
+from parallel_plans.huggingface.core.layer_inputs import (
+    InputsWithPools,
+    LayerInputs,
+    ScanChunks,
+)
 from parallel_plans.huggingface.core.model_masks import ModelMask, PrecomputedMask
 
 IMPLEMENTATION = "ring"
@@ -21,6 +26,9 @@ BIASES = ("attention_bias", "alibi", "head_mask", "block_mask")
 
 class KeySelection(Protocol):
     """The keys that an index chooses for each query."""
+
+    of_pools: bool
+    """Whether it knows by itself what queries see."""
 
     def attend(
         self,
@@ -31,6 +39,22 @@ class KeySelection(Protocol):
         scores: dict[str, Any],
     ) -> Tensor:
         """Return attention of each query to its keys, `(B, N, L, H)`."""
+
+
+class Pools(Protocol):
+    """Keys that are pools of tokens, which a layer sees beside those of tokens."""
+
+    def attend(
+        self, query: Tensor, inputs: InputsWithPools, positions: Tensor, scale: float | None
+    ) -> tuple[Tensor, Tensor] | None:
+        """Return `out` and `lse` of the pools that queries see; `None` if there are none."""
+
+
+class KeysBesidePools(Protocol):
+    """What a layer that sees both gives attention as its keys."""
+
+    tokens: Tensor
+    pools: Pools
 
 
 class RingInputs(NamedTuple):
@@ -44,6 +68,8 @@ class RingInputs(NamedTuple):
         past: number of tokens cached before this batch.
         scan_chunks: chunks of the sequence, for layers with a state.
         seed: the seed of attention dropout in this forward, int64, `()`; `None` without.
+        pools: which tokens ranks have that layers with a window see as pools, if a cache keeps
+            them; `None` if they are those of the layer.
     """
 
     layers: tuple[LayerInputs, ...]
@@ -53,6 +79,7 @@ class RingInputs(NamedTuple):
     past: int = 0
     scan_chunks: ScanChunks | None = None
     seed: Tensor | None = None
+    pools: InputsWithPools | None = None
 
     def of_layer(self, module: Any) -> LayerInputs:
         """Return the inputs of a layer's attention."""
@@ -103,16 +130,25 @@ def attention(
             "context_parallel_plan on the module that you call"
         )
     inputs = ring.of_layer(module)
+    pools: Pools | None = getattr(key, "pools", None)
+    key, value = tokens_of(key), tokens_of(value)
     _refuse(module, query, key, others | {"position_bias": position_bias}, inputs)
     query, bias = at_positions(module, query, position_bias, ring.indices, ring.past)
     scores: dict[str, Any] = {"scale": scaling}
     scores["sinks"] = s_aux if sinks is None else sinks.squeeze(-1)
     if bias is not None:
         scores["relative_bias"] = bias
-    seen = _seen(module, attention_mask, ring, inputs)
     indices = block_indices if indices is None else indices
+    if isinstance(getattr(attention_mask, "of_pools", None), bool):
+        indices = attention_mask  # a layer that makes its mask of what it chooses
+    by_itself = indices is not None and getattr(indices, "of_pools", False)
+    seen = {} if by_itself else _seen(module, attention_mask, ring, inputs)
     with within_layer(module):
-        if indices is None:
+        if pools is not None:
+            _refuse_indices(module, pools, softcap, dropout)
+            states = query, key, value
+            out = _with_pools(states, pools, ring, inputs, scores | seen)
+        elif indices is None:
             if dropout:
                 scores |= _dropout_of(module, dropout, ring)
             out = inputs.attend(query, key, value, softcap=softcap or 0.0, **scores, **seen)
@@ -121,6 +157,29 @@ def attention(
             _refuse_by_query(module, sinks=sinks, position_bias=bias)
             out = indices.attend(module, (query, key, value), inputs, seen, scores)
     return out.transpose(1, 2), None
+
+
+def tokens_of(keys: Any) -> Tensor:
+    """Return the keys of tokens, where a layer sees pools beside them, or the keys."""
+    return getattr(keys, "tokens", keys)
+
+
+def _with_pools(
+    states: tuple[Tensor, Tensor, Tensor],
+    pools: Pools,
+    ring: RingInputs,
+    inputs: Any,
+    how: dict[str, Any],
+) -> Tensor:
+    """Return attention to tokens and to pools with one softmax, `(B, N, L, H)`.
+
+    Sinks take part in that to tokens, which a query always sees.
+    """
+    found = [inputs.attend_with_lse(*states, **how)]
+    of_pools = pools.attend(states[0], ring.pools or inputs, ring.indices, how["scale"])
+    if of_pools is not None:
+        found.append(of_pools)
+    return merge_attention(found)[0]
 
 
 def _seen(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
@@ -18,7 +19,51 @@ from dtensor_ring import (
     select_keys,
     selected_attention,
 )
+from dtensor_ring.extension import pools_before, whole_pools
 from parallel_plans.huggingface.core.documents import DocumentBounds
+
+
+@dataclass(frozen=True, eq=False)
+class KeyPools:
+    """Pools of tokens that an index has for keys, counted from the start of the row.
+
+    Attributes:
+        size: tokens of a pool.
+        key_of: returns the keys of pools, `(B, P, D)`, of the rows of their tokens,
+            `(B, P, size, R)`, and of what `for_next` returned of the pools before them.
+        for_next: returns what the key of the next pool takes of the rows of a pool; `None` if
+            pools do not overlap.
+    """
+
+    size: int
+    key_of: Callable[..., Tensor]
+    for_next: Callable[[Tensor], Tensor] | None = None
+
+    def keys(self, rows: Tensor, mesh: DeviceMesh | None, **where: Any) -> Tensor:
+        """Return the keys of the pools whose last token this rank has, `(B, P, D)`.
+
+        Args:
+            rows: the rows of its tokens, `(B, C, R)`.
+            mesh: the axis; `None` if this rank has all tokens.
+            where: which tokens ranks have, see `whole_pools`.
+        """
+        if mesh is None:
+            number = rows.shape[1] // self.size
+            tokens = rows[:, : number * self.size].unflatten(1, (number, self.size))
+        else:
+            tokens = whole_pools(rows, mesh, self.size, **where)
+        if self.for_next is None:
+            return self.key_of(tokens)
+        before = self.for_next(tokens)
+        if mesh is None:
+            return self.key_of(tokens, before.roll(1, 1))
+        return self.key_of(tokens, pools_before(before, mesh, self.size, **where))
+
+    def index_keys(self, rows: Tensor, mesh: DeviceMesh | None, **where: Any) -> Tensor:
+        """Return `keys` of an index, whose products are in float32."""
+        keys = self.keys(rows, mesh, **where)
+        # Narrower keys travel as they are.
+        return keys.float() if keys.dtype is torch.float64 else keys
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,12 +76,13 @@ class KeyIndex:
 
     Attributes:
         query: queries of this rank, `(B, L, heads, D)`.
-        keys: keys of this rank, `(B, C, D)`.
+        keys: keys of this rank, `(B, C, D)`; with pools, what their keys are made of.
         weights: weights of the heads, `(B, L, heads)`, or `None`.
-        k: how many keys or blocks each query chooses.
+        k: how many keys, blocks or pools each query chooses.
         scale: the factor of the products.
         block_size: how many keys are chosen as one, by the best of them.
         local_blocks: how many blocks up to that of a query it always chooses.
+        pools: how keys are made of several tokens; `None` if each token has one.
     """
 
     query: Tensor
@@ -46,9 +92,21 @@ class KeyIndex:
     scale: float
     block_size: int = 1
     local_blocks: int = 0
+    pools: KeyPools | None = None
+
+    def scores(self) -> Tensor:
+        """Return the scores of all pools of one rank for all its queries, `(B, L, P)`."""
+        assert self.pools is not None and self.weights is not None
+        keys = self.pools.index_keys(self.keys, None).to(self.query.dtype)
+        products = self.scale * torch.einsum("blhd,bpd->blhp", self.query, keys)
+        return (products.relu() * self.weights.unsqueeze(-1)).sum(2)
 
     def of(self, num_keys: int) -> dict[str, Any]:
         """Return how queries choose among so many keys, as arguments of a selection."""
+        if self.pools is not None:
+            size = self.pools.size
+            k = max(1, min(self.k, num_keys // size))
+            return {"k": k, "scale": self.scale, "pool_size": size}
         blocks = {"block_size": self.block_size, "local_blocks": self.local_blocks}
         return {"k": min(self.k, -(-num_keys // self.block_size)), "scale": self.scale} | blocks
 
@@ -86,6 +144,27 @@ class LayerInputs(Protocol):
         ...
 
 
+class InputsWithPools(LayerInputs, Protocol):
+    """How a layer attends that sees pools beside tokens."""
+
+    @property
+    def num_keys(self) -> int:
+        """Return the number of tokens of all ranks, with the layout's padding."""
+        ...
+
+    def attend_with_lse(
+        self, query: Tensor, key: Tensor, value: Tensor, **scores: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Return the outputs, and the log-sum-exp of the scores, `(B, N, L)`."""
+        ...
+
+    def attend_pools(
+        self, query: Tensor, rows: Tensor, pools: KeyPools, chosen: Tensor, scale: float | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return attention to pools that are keys and values, by their numbers, and its lse."""
+        ...
+
+
 @dataclass(frozen=True)
 class ShardedInputs:
     """Attention with sharded queries and keys: keys and values travel, as in training.
@@ -112,9 +191,36 @@ class ShardedInputs:
         """Return the outputs of this rank's queries, `(B, N, L, H)`."""
         return self.axis.attention(query, key, value, **self._where, **scores)
 
+    def attend_with_lse(
+        self, query: Tensor, key: Tensor, value: Tensor, **scores: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Return the outputs, and the log-sum-exp of the scores, `(B, N, L)`."""
+        return self.axis.attention_with_lse(query, key, value, **self._where, **scores)
+
+    @property
+    def num_keys(self) -> int:
+        """Return the number of tokens of all ranks, with the layout's padding."""
+        return _num_keys(self.key_runs) if self.seq_len is None else self.seq_len
+
+    def attend_pools(
+        self, query: Tensor, rows: Tensor, pools: KeyPools, chosen: Tensor, scale: float | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return attention to pools that are keys and values, by their numbers, and its lse."""
+        keys = pools.keys(self._own(rows, 1), self.axis.mesh, **self._order).unsqueeze(1)
+        how = self._where | {"mesh": self.axis.mesh, "scale": scale, "pool_size": pools.size}
+        return selected_attention(query, keys, keys.shape[3], chosen, return_lse=True, **how)
+
     @property
     def _where(self) -> dict[str, Any]:
         return {"seq_len": self.seq_len, "runs": self.runs, "key_runs": self.key_runs}
+
+    @property
+    def _order(self) -> dict[str, Any]:
+        """Return which tokens ranks have keys of, see `whole_pools`."""
+        runs = self.runs if self.key_runs is None else self.key_runs
+        if runs is not None:
+            return {"runs": runs}
+        return {"layout": self.axis.layout, "seq_len": self.seq_len}
 
     def select(self, index: KeyIndex, strategy: str | None = None, **seen: Any) -> Tensor:
         """Return the positions that this rank's queries choose, -1 for none.
@@ -122,9 +228,10 @@ class ShardedInputs:
         They are `(B, L, K)`, or for each head of the index `(B, G, L, K)`.
         Keys of an index take the axis's route, so `strategy` is ignored.
         """
-        num_keys = _num_keys(self.key_runs) if self.seq_len is None else self.seq_len
-        how = index.of(num_keys) | self._where | seen
+        how = index.of(self.num_keys) | self._where | seen
         keys = self._own(index.keys, 1)
+        if index.pools is not None:
+            keys = index.pools.index_keys(keys, self.axis.mesh, **self._order)
         return select_keys(index.query, keys, index.weights, mesh=self.axis.mesh, **how)
 
     def attend_selected(
@@ -182,6 +289,16 @@ class DecodeInputs:
         Raises:
             ValueError: if the layer has fewer keys than its cache.
         """
+        return self.attend_with_lse(query, key, value, **scores)[0]
+
+    def attend_with_lse(
+        self, query: Tensor, key: Tensor, value: Tensor, strategy: str | None = None, **scores: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Return the outputs, and the log-sum-exp of the scores, `(B, N, M)`.
+
+        Raises:
+            ValueError: if the layer has fewer keys than its cache.
+        """
         self._check(key)
         if key.shape[2] > self.num_columns:
             key, value = key.narrow(2, 0, self.num_columns), value.narrow(2, 0, self.num_columns)
@@ -193,8 +310,24 @@ class DecodeInputs:
             kernel=self.axis.kernel,
             mesh=self.mesh,
             agree=self.agree,
+            return_lse=True,
             **scores,
         )
+
+    @property
+    def num_keys(self) -> int:
+        """Return the number of tokens of all ranks."""
+        return _num_keys(self.key_runs)
+
+    def attend_pools(
+        self, query: Tensor, rows: Tensor, pools: KeyPools, chosen: Tensor, scale: float | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return attention to pools that are keys and values, by their numbers, and its lse."""
+        own = rows.narrow(1, 0, self.num_columns)
+        keys = pools.keys(own, self.mesh, runs=self.key_runs).unsqueeze(1)
+        how: dict[str, Any] = {"key_runs": self.key_runs, "mesh": self.mesh, "agree": self.agree}
+        how |= {"scale": scale, "pool_size": pools.size}
+        return decode_selected_attention(query, keys, keys.shape[3], chosen, return_lse=True, **how)
 
     def _check(self, key: Tensor) -> None:
         """Refuse fewer keys than the cache has."""
@@ -208,8 +341,10 @@ class DecodeInputs:
     def select(self, index: KeyIndex, strategy: str | None = None, **seen: Any) -> Tensor:
         """Return the positions that the queries choose, the same on all ranks."""
         keys = index.keys.narrow(1, 0, self.num_columns)
-        how = index.of(_num_keys(self.key_runs)) | seen
+        how = index.of(self.num_keys) | seen
         how |= {"key_runs": self.key_runs, "mesh": self.mesh}
+        if index.pools is not None:
+            keys = index.pools.index_keys(keys, self.mesh, runs=self.key_runs)
         return decode_select_keys(index.query, keys, index.weights, **how)
 
     def attend_selected(

@@ -126,8 +126,12 @@ def is_pattern(x: Any) -> bool:
     return isinstance(x, tuple) and len(x) == 4 and x[0] == MARKER
 
 
-def read_patterns(model: Any) -> LayerMasks:
+def read_patterns(model: Any, sees_by_place: bool = False) -> LayerMasks:
     """Return the mask of each pattern of the model, or why a ring cannot compute it.
+
+    Args:
+        model: the model.
+        sees_by_place: whether its layers may make no masks: causal ones, of rows of one document.
 
     Raises:
         ValueError: if the model does not reach an attention that uses the attention interface, or
@@ -143,6 +147,8 @@ def read_patterns(model: Any) -> LayerMasks:
         if any(x.pattern.is_extended for x in whole):
             more = tokens.repeat(1, 4)
             longer = _requests(model, more, attention_mask=torch.ones_like(more))
+    if not whole and sees_by_place:
+        return {pattern_of(): LayerMask(Mask.causal(), by_positions=False)}
     if not whole:
         raise ValueError(
             f"{type(model).__name__} does not make its masks through transformers.masking_utils, "
@@ -370,6 +376,7 @@ class FirstAttention(Exception):
 
 def alone(query: Tensor, value: Tensor) -> Tensor:
     """Return the output of an attention in which each token sees only itself, `(B, L, N, H)`."""
+    value = getattr(value, "tokens", value)  # beside pools
     groups = query.shape[1] // value.shape[1]
     return value.repeat_interleave(groups, 1).transpose(1, 2).contiguous()
 

@@ -2,7 +2,8 @@
 
 An index of blocks counts keys by their places in the row, and queries by `position_ids`. With
 padding on the left or packed documents these differ, and the stock model chooses other blocks than
-for each document alone.
+for each document alone. Pools would begin in each row, or in each document, at other tokens, and
+some stock models pool tokens of several documents.
 """
 
 from __future__ import annotations
@@ -11,12 +12,14 @@ import torch
 from torch import Tensor
 
 from parallel_plans.huggingface.core.documents import blocks, require
+from parallel_plans.huggingface.core.patterns import AXES_WITH_TEXT
 
 WHOLE_ROWS = (
-    "layers of this model choose blocks of keys, which count from the start of the row, so over a "
-    "sharded sequence each row must be one document: without padding on the left, packed "
-    "documents, or position_ids that do not count from 0. The stock model gives such documents "
-    "other blocks than each of them alone; put one document into each row, with padding after it"
+    "layers of this model choose blocks or pools of keys, which are counted from the start of the "
+    "row, so over a sharded sequence each row must be one document: without padding on the left, "
+    "packed documents, or position_ids that do not count from 0. In other rows they would begin at "
+    "other tokens than in each document alone; put one document into each row, with padding after "
+    "it"
 )
 
 
@@ -25,7 +28,8 @@ def are_whole(mask: Tensor | None, positions: Tensor | None, begin: int = 0) -> 
 
     Args:
         mask: 1 for tokens and 0 for padding, `(B, L)`.
-        positions: position ids, `(B, L)`; those of padding do not count.
+        positions: position ids, `(B, L)`; those of padding do not count. Of four axes the first
+            counts tokens, and of three none does.
         begin: the place in the row of the first of these tokens.
 
     Example:
@@ -33,6 +37,8 @@ def are_whole(mask: Tensor | None, positions: Tensor | None, begin: int = 0) -> 
         tensor(True)
     """
     found = [] if mask is None or begin or not mask.numel() else [mask[:, 0].bool().all()]
+    if positions is not None and positions.ndim == 3:
+        positions = positions[0] if len(positions) == AXES_WITH_TEXT else None
     padding = None if mask is None else blocks(mask)
     for number, block in enumerate(() if positions is None else blocks(positions)):
         end = begin + block.shape[1]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,8 +22,14 @@ from dtensor_ring.extension import (
     no_tokens,
 )
 from parallel_plans.huggingface.core.documents import DocumentBounds, cached_documents
-from parallel_plans.huggingface.core.layer_inputs import DecodeInputs, LayerInputs, ShardedInputs
+from parallel_plans.huggingface.core.layer_inputs import (
+    DecodeInputs,
+    InputsWithPools,
+    LayerInputs,
+    ShardedInputs,
+)
 from parallel_plans.huggingface.core.positions import LastTokens
+from parallel_plans.huggingface.generation.saved_parts import Pair, of_part, windows_of
 from parallel_plans.huggingface.states import state_steps
 
 
@@ -62,7 +68,7 @@ class NewTokens:
             return DocumentBounds()
         return cached_documents(self.left_padding, begin, self.end, self.chunks)
 
-    def full(self, cache: ShardedCache) -> LayerInputs:
+    def full(self, cache: ShardedCache) -> InputsWithPools:
         """Return how layers that see everything attend.
 
         Args:
@@ -100,7 +106,6 @@ def window_slice(rank: int, world_size: int, num_held: int) -> tuple[int, int]:
     return rank * num_held // world_size, (rank + 1) * num_held // world_size
 
 
-Pair = tuple[Tensor, Tensor]
 KeptPair = tuple[KeptTokens, KeptTokens]
 
 
@@ -338,6 +343,15 @@ class CacheMemory:
             inputs[min(self._layers)] = replace(first, agree=tokens.long())
         return tuple(inputs)
 
+    def inputs_of_pools(self, new: NewTokens, tokens: Tensor) -> InputsWithPools | None:
+        """Return which tokens ranks keep of layers with a window, that these see as pools."""
+        if self._index is None or not self._windows.keys() & self._indexes.keys():
+            return None
+        inputs = new.full(self._index)
+        if isinstance(inputs, DecodeInputs) and not tokens.is_floating_point():
+            return replace(inputs, agree=tokens.long())
+        return inputs
+
     def _commit(self, new: NewTokens, rows: int) -> None:
         # Compute all windows before any is updated, so that an error leaves all unchanged.
         appended = [window.appended() for window in self._windows.values()]
@@ -383,6 +397,11 @@ class CacheMemory:
         """
         if not self.seq_len:
             return None, None
+        if layer in self._windows and layer in self._indexes:
+            raise ValueError(
+                "a cache of layers that see pools of tokens keeps what these are made of, and the "
+                "stock cache what was made; go on with cache.state_dict()"
+            )
         if layer in self._windows:
             return self._windows[layer].read(), None
         assert self._shards is not None
@@ -415,14 +434,14 @@ class CacheMemory:
                 f"the state has cache_dtype {state.get('kv_dtype')}, and the plan of this model "
                 f"has {self._kv_dtype}; apply the plan with the cache_dtype of the state"
             )
-        pairs = _windows_of(state, self._windows)
+        pairs = windows_of(state, self._windows)
         for name, cache in self._parts().items():
-            cache.load_state_dict(_of_part(state, name))
+            cache.load_state_dict(of_part(state, name))
         for window, pair in zip(self._windows.values(), pairs, strict=True):
             window.hold(None)
             if pair is not None:
                 window.load((pair[0].to(mesh.device_type), pair[1].to(mesh.device_type)))
-        self.states = state_steps.unnamed(_of_part(state, "state"), mesh.device_type)
+        self.states = state_steps.unnamed(of_part(state, "state"), mesh.device_type)
         self.seq_len, self.batch = state["seq_len"], state["batch"]
 
     def _parts(self) -> dict[str, ShardedCache]:
@@ -467,29 +486,6 @@ class CacheMemory:
         for window in self._windows.values():
             window.hold(None)
         self.seq_len, self.batch, self.states = 0, -1, {}
-
-
-def _of_part(state: dict[str, Any], name: str) -> dict[str, Any]:
-    """Return the entries of a state whose names begin with that of a part."""
-    prefix = f"{name}."
-    return {key.removeprefix(prefix): x for key, x in state.items() if key.startswith(prefix)}
-
-
-def _windows_of(state: dict[str, Any], windows: Iterable[int]) -> list[Pair | None]:
-    """Return what each window of a state holds; nothing if the cache had no tokens.
-
-    Raises:
-        ValueError: if the state is of a cache of other layers.
-    """
-    found = _of_part(state, "window")
-    names = [(f"{x}.keys", f"{x}.values") for x in windows]
-    expected = {x for pair in names for x in pair} if state.get("seq_len") else set()
-    if {*found} != expected or not {"seq_len", "batch"} <= {*state}:
-        raise ValueError(
-            "state must be the state_dict() of a ContextParallelCache of the same model, got "
-            f"{', '.join(state) or 'nothing'}"
-        )
-    return [(found[x], found[y]) if expected else None for x, y in names]
 
 
 def _layout_of_runs(axis: SequenceAxis, other: str = "zigzag") -> Layout:

@@ -22,8 +22,14 @@ from transformers.cache_utils import (
 
 from dtensor_ring.extension import MAX_QUERIES, CacheUsage, NotPickled
 from parallel_plans.huggingface.core.versions import kept_whole
-from parallel_plans.huggingface.generation.cache_memory import CacheMemory, Pair
-from parallel_plans.huggingface.selecting.indexers import give_index, indexers_of
+from parallel_plans.huggingface.generation.cache_memory import CacheMemory
+from parallel_plans.huggingface.generation.saved_parts import Pair
+from parallel_plans.huggingface.selecting.compressed import compressing_layers
+from parallel_plans.huggingface.selecting.indexers import (
+    give_index,
+    indexers_of,
+    keeps_positions,
+)
 from parallel_plans.huggingface.sharding.sharding import shardings_of
 from parallel_plans.huggingface.states.state_sources import States
 from parallel_plans.huggingface.states.stateful import (
@@ -99,7 +105,8 @@ class ContextParallelCache(Cache):
         stock, owners, sizes = _stock_layers(model, has_states)
         kept = self._kept = sorted({x for x in owners if type(stock[x]) not in STATES})
         axis, chunks = self.sharding.axis, self.sharding.chunks
-        indexed = [x.layer_idx for x in indexers_of(model)]
+        self._indexers = {x.layer_idx: x for x in indexers_of(model)}
+        indexed = [*self._indexers, *(x.layer_idx for x in compressing_layers(model))]
         how = chunks, decode_tokens, block, self.sharding.cache_dtype, indexed
         self.memory = CacheMemory(axis, sizes, kept, *how)
         layers: list[Any] = [
@@ -121,7 +128,8 @@ class ContextParallelCache(Cache):
             if pair is not None:
                 layer.update(*pair)
             if index is not None:
-                give_index(layer, index)
+                self._refuse_axes(self._indexers[number])
+                give_index(self._indexers[number], layer, index)
             for (kind, state_idx), x in self._states_of(number).items():
                 if kind == "recurrent":
                     layer.update_recurrent_state(x, state_idx)
@@ -130,6 +138,14 @@ class ContextParallelCache(Cache):
             if getattr(layer, "is_sliding", False):  # it counts tokens that it forgot, too
                 layer.cumulative_length = self.memory.seq_len
         return made
+
+    def _refuse_axes(self, indexer: Any) -> None:
+        """Refuse to give the positions of images to a stock layer, which no rank has."""
+        if keeps_positions(indexer) and hasattr(self._config, "vision_config"):
+            raise ValueError(
+                "the stock cache of this model keeps the positions of all tokens, by the axes of "
+                "images, which a sharded cache does not have; go on with cache.state_dict()"
+            )
 
     def state_dict(self) -> dict[str, Any]:
         """Return what is cached, whole on every rank and on the CPU; all ranks must call it.
@@ -256,6 +272,14 @@ class KeptLayer(CacheLayerMixin):
         vars(made).update(deepcopy(vars(self), memo))
         return made
 
+    @property
+    def indexer_position_ids(self) -> None:
+        """Where a model would find the positions of all tokens; a rank has those of its own."""
+
+    @indexer_position_ids.setter
+    def indexer_position_ids(self, positions: Tensor) -> None:
+        """Keep no positions: what an index needs of them it keeps with its keys."""
+
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Do nothing: memory is allocated with the first tokens."""
 
@@ -314,7 +338,7 @@ def _stock_layers(model: Any, has_states: bool = False) -> tuple[list[Any], list
     config = model.config.get_text_config(decoder=True)
     layers: list[Any] = DynamicCache(config=config).layers
     types: Sequence[str] = getattr(config, "layer_types", None) or ()
-    indexed = {x.layer_idx for x in indexers_of(model)}
+    indexed = {x.layer_idx for x in (*indexers_of(model), *compressing_layers(model))}
     owners: list[int] = []
     of_type: dict[str, int] = {}
     for number, layer in enumerate(layers):

@@ -189,7 +189,9 @@ def call_with_cache(
             indices = torch.arange(num_tokens, device=tokens.device)
             if positions is None:
                 batch = replace(batch, positions=(past + indices).unsqueeze(0))
-        ring = RingInputs(inputs, past + indices, sharding.layer_masks, past=past)
+        of_pools = memory.inputs_of_pools(new, tokens)
+        layer_masks = sharding.layer_masks
+        ring = RingInputs(inputs, past + indices, layer_masks, past=past, pools=of_pools)
         how = keywords(batch, ring, use_cache=True)
         if new.sharded_length:
             kept = sharding.keep_logits(how, new.layout, num_tokens, new.sharded_length)

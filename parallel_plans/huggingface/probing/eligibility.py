@@ -22,6 +22,7 @@ from parallel_plans.huggingface.core.positions import (
     counts_mask,
     length_dependent,
 )
+from parallel_plans.huggingface.selecting.compressed import compressing_layers
 from parallel_plans.huggingface.selecting.indexers import INDEXED_KIND, indexers_of
 from parallel_plans.huggingface.states.stateful import stateful_layers
 
@@ -182,12 +183,13 @@ def _stateful_layers(model: Any, config: Any) -> list[str]:
     served = {name for name, x in modules.items() if not handing.isdisjoint(x.modules())}
     kinds = enumerate(getattr(config, "layer_types", None) or ())
     indexed = {x.layer_idx for x in indexers_of(model)}
+    known = indexed | {x.layer_idx for x in compressing_layers(model)}
     # An indexer may serve layers after its own, which have none.
     selects = {INDEXED_KIND} if indexed else set()
     stateful = {
         f"layers.{i}": kind
         for i, kind in kinds
-        if not WITHOUT_STATE.fullmatch(kind) and kind not in selects and i not in indexed
+        if not WITHOUT_STATE.fullmatch(kind) and kind not in selects and i not in known
     }
     paths = {layer: next((x for x in modules if x.endswith(layer)), layer) for layer in stateful}
     if refused := [layer for layer, path in paths.items() if path not in served]:

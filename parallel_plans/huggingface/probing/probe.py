@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from parallel_plans.huggingface.core.attention_function import at_positions
+from parallel_plans.huggingface.core.attention_function import at_positions, tokens_of
 from parallel_plans.huggingface.core.bias_tables import making_tables
 from parallel_plans.huggingface.core.local_attention import keeping_local_attention
 from parallel_plans.huggingface.core.modules import language_model_of
@@ -102,6 +102,7 @@ def _alone(
             f"{type(module).__name__} gets no keyword arguments from the model, so that attention "
             "cannot know how the sequence is sharded; it has no context-parallel plan"
         )
+    key, value = tokens_of(key), tokens_of(value)
     groups = query.shape[1] // key.shape[1]
     key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
     query, bias = at_positions(module, query, position_bias, ring)
@@ -181,9 +182,10 @@ def check_attention(model: Any) -> None:
         **options: Any,
     ) -> tuple[Tensor, None]:
         name = f"{names.get(module) or 'its attention'} ({type(module).__name__})"
-        if attention_mask is not None and not _is_one_of(masks, attention_mask):
+        is_choice = getattr(attention_mask, "of_pools", False) is True
+        if attention_mask is not None and not is_choice and not _is_one_of(masks, attention_mask):
             reasons.append(f"{name} changes or replaces the masks of transformers.masking_utils")
-        elif _hides_keys(module, query, key, options):
+        elif _hides_keys(module, query, tokens_of(key), options):
             reasons.append(f"{name} has an attention function that hides keys which its mask shows")
         return alone(query, value), None
 

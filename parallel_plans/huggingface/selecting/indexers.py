@@ -29,6 +29,17 @@ from parallel_plans.huggingface.selecting.block_scores import (
     Places,
     UnknownScoresError,
 )
+from parallel_plans.huggingface.selecting.compressed import (
+    check_compressors,
+    compressing_layers,
+    describe_pools,
+)
+from parallel_plans.huggingface.selecting.pools import (
+    check_pools,
+    form_of,
+    hand_on_choice,
+    pool_forward,
+)
 from parallel_plans.huggingface.selecting.selection import Selection, keep_latents
 
 # The methods to which indexers give their keys: of a cache, or of one of its layers.
@@ -36,6 +47,8 @@ UPDATE, UPDATE_LAYER = "update_indexer", "update_index"
 # The type, in a config, of layers whose attention gets what an indexer chooses.
 INDEXED_KIND = "indexed_attention"
 MASK, POSITIONS = "attention_mask", "position_ids"
+# Where a layer of a stock cache keeps the positions of all tokens, by three axes.
+POSITIONS_OF_INDEX = "indexer_position_ids"
 
 
 def indexers_of(model: nn.Module) -> list[Any]:
@@ -44,17 +57,42 @@ def indexers_of(model: nn.Module) -> list[Any]:
     return [x for x in model.modules() if updates.intersection(names_in_forward(x))]
 
 
-def give_index(layer: Any, keys: Tensor) -> None:
-    """Give the keys of an index, `(B, S, D)`, to a layer of a stock cache."""
-    if hasattr(layer, UPDATE):
+def give_index(indexer: Any, layer: Any, keys: Tensor) -> None:
+    """Give the keys of an index, `(B, S, D)`, to a layer of a stock cache.
+
+    With pools they are the rows that a cache keeps for them.
+    """
+    if (form := form_of(indexer)) is not None:
+        batch, num_tokens, _ = keys.shape
+        layer.update_indexer(keys[..., : form.stock_row(indexer)])
+        if form.is_turned:  # rows begin at position 0
+            places = torch.arange(num_tokens, device=keys.device)
+            setattr(layer, POSITIONS_OF_INDEX, places.expand(3, batch, -1))
+    elif hasattr(layer, UPDATE):
         layer.update_indexer(keys)
     else:
         layer.update_index(keys.unsqueeze(1))
 
 
+def keeps_positions(indexer: Any) -> bool:
+    """Return whether a stock cache keeps positions beside the keys of an index."""
+    form = form_of(indexer)
+    return form is not None and form.is_turned
+
+
 def choose_blocks(model: nn.Module) -> bool:
-    """Return whether indexers describe blocks, which count places in the row."""
+    """Return whether indexers describe blocks."""
     return any(UPDATE_LAYER in names_in_forward(x) for x in indexers_of(model))
+
+
+def choose_pools(model: nn.Module) -> bool:
+    """Return whether indexers describe pools."""
+    return any(form_of(x) is not None for x in indexers_of(model))
+
+
+def count_places(model: nn.Module) -> bool:
+    """Return whether layers have blocks or pools, which count places in the row."""
+    return choose_blocks(model) or choose_pools(model) or bool(compressing_layers(model))
 
 
 def selecting_layers(model: Any) -> list[Any]:
@@ -72,23 +110,30 @@ def selecting_layers(model: Any) -> list[Any]:
 def describing_scores(model: Any) -> Iterator[None]:
     """Open a context in which the indexers of a model describe their scores."""
     indexers = indexers_of(model)
+    check_pools(indexers)
+    check_compressors(model)
     describe_scores(indexers)
+    changed = hand_on_choice(model) + describe_pools(model)
     try:
         yield
     finally:
-        for indexer in indexers:
-            del indexer.forward
+        for module, name in [(x, "forward") for x in indexers] + changed:
+            delattr(module, name)
 
 
 def describe_scores(indexers: list[Any]) -> None:
     """Make these indexers describe their scores from now on."""
     for indexer in indexers:
-        indexer.forward = MethodType(_forward(indexer), indexer)
+        form = form_of(indexer)
+        forward = _forward(indexer) if form is None else pool_forward(indexer, form)
+        indexer.forward = MethodType(forward, indexer)
 
 
 def select_keys_of(model: Any) -> None:
     """Make the indexed layers of a model attend to the keys that they choose over all ranks."""
     describe_scores(indexers_of(model))
+    hand_on_choice(model)
+    describe_pools(model)
     keep_latents(selecting_layers(model))
 
 

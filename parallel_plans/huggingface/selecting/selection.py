@@ -74,11 +74,15 @@ class Selection:
 
     Args:
         index: queries, keys and weights of the index.
+
+    Attributes:
+        of_pools: whether it chooses pools, among those that end before a query in its row.
     """
 
     def __init__(self, index: KeyIndex) -> None:
         self._index: KeyIndex | None = index
         self._positions: Tensor | None = None
+        self.of_pools = index.pools is not None
 
     @property
     def indices(self) -> Selection:

@@ -299,6 +299,10 @@ class PooledInputs:
         """Refuse layers whose index chooses keys: blocks of the pool keep no keys of an index."""
         raise ValueError(NO_INDEX)
 
+    def attend_with_lse(self, query: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Refuse layers that see pools beside tokens, as `select` refuses an index."""
+        raise ValueError(NO_INDEX)
+
     def attend_selected(
         self, query: Tensor, key: Tensor, value: Tensor | int, chosen: Tensor, **scores: Any
     ) -> Tensor:

@@ -12,7 +12,9 @@ from parallel_plans.huggingface.activations.token_tiles import tokenwise_modules
 from parallel_plans.huggingface.core.modules import language_model_of
 from tests.dense import largest
 from tests.families import (
+    BESIDE_POOLS,
     CHOOSES_BLOCKS,
+    CHOOSES_POOLS,
     FAMILIES,
     HYBRIDS,
     SELECTING,
@@ -32,7 +34,7 @@ FOUND: dict[str, list[str]] = {
 WITHOUT = ("OPT",)
 """Has fused norms, and the products of its MLPs are modules of the layer."""
 DEFAULT = ("Llama", "Qwen3-MoE, router loss", "gpt-oss", "Gemma 3", "Qwen3-Next", "Nemotron-H")
-DEFAULT += ("DeepSeek-V3.2", "MiniMax M3")
+DEFAULT += ("DeepSeek-V3.2", "MiniMax M3", "GLM-5-Next", "DeepSeek-V4")
 
 
 @pytest.mark.parametrize("family", FOUND)
@@ -53,7 +55,14 @@ def test_found_by_what_they_keep(family: str) -> None:
         *DEFAULT,
         *(
             pytest.param(family, marks=pytest.mark.repeats)
-            for family in {**FAMILIES, **HYBRIDS, **SELECTING, **CHOOSES_BLOCKS}
+            for family in {
+                **FAMILIES,
+                **HYBRIDS,
+                **SELECTING,
+                **CHOOSES_BLOCKS,
+                **CHOOSES_POOLS,
+                **BESIDE_POOLS,
+            }
             if family not in (*DEFAULT, *WITHOUT)
         ),
     ],

@@ -2,36 +2,45 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import pytest
 import torch
 
 from parallel_plans.huggingface import ContextParallelCache
-from tests.families import CHOOSES_BLOCKS, SELECTING
-from tests.huggingface.generation.generating import decode_messages, sharded, tokens
+from tests.families import BESIDE_POOLS, CHOOSES_BLOCKS, CHOOSES_POOLS, SELECTING
+from tests.huggingface.generation.generating import decode_messages, sharded, stock, tokens
 from tests.huggingface.generation.test_generate import WAYS, check_turns, check_ways
 from tests.pool import Pool
+from tests.results import of_first_rank
 
 SOME = ("greedy", "left padded", "chunked prefill")
 OF_DEEPSEEK = ("greedy", "no cache", "beams", "assisted", "left padded", "chunked prefill")
 OF_BLOCKS = ("greedy", "no cache", "beams", "assisted", "chunked prefill")
 """The prompt of 13 tokens ends within a block of 4, and so do chunks of 5."""
+OF_POOLS = ("greedy", "no cache", "beams", "chunked prefill")
+"""States cannot be taken back, as assisted decoding does."""
 
 
-# One family with an index in each layer, one with layers that share it, one with blocks.
-GENERATED = {"DeepSeek-V3.2": 3, "GLM-5": 2, "MiniMax M3": 3}
+# One family with an index in each layer, one with layers that share it, one with blocks, and two
+# with pools.
+GENERATED = {"DeepSeek-V3.2": 3, "GLM-5": 2, "MiniMax M3": 3, "GLM-5-Next": 3, "Qwen4-Exp": 2}
+GENERATED |= {"DeepSeek-V4": 3}
 
 
 @pytest.mark.parametrize(
     ("family", "world_size"),
     [
         pytest.param(x, GENERATED.get(x, 2), marks=() if x in GENERATED else pytest.mark.repeats)
-        for x in (*SELECTING, *CHOOSES_BLOCKS)
+        for x in (*SELECTING, *CHOOSES_BLOCKS, *CHOOSES_POOLS, *BESIDE_POOLS)
     ],
 )
 def test_ways_to_generate(
     pool: Pool, request: pytest.FixtureRequest, family: str, world_size: int
 ) -> None:
     ways = {"DeepSeek-V3.2": OF_DEEPSEEK, "MiniMax M3": OF_BLOCKS}.get(family, SOME)
+    ways = OF_POOLS if family in {**CHOOSES_POOLS, **BESIDE_POOLS} else ways
     if request.config.getoption("--all-cases"):
         ways = tuple(x for x in WAYS if family in SELECTING or not x.startswith("left padded"))
     pool.run(world_size, check_ways, family, ways)
@@ -41,7 +50,7 @@ def check_all_turns() -> None:
     """Parts of a sequence, sharded or not, choose the keys that the whole chooses."""
     for number, family in enumerate(SELECTING):
         check_turns(family, "zigzag", number % 2)
-    for family in CHOOSES_BLOCKS:
+    for family in (*CHOOSES_BLOCKS, *CHOOSES_POOLS, *BESIDE_POOLS):
         check_turns(family, "zigzag", 0)
 
 
@@ -56,12 +65,34 @@ def messages(family: str) -> list[int]:
 
 @pytest.mark.parametrize(
     ("family", "expected"),
-    [pytest.param("DeepSeek-V3.2", 6, marks=pytest.mark.repeats), ("GLM-5", 5), ("MiniMax M3", 5)],
+    [
+        pytest.param("DeepSeek-V3.2", 6, marks=pytest.mark.repeats),
+        ("GLM-5", 5),
+        ("MiniMax M3", 5),
+    ],
 )
 def test_messages_of_a_token(pool: Pool, family: str, expected: int) -> None:
     """One for each attention, and one for each index, which one of the three layers has not."""
     for counts in pool.run(2, messages, family):
         assert counts == [expected] * 3
+
+
+LENGTHS = 2, 9, 14, 19, 31
+"""Of prompts: some end with a pool of 3, 4 or 5 tokens, and the others within one."""
+
+
+def check_lengths(family: str) -> None:
+    ours, theirs = sharded(family), stock(family)
+    how: dict[str, Any] = {"max_new_tokens": 7, "do_sample": False, "pad_token_id": 0}
+    for length in LENGTHS:
+        prompt = tokens(length)
+        expected = of_first_rank(partial(theirs.generate, prompt, **how))
+        assert torch.equal(ours.generate(prompt, **how), expected), length
+
+
+@pytest.mark.parametrize("family", [*CHOOSES_POOLS, *BESIDE_POOLS])
+def test_prompts_that_end_within_a_pool(pool: Pool, family: str) -> None:
+    pool.run(3, check_lengths, family)
 
 
 @torch.no_grad()
@@ -77,3 +108,11 @@ def test_keys_of_an_index_are_counted(pool: Pool) -> None:
     """Two layers of three keep them beside latents: 8 numbers of a token, and 8 + 4 in float64."""
     latents, index = 3 * (8 + 4), 2 * 8
     assert pool.run(2, kept_bytes, "GLM-5")[0] == 2 * 24 * 8 * (latents + index)
+
+
+def test_what_pools_are_made_of_is_counted(pool: Pool) -> None:
+    """Windows, which both ranks hold, and of each token what pools of two layers are made of."""
+    keys_and_gates, of_position = (2 * 8, 4 * 8, 4 * 8), 3
+    windows = 2 * 3 * 2 * 24 * 2 * 8 * 8
+    rows = 2 * 24 * 8 * sum(x + of_position for x in keys_and_gates)
+    assert pool.run(2, kept_bytes, "DeepSeek-V4")[0] == windows + rows

@@ -17,6 +17,7 @@ from transformers import DynamicCache
 
 from parallel_plans.huggingface import ContextParallelCache, restore_model, stock_model
 from parallel_plans.huggingface.core.versions import with_cache
+from tests.families import BESIDE_POOLS, CHOOSES_POOLS
 from tests.huggingface.generation.generating import exact_softmax, generate, sharded, stock, tokens
 from tests.pool import Pool
 
@@ -115,3 +116,28 @@ def test_saved_chats_go_on(pool: Pool, tmp_path: Path, family: str) -> None:
     pool.run(1, go_on, family, folder, "contiguous")
     if family == "Llama":
         pool.run(2, check_refused, folder)
+
+
+def of_pools(family: str) -> None:
+    """A chat goes on from its state, and with the stock model if that keeps what pools are of."""
+    model = sharded(family)
+    chat, said = ContextParallelCache(model, block=2), tokens(0)
+    for number in range(2):
+        said = turn(model, chat, said, number)
+    assert torch.equal(said, stock_chat(family, 2)[0])
+    expected = stock_chat(family, 3)[0]
+    if family in BESIDE_POOLS:
+        with pytest.raises(ValueError, match=r"keeps what these are made of.*state_dict"):
+            chat.whole()
+    else:
+        whole = chat.whole()
+        with stock_model(model):
+            assert torch.equal(turn(model, whole, said, 2), expected)
+    loaded = ContextParallelCache(model)
+    loaded.load_state_dict(chat.state_dict())
+    assert torch.equal(turn(model, loaded, said, 2), expected)
+
+
+@pytest.mark.parametrize("family", [*CHOOSES_POOLS, *BESIDE_POOLS])
+def test_chats_of_pools_go_on(pool: Pool, family: str) -> None:
+    pool.run(2, of_pools, family)

@@ -15,22 +15,34 @@ from torch.distributed.tensor.parallel import parallelize_module
 from parallel_plans.huggingface import ContextParallelCache, context_parallel_plan
 from parallel_plans.huggingface.core.whole_rows import are_whole
 from tests.dense import largest
-from tests.families import CHOOSES_BLOCKS, VOCABULARY, small_model
+from tests.families import BESIDE_POOLS, CHOOSES_BLOCKS, CHOOSES_POOLS, VOCABULARY, small_model
 from tests.huggingface.sharding.test_hf_local_batch import shards
 from tests.huggingface.test_families import batches, compare
 from tests.pool import Pool
 from tests.results import difference, results_of
 
+READ_WHOLE = ("GLM-5-Next",)
+"""An outer model merges images into embeddings of the whole batch."""
 KINDS = ("plain", "padded right")
 """Of 23 tokens, which neither ranks nor blocks divide."""
-OFTEN = {(2, "contiguous"), (3, "striped"), (4, "zigzag"), (3, "balanced")}
+FAMILIES = {**CHOOSES_BLOCKS, **CHOOSES_POOLS, **BESIDE_POOLS}
+OFTEN = {
+    "MiniMax M3": {(2, "contiguous"), (3, "striped"), (4, "zigzag"), (3, "balanced")},
+    "GLM-5-Next": {(2, "striped"), (3, "contiguous"), (4, "zigzag")},
+    "Qwen4-Exp": {(2, "zigzag"), (3, "striped")},
+    "DeepSeek-V4": {(2, "zigzag"), (3, "striped"), (4, "contiguous"), (3, "balanced")},
+}
 WORLDS = [*product((2, 3, 4), ("contiguous", "zigzag", "striped", "balanced"))]
 
 
-@pytest.mark.parametrize("family", CHOOSES_BLOCKS)
 @pytest.mark.parametrize(
-    ("world_size", "layout"),
-    [pytest.param(*x, marks=() if x in OFTEN else pytest.mark.repeats) for x in WORLDS],
+    ("family", "world_size", "layout"),
+    [
+        pytest.param(family, *x, marks=() if x in OFTEN[family] else pytest.mark.repeats)
+        for family, x in product(FAMILIES, WORLDS)
+        if family not in CHOOSES_POOLS
+        or x[1] != "balanced"  # which layers with a state do not take
+    ],
 )
 def test_family_equals_the_stock_model(
     pool: Pool, family: str, world_size: int, layout: str
@@ -51,9 +63,9 @@ def test_over_tiles_of_tokens(pool: Pool) -> None:
         assert largest(x for error in errors.values() for x in error.values()) < 1e-5, errors
 
 
-def planned(**options: Any) -> Any:
+def planned(family: str, **options: Any) -> Any:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
-    model = small_model("MiniMax M3")
+    model = small_model(family)
     return parallelize_module(model, mesh, context_parallel_plan(model, **options))
 
 
@@ -64,9 +76,9 @@ def with_positions(seq_len: int) -> dict[str, Tensor]:
     return batch | {"position_ids": (mask.cumsum(1) - 1).masked_fill(mask == 0, 1)}
 
 
-def sharded_batches() -> dict[str, tuple[float, str | None]]:
+def sharded_batches(family: str) -> dict[str, tuple[float, str | None]]:
     """Differences of batches that come sharded."""
-    model, stock, found = planned(), small_model("MiniMax M3"), {}
+    model, stock, found = planned(family, layout="zigzag"), small_model(family), {}
     for name, batch in {
         "plain": {name: x[:, :20] for name, x in batches()["plain"].items()},
         "positions": with_positions(20),
@@ -76,8 +88,9 @@ def sharded_batches() -> dict[str, tuple[float, str | None]]:
     return found
 
 
-def test_sharded_batches_equal_the_stock_model(pool: Pool) -> None:
-    for found in pool.run(2, sharded_batches):
+@pytest.mark.parametrize("family", [x for x in FAMILIES if x not in READ_WHOLE])
+def test_sharded_batches_equal_the_stock_model(pool: Pool, family: str) -> None:
+    for found in pool.run(2, sharded_batches, family):
         assert not any(name for _, name in found.values()), found
 
 
@@ -96,12 +109,13 @@ def refused_batches() -> dict[str, dict[str, Tensor]]:
     }
 
 
-def refusals() -> None:
+def refusals(family: str) -> None:
     """On every rank, whole and sharded: no rank waits, so the same model goes on."""
-    model = planned()
+    model = planned(family, layout="zigzag")
     mesh = model.context_parallel_sharding.axis.mesh
     for name, batch in refused_batches().items():
-        for given in (batch, shards(batch, mesh)):
+        whole_only = family in READ_WHOLE
+        for given in (batch,) if whole_only else (batch, shards(batch, mesh)):
             with pytest.raises(ValueError, match=r"each row must be one document") as raised:
                 model(**given)
             if "_" in name:
@@ -126,8 +140,9 @@ def refused_mask() -> Tensor:
     return (torch.arange(24) >= torch.tensor([[3], [0]])).long()
 
 
-def test_rows_of_several_documents_are_refused(pool: Pool) -> None:
-    pool.run(2, refusals)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rows_of_several_documents_are_refused(pool: Pool, family: str) -> None:
+    pool.run(2, refusals, family)
 
 
 @pytest.mark.parametrize("block", [2, 8192])
@@ -143,6 +158,10 @@ def test_are_whole(monkeypatch: pytest.MonkeyPatch, block: int) -> None:
     assert not are_whole(mask.flip(1), None)
     assert not are_whole(None, index * mask)
     assert not are_whole(mask, index.flip(1))
+    axes = torch.stack([index, index * 0, index * 0, index * 0])
+    assert are_whole(mask, axes)
+    assert not are_whole(mask, axes.flip(2))
+    assert are_whole(mask, axes[1:])
 
 
 def index_heads() -> None:

@@ -15,12 +15,20 @@ from parallel_plans.huggingface import context_parallel_plan, restore_model
 from parallel_plans.huggingface.selecting.indexers import indexers_of, selecting_layers
 from parallel_plans.huggingface.selecting.selection import has_latents
 from tests.dense import largest
-from tests.families import CHOOSES_BLOCKS, SELECTING, VOCABULARY, small_model
+from tests.families import (
+    BESIDE_POOLS,
+    CHOOSES_BLOCKS,
+    CHOOSES_POOLS,
+    SELECTING,
+    VOCABULARY,
+    small_model,
+)
 from tests.huggingface.test_families import compare
 from tests.huggingface.test_families_trained import CHECKPOINTING, train_both
 from tests.pool import Pool
 
 LAYOUTS = ("zigzag", "contiguous")
+OF_ROWS = {**CHOOSES_BLOCKS, **CHOOSES_POOLS, **BESIDE_POOLS}
 
 
 def every_family() -> list[Any]:
@@ -45,14 +53,15 @@ def test_family_equals_the_stock_model(
 
 
 # Hy 4 has layers that share an index, and all kinds of this plan; `--all-cases` has the others.
-TRAINED = {("Hy 4", "selective"), ("MiniMax M3", "full")}
+TRAINED = {("Hy 4", "selective"), ("MiniMax M3", "full"), ("GLM-5-Next", "selective")}
+TRAINED |= {("DeepSeek-V4", "selective")}
 
 
 @pytest.mark.parametrize(
     ("family", "name"),
     [
         pytest.param(*x, marks=() if x in TRAINED else pytest.mark.repeats)
-        for x in product((*SELECTING, *CHOOSES_BLOCKS), CHECKPOINTING)
+        for x in product((*SELECTING, *OF_ROWS), CHECKPOINTING)
     ],
 )
 def test_ten_steps_of_fsdp_equal_one_process(pool: Pool, family: str, name: str) -> None:
@@ -72,15 +81,16 @@ def in_16_bits(family: str) -> list[float]:
         loss.backward()
         assert all(x.grad.isfinite().all() for x in model.parameters() if x.grad is not None)
         losses.append(loss.item())
-        model.eval().generate(tokens, max_new_tokens=3, do_sample=False)
+        use_cache = family not in BESIDE_POOLS
+        model.eval().generate(tokens, max_new_tokens=3, do_sample=False, use_cache=use_cache)
     return losses
 
 
 @pytest.mark.parametrize(
     "family",
     [
-        pytest.param(x, marks=() if x in ("GLM-5", "MiniMax M3") else pytest.mark.repeats)
-        for x in (*SELECTING, *CHOOSES_BLOCKS)
+        pytest.param(x, marks=() if x in ("GLM-5", *OF_ROWS) else pytest.mark.repeats)
+        for x in (*SELECTING, *OF_ROWS)
     ],
 )
 def test_models_in_16_bits(pool: Pool, family: str) -> None:

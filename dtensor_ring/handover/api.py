@@ -126,6 +126,8 @@ class HandOver:
         for name, cache in (("source", source), ("target", target)):
             if not isinstance(cache, (ShardedCache, type(None))):
                 raise TypeError(f"{name} must be a ShardedCache, or None, got {cache!r}")
+        if heads is not None and (type(heads) is not DeviceMesh or heads.ndim != 1):
+            raise TypeError(f"heads must be a 1-D DeviceMesh, or None, got {heads!r}")
         self._group = axis_group(mesh)
         self._rank, self._device = self._group.rank(), _device_of(mesh)
         self._source, self._target, self._next, self.num_sent = source, target, 0, 0

@@ -60,6 +60,20 @@ def on_cache(method: str, **turn: Any) -> Callable[..., Any]:
     return call
 
 
+def given_cache(mesh: DeviceMesh) -> Any:
+    """A cache of two sequences of 8 tokens, to hand over."""
+    cache = ring.ShardedCache(mesh, 1)
+    cache.begin(8, dealt=True)
+    cache[0].append(*(torch.zeros(2, 2, 8, 4) for _ in range(2)))
+    return cache
+
+
+def moving(_: DeviceMesh, **given: Any) -> None:
+    """Hand a cache over within a context."""
+    with ring.HandOver(**given):
+        pass
+
+
 def paged(method: str | None) -> Callable[..., Any]:
     """A batch of one sequence, or one of its methods."""
 

@@ -44,7 +44,9 @@ from tests.bad_calls.arguments import (
 from tests.bad_calls.calls import (
     Mine,
     block_mask,
+    given_cache,
     model,
+    moving,
     on_axis,
     on_cache,
     on_pool,
@@ -268,6 +270,13 @@ FUNCTIONS |= {
         ("held_blocks", {"rank": just(0, 1)}),
         ("runs", {"begin": just(0, 3)}),
     )
+}
+CACHES = {"source": [given_cache], "target": [lambda mesh: ring.ShardedCache(mesh, 1)]}
+CACHES |= MESH | {"heads": just(None)}
+LIKE = {"like": [lambda _: (tensor(2, 2, 8, 4), tensor(2, 2, 8, 4))], "seq_len": just(None, 5)}
+FUNCTIONS |= {
+    "hand_over": Function(without_mesh(ring.hand_over), CACHES),
+    "HandOver": Function(moving, CACHES | LIKE),
 }
 FUNCTIONS |= {
     f"ShardedCache.{name}": Function(on_cache(name, **turn), right)

@@ -46,13 +46,6 @@ def granite(*layers: str) -> Any:
     return built("GraniteMoeHybridConfig", "GraniteMoeHybridForCausalLM", **options)
 
 
-def deepseek() -> Any:
-    """Its layers attend to windows of tokens."""
-    sizes = {"q_lora_rank": 8, "o_lora_rank": 8, "o_groups": 2, "index_topk": 4}
-    kinds = {"layer_types": ["heavily_compressed_attention", "compressed_sparse_attention"]}
-    return built("DeepseekV4Config", "DeepseekV4ForCausalLM", **TEXT | sizes | kinds)
-
-
 def with_mamba() -> Any:
     """A model of images whose language model has no plan either."""
     model = gemma3()
@@ -68,7 +61,6 @@ def answers() -> Any:
 
 
 REFUSED = {
-    r"layers\.0 \(heavily_compr.* windows of tokens, .* one softmax over tokens and": deepseek,
     r"beside model\.vision_tower, and its head .* to its model\.language_model alone": answers,
     r"that part, model\.language_model, has no plan either: layers\.0\.mamba": with_mamba,
 }

@@ -212,9 +212,10 @@ class ContinuousBatch:
         if len({*request_ids} - {*self._requests}) < len(prompts):
             raise ValueError(f"ids of requests must be new and differ, got {list(request_ids)}")
         # All are prepared before any is added: `generate` may refuse an option.
-        drafts, *given = DraftOptions.take(options, self._config, self._model.generation_config)
+        given = options, self._config, self._model.generation_config
+        drafts, others, config = DraftOptions.take(*given)
         known: dict[int, TokenChoice] = {}
-        prepared = [self._prepared(prompt, *given, known) for prompt in prompts]
+        prepared = [self._prepared(prompt, others, config, known) for prompt in prompts]
         choices = [x for x in prepared if isinstance(x, TokenChoice)]
         if choices:
             parts = self._parts or self._made(self._num_blocks_for(choices))
@@ -393,10 +394,7 @@ def _tokens_of(given: Any) -> list[int]:
 
 
 def install_generate_batch(model: Any, plan_of: Callable[[Any], Any]) -> None:
-    """Make continuous batching of this model, not of its class, run over a sharded pool.
-
-    `plan_of` returns a plan for a stock `assistant_model`.
-    """
+    """Make continuous batching of this model run over a pool; `plan_of` is for its assistants."""
     can_generate = getattr(model, "can_generate", None)
     if can_generate is None or not can_generate():
         return
@@ -417,8 +415,8 @@ def init_continuous_batching(
     """Return a batch that requests can join, see `ContinuousBatch`."""
     check_servable(self)
     options = ServingOptions.of(continuous_batching_config, self.device)
-    given = generation_config, options, plan_of
-    return ContinuousBatch(self, self.context_parallel_sharding, *given)
+    sharding = self.context_parallel_sharding
+    return ContinuousBatch(self, sharding, generation_config, options, plan_of)
 
 
 @contextmanager

@@ -78,7 +78,7 @@ class Drafters:
         return found
 
 
-class Ahead:
+class DraftedRequest:
     """A request whose draft has begun: what a `ServedRequest` is to its processors.
 
     Attributes:
@@ -161,7 +161,7 @@ class ModelDrafter(Drafter):
         for number in [x for x in self._sequences if x not in numbers]:
             self._pool.free(self._sequences.pop(number))
 
-    def _begin(self, request: ServedRequest, limit: int) -> Iterator[Ahead]:
+    def _begin(self, request: ServedRequest, limit: int) -> Iterator[DraftedRequest]:
         """Enter the tokens that a request got, of which the last few are not computed yet."""
         tokens, number = request.tokens, request.number
         try:
@@ -184,9 +184,9 @@ class ModelDrafter(Drafter):
             num_tokens = min(missing - 1, self._max_tokens)
             self._forward.run([(sequence, num_tokens)], [])
             self._pool.commit(sequence, sequence.num_written + num_tokens)
-        yield Ahead(request, sequence, limit)
+        yield DraftedRequest(request, sequence, limit)
 
-    def _next(self, running: Sequence[Ahead]) -> None:
+    def _next(self, running: Sequence[DraftedRequest]) -> None:
         """Propose one more token for each; one that the model doubts is the last of its draft."""
         ends = [len(x.sequence) - x.sequence.num_written for x in running]
         logits = self._forward.run([], [x.sequence for x in running])
@@ -257,5 +257,6 @@ def _alone(assistant: Any, device_type: str, plan_of: Callable[[Any], Any]) -> A
     shared = [*assistant.parameters(), *assistant.buffers()]
     made = deepcopy(assistant, {id(x): x for x in shared})
     group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    assert isinstance(group, dist.ProcessGroup), "this rank is in it"
     mesh = DeviceMesh.from_group(group, device_type, mesh_dim_names=("assistant",))
     return parallelize_module(made, mesh, plan_of(made))

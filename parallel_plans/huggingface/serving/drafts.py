@@ -18,7 +18,7 @@ import numpy as np
 from torch import nn
 
 from parallel_plans.huggingface.serving.served_request import ServedRequest
-from parallel_plans.huggingface.serving.verify import NO_DRAFT, Draft
+from parallel_plans.huggingface.serving.verify import Draft
 
 Function = Callable[[Sequence[Sequence[int]], Sequence[int]], Sequence[Sequence[int]]]
 """Gets the tokens of some requests, which it must not change, and how many to propose of each."""
@@ -31,7 +31,8 @@ NUMBER, SCHEDULE, CONFIDENCE = (
     "num_assistant_tokens_schedule",
     "assistant_confidence_threshold",
 )
-DEFAULTS = {NUMBER: 20, SCHEDULE: "constant", CONFIDENCE: 0.4}
+# What transformers takes if neither a call nor an assistant says anything.
+DEFAULTS = ((NUMBER, 20), (SCHEDULE, "constant"), (CONFIDENCE, 0.4))
 LOOKUP, NGRAM = "prompt_lookup_num_tokens", "max_matching_ngram_size"
 
 
@@ -52,7 +53,7 @@ class Drafter(ABC):
         """Return a draft for each request that decodes, up to its limit, which may be 0."""
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class LookupDrafter(Drafter):
     """Proposes what came after the first place in a request's tokens that has its last ones.
 
@@ -87,7 +88,7 @@ def looked_up(tokens: array[int], ngram: int, count: int) -> list[int]:
     return []
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class FunctionDrafter(Drafter):
     """Proposes what a function does.
 
@@ -163,8 +164,8 @@ class DraftOptions:
         if assistant is None:  # else it is the config of the assistant that counts
             found = {x: getattr(of_model, x, None) if y is None else y for x, y in found.items()}
         for name in (LOOKUP, NGRAM, NUMBER):
-            if found[name] is not None and not (type(found[name]) is int and found[name] > 0):
-                raise ValueError(f"{name} must be a number of tokens from 1, got {found[name]!r}")
+            if (number := found[name]) is not None and (type(number) is not int or number < 1):
+                raise ValueError(f"{name} must be a number of tokens from 1, got {number!r}")
         if found[SCHEDULE] not in (None, *SCHEDULES):
             raise ValueError(f"{SCHEDULE} must be one of {SCHEDULES}, got {found[SCHEDULE]!r}")
         if assistant is not None and found[LOOKUP] is not None:
@@ -182,10 +183,12 @@ class DraftOptions:
 
         What is not given is as the config of an assistant says, or as it is in transformers.
         """
-        given = {NUMBER: self.number, SCHEDULE: self.schedule, CONFIDENCE: self.confidence}
-        known = {x: getattr(config, x, None) if y is None else y for x, y in given.items()}
-        number, schedule, confidence = (DEFAULTS[x] if y is None else y for x, y in known.items())
-        return number, schedule in ADAPTIVE, confidence
+        given = self.number, self.schedule, self.confidence
+        known: list[Any] = [
+            next(x for x in (asked, getattr(config, name, None), default) if x is not None)
+            for asked, (name, default) in zip(given, DEFAULTS, strict=True)
+        ]
+        return known[0], known[1] in ADAPTIVE, known[2]
 
     def drafter(self, num_entries: int) -> Drafter | None:
         """Return what proposes tokens, but for a model; `None` if nothing does.
@@ -217,7 +220,7 @@ def propose_all(requests: Sequence[ServedRequest], share: int, unit: int | None)
     by_drafter: dict[int, list[ServedRequest]] = {}
     for request in requests:
         if request.choice.drafter is None:
-            request.draft = NO_DRAFT
+            request.draft = Draft()
         else:
             by_drafter.setdefault(id(request.choice.drafter), []).append(request)
     for group in by_drafter.values():

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from dtensor_ring.extension import PooledSequence
-from parallel_plans.huggingface.serving.verify import NO_DRAFT, Draft, drawn
+from parallel_plans.huggingface.serving.verify import Draft, drawn
 
 # Options of `generate` that choose tokens, beside those of a GenerationConfig.
 FUNCTIONS = ("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn", "tokenizer")
@@ -347,7 +347,7 @@ def _chosen(requests: Sequence[ServedRequest], scores: Tensor, number: int) -> T
         weights = scores.softmax(-1)
         # Each request draws from its own generator, and one launch takes one generator.
         tokens = [
-            drawn(weights[row : row + 1], x.generator, x.draft or NO_DRAFT, number)
+            drawn(weights[row : row + 1], x.generator, x.draft or Draft(), number)
             for row in drawing
             for x in requests[row : row + 1]
             if x.generator is not None

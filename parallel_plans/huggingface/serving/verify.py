@@ -33,9 +33,6 @@ class Draft:
     probabilities: Tensor | None = None
 
 
-NO_DRAFT = Draft()
-
-
 def drawn(weights: Tensor, generator: torch.Generator, draft: Draft, number: int) -> Tensor:
     """Return a token `(B, 1)` for each row, drawn by its probabilities.
 

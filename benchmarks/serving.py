@@ -216,7 +216,8 @@ def draft_cases(quick: bool) -> list[DraftCase]:
     if quick:
         return [DraftCase(2, 32, 12, 4, 1, tiny=True)]
     tiny = DraftCase(16, 64, 64, 6, 5, tiny=True)
-    return [tiny, *(DraftCase(requests, 64, 64, 6, 3) for requests in (1, 4, 16))]
+    pairs = (1, 4), (1, 6), (4, 3), (4, 6), (16, 2), (16, 6)
+    return [tiny, *(DraftCase(requests, 64, 64, draft, 3) for requests, draft in pairs)]
 
 
 class Guesses:

@@ -341,10 +341,7 @@ def _tokens_of(given: Any) -> list[int]:
 
 
 def install_generate_batch(model: Any, plan_of: Callable[[Any], Any]) -> None:
-    """Make continuous batching of this model, not of its class, run over a sharded pool.
-
-    `plan_of` returns a plan for a stock `assistant_model`.
-    """
+    """Make continuous batching of this model run over a pool; `plan_of` is for its assistants."""
     can_generate = getattr(model, "can_generate", None)
     if can_generate is None or not can_generate():
         return
@@ -365,8 +362,8 @@ def init_continuous_batching(
     """Return a batch that requests can join, see `ContinuousBatch`."""
     check_servable(self)
     options = ServingOptions.of(continuous_batching_config, self.device)
-    given = generation_config, options, plan_of
-    return ContinuousBatch(self, self.context_parallel_sharding, *given)
+    sharding = self.context_parallel_sharding
+    return ContinuousBatch(self, sharding, generation_config, options, plan_of)
 
 
 @contextmanager

@@ -75,7 +75,7 @@ def cases(draw: st.DrawFn) -> Case:
     )
 
 
-@pytest.mark.parametrize("wanted", [60, pytest.param(300, marks=pytest.mark.repeats)])
+@pytest.mark.parametrize("wanted", [30, pytest.param(300, marks=pytest.mark.repeats)])
 def test_bits_do_not_depend_on_the_number_of_ranks(wanted: int) -> None:
     for case in different(cases(), wanted):
         alone = results_of(replace(case, ring=alone_of(case.ring)))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import operator
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -22,6 +21,7 @@ from tests import dry_gpu_check, roofline
 from tests.fake_cuda import Event, fake_cuda
 from tests.intervals import OneLaunch
 from tests.pool import Pool
+from tests.scripts import run_script
 from tests.test_public import ROOT
 
 BENCHMARKS = ROOT / "benchmarks"
@@ -114,10 +114,8 @@ def test_every_step_of_several_ranks(pool: Pool, modules: Any, tmp_path: Path) -
 
 def test_as_a_script(tmp_path: Path) -> None:
     """It finds what it imports, and lists its steps without a GPU."""
-    command = [sys.executable, BENCHMARKS / "gpu_check.py", "--dry-run"]
-    done = subprocess.run(command, cwd=tmp_path, timeout=300, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
+    (done,) = run_script(BENCHMARKS / "gpu_check.py", "--dry-run", cwd=tmp_path)
+    lines = done.printed.splitlines()
     assert len(lines) == 2 + 15 + 5
     assert lines[1] == "  installed     5 s  versions, and kernels that run"
 

@@ -54,7 +54,7 @@ def check_all_turns() -> None:
         check_turns(family, "zigzag", 0)
 
 
-@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.repeats), 4])
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.repeats)])
 def test_turns_equal_one_forward(pool: Pool, world_size: int) -> None:
     pool.run(world_size, check_all_turns)
 

@@ -55,7 +55,7 @@ class KeptColumns(NamedTuple):
 
 
 def _blank(none: QuantisedTokens, num_cols: int) -> QuantisedTokens:
-    """Return memory for so many columns, in the format of no columns."""
+    """Return memory of `num_cols` columns in the format of `none`, which has no columns."""
     num_blocks, num_open = divmod(num_cols, none.block_size)
 
     def wider(x: Tensor, number: int) -> Tensor:

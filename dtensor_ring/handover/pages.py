@@ -24,6 +24,7 @@ from dtensor_ring.handover.run import Content, Incoming, Outgoing, Posts
 from dtensor_ring.paged.api import PagedCache
 from dtensor_ring.paged.block_pool import BlockPool
 from dtensor_ring.paged.page_memory import PageMemory, PlainPages, QuantisedPages, _tensors
+from dtensor_ring.planning.ranges import expanded, numbered
 
 
 class MovedPages(ABC):
@@ -51,7 +52,8 @@ class MovedPlainPages(MovedPages):
 
     def __init__(self, memory: PlainPages, pages: np.ndarray, num_tokens: np.ndarray) -> None:
         self._memory, like = memory, memory.like
-        slots = _expanded(pages * like[0].shape[1], num_tokens)
+        first = pages * like[0].shape[1]
+        _, slots = expanded(first, first + num_tokens)
         self._slots = torch.from_numpy(slots).to(like[0].device)
         self.contents = [Content((len(slots), *x.shape[2:]), x.dtype) for x in like]
 
@@ -76,7 +78,7 @@ class MovedQuantisedPages(MovedPages):
     def __init__(self, memory: QuantisedPages, pages: np.ndarray, num_tokens: np.ndarray) -> None:
         self._memory, unit = memory, memory._unit
         first, (num_full, rest) = pages * (memory._page // unit), np.divmod(num_tokens, unit)
-        self._full = _expanded(first, num_full)
+        _, self._full = expanded(first, first + num_full)
         self._open = (first + num_full)[rest > 0]
         self._rest = rest[rest > 0]
         self.contents = [
@@ -122,8 +124,7 @@ class MovedQuantisedPages(MovedPages):
 
     def _places(self) -> tuple[Tensor, Tensor]:
         """Return the number of the unit of each token after full units, and its place there."""
-        numbers = np.repeat(np.arange(len(self._rest)), self._rest)
-        places = _expanded(np.zeros_like(self._rest), self._rest)
+        numbers, places = numbered(self._rest)
         device = self._memory.like[0].device
         return torch.from_numpy(numbers).to(device), torch.from_numpy(places).to(device)
 
@@ -134,12 +135,6 @@ def moved_pages(memory: PageMemory, pages: np.ndarray, num_tokens: np.ndarray) -
         return MovedQuantisedPages(memory, pages, num_tokens)
     assert isinstance(memory, PlainPages)
     return MovedPlainPages(memory, pages, num_tokens)
-
-
-def _expanded(firsts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Return the integers of ranges, one after the other."""
-    starts = np.cumsum(lengths) - lengths
-    return np.repeat(firsts - starts, lengths) + np.arange(int(lengths.sum()))
 
 
 class PagedHandOver:

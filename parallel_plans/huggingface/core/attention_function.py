@@ -47,7 +47,7 @@ class Pools(Protocol):
     def attend(
         self, query: Tensor, inputs: InputsWithPools, positions: Tensor, scale: float | None
     ) -> tuple[Tensor, Tensor] | None:
-        """Return `out` and `lse` of the pools that queries see; `None` if there are none."""
+        """Return `out` and `lse` of attention to pools; `None` if there are no pools."""
 
 
 class KeysBesidePools(Protocol):

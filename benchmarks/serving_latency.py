@@ -94,7 +94,7 @@ async def measure(url: str, load: Load, num: int) -> None:
 
 
 def served(ranks: int, rates: list[float], num: int, folder: str) -> list[Load]:
-    """The loads of a server with so many ranks, one after another."""
+    """Start a server of `ranks` ranks, and load it at each rate in turn."""
     command = [sys.executable, "-m", "dtensor_ring", "serve", "--model", folder, "--port", "0"]
     command += ["--mesh", f"cp={ranks}"]
     server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)

@@ -6,7 +6,6 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any, Self
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -15,7 +14,7 @@ from dtensor_ring.decode.cache import CacheLayer, ShardedCache
 from dtensor_ring.decode.column_memory import ColumnMemory
 from dtensor_ring.dtensor.annotation import axis_group
 from dtensor_ring.dtensor.call_check import check_agreement, checked_barrier
-from dtensor_ring.handover.call import handing_over
+from dtensor_ring.handover.call import device_of, handing_over
 from dtensor_ring.handover.columns import ColumnMove
 from dtensor_ring.handover.plan import head_span
 from dtensor_ring.handover.run import (
@@ -129,7 +128,7 @@ class HandOver:
         if heads is not None and (type(heads) is not DeviceMesh or heads.ndim != 1):
             raise TypeError(f"heads must be a 1-D DeviceMesh, or None, got {heads!r}")
         self._group = axis_group(mesh)
-        self._rank, self._device = self._group.rank(), _device_of(mesh)
+        self._rank, self._device = self._group.rank(), device_of(mesh)
         self._source, self._target, self._next, self.num_sent = source, target, 0, 0
         try:
             self._told = _told(source, target, heads, like, seq_len)
@@ -244,8 +243,3 @@ def _hold(cache: ShardedCache, made: list[list[ColumnMemory]], plan: HandOverPla
     cache._appends.take_over(plan.table, plan.kept.batch, plan.kept.order)
     for layer, memory in zip(cache, made, strict=True):
         layer._memory, layer.capacities = tuple(memory), plan.table.num_local
-
-
-def _device_of(mesh: DeviceMesh) -> torch.device:
-    """Return the device of this rank's tensors."""
-    return torch.empty(0, device=mesh.device_type).device

@@ -10,6 +10,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
 from dtensor_ring.agreement.call_record import CallRecord, RingError
 from dtensor_ring.agreement.checked_transport import checked_transport
@@ -103,3 +104,8 @@ def handing_over(
     except HandOverEnded as ended:
         assert ended.__cause__ is not None
         raise ended.__cause__ from None
+
+
+def device_of(mesh: DeviceMesh) -> torch.device:
+    """Return the device of this rank's tensors."""
+    return torch.empty(0, device=mesh.device_type).device

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dtensor_ring.dtensor.annotation import axis_group
 from dtensor_ring.dtensor.call_check import check_agreement
-from dtensor_ring.handover.call import handing_over
+from dtensor_ring.handover.call import device_of, handing_over
 from dtensor_ring.handover.run import Content, Incoming, Outgoing
 
 SAME_TENSORS = "hand over the same tensors"
@@ -46,7 +46,7 @@ def copy_whole(
     [tensor([1., 1.])]
     """
     group = axis_group(mesh)
-    device = torch.empty(0, device=mesh.device_type).device
+    device = device_of(mesh)
     mine = None if tensors is None else tuple([Content.of(x) for x in tensors])
     told = check_agreement(group, {}, SAME_TENSORS, _Told(mine, gets))
     contents = _same(told, dist.get_process_group_ranks(group))

@@ -22,7 +22,7 @@ NumRanks = Annotated[int, Range(1, MAX_RANKS)]
 NumBytes = Annotated[int, Range(1, 2**60)]
 
 # The version of the fields below, which a file has as `schema`.
-SCHEMA = 1
+SCHEMA = 2
 
 # The shapes of tiles; a machine without one is asked for the next.
 FORMS = ("window", "causal", "full")
@@ -153,6 +153,8 @@ class Machine:
         kernels: speeds of attention kernels; of equal rows the first counts.
         gemm: FLOPs per second that matrix products reach, by dtype.
         memory_rate: bytes per second that simple kernels read and write.
+        element_rate: numbers per second that a kernel of PyTorch writes which looks them up one by
+            one, as they are broadcast, strided, or of several dtypes; 0 where bytes alone count.
         merge: seconds of merging partial results, by bytes read and written.
         pack: seconds of packing columns, by bytes read and written.
         inside: links between devices of one host.
@@ -190,6 +192,7 @@ class Machine:
     between: Links
     beside_kernel: AtLeast1 = 1.0
     beside_transfer: AtLeast1 = 1.0
+    element_rate: AtLeast0 = 0.0
     launch: AtLeast0 = 0.0
     hop: AtLeast0 = 0.0
     host_waits: bool = False

@@ -9,6 +9,7 @@ None of these figures comes from a measurement of context parallelism, and none 
   2,048 numbers of all heads (Dao, 2023, arXiv 2307.08691; Shah et al., 2024, arXiv 2407.08608);
 - MagiAttention: its charts of kernels on one GPU, batch 1 and 64 heads of 128, in
   `assets/magi_attn/exp/kernel/` of SandAI-org/MagiAttention at 2c64135, read to 0.5 %;
+- Liger-Kernel: `benchmark/data/all_benchmark_data.csv` of linkedin/Liger-Kernel at ead96b6;
 - AITER: the table in `op_tests/cpp/mha/README.md` of ROCm/aiter, batch 1 and 64 heads of 128.
 """
 
@@ -34,6 +35,11 @@ BESIDE_TRANSFER = 1.189
 # aiconfigurator's data sheets: the part of the memory's rate that kernels reach, and what one takes
 # at least. A survey of MI300X has 81 % (aiweekly.co, "AMD MI300X hits only 45 % of peak FLOPs").
 STREAM, SMALLEST = 0.8, 3 * MICRO
+# Numbers per second that kernels of PyTorch look up one by one. Liger-Kernel, whose benchmark times
+# PyTorch's own ops, too: SwiGLU of 8,192 tokens of 32,768 numbers, strided, in bfloat16, on an H100:
+# two kernels in 1.495 ms (megatron_swiglu, torch, forward). RMSNorm of 2,048 tokens of 16,384
+# numbers on an A100: four in 0.986 ms, of which others take 0.227 ms by their bytes.
+INDEXED_HOPPER, INDEXED_AMPERE = 2 * 8192 * 32768 / 1.495e-3, 4 * 2048 * 16384 / 0.759e-3
 # The shortest launches of attention in aiconfigurator's tables take 9 to 14 us. A backward is three
 # kernels: dot products of outputs and their gradients, the gradients, and a change of dtype.
 SMALLEST_KERNEL, BACKWARD_KERNELS = 10 * MICRO, 3
@@ -101,6 +107,10 @@ _CUDNN_HOPPER = (
     ("causal", (325, 474, 562, 589, 587, 605), (179, 304, 402, 459, 498, 516)),
     ("full", (533, 628, 625, 608, 607, 616), (315, 436, 487, 500, 519, 533)),
 )
+# cuDNN of heads of 64, over heads of 128 above. Of 131,072 tokens, 32 heads and a causal mask, an
+# H200 (PyTorch 2.11, cuDNN 9.19) reached 463 TFLOP/s forward, and 435 in both directions together,
+# which is 425 backward. Other lengths and forms are taken to be as much slower.
+CUDNN_64 = 463 / 605, 425 / 516
 _CUDNN_BLACKWELL = (
     ("causal", (239, 918, 1288, 1333, 1322, 1320), (318, 554, 727, 893, 937, 985)),
     ("full", (713, 1206, 1413, 1405, 1364, 1369), (528, 840, 991, 1027, 1056, 1064)),
@@ -154,6 +164,23 @@ def _magi(kernel: str, rates: _Rates, tokens: Sequence[int] = MAGI_TOKENS) -> li
     ]
 
 
+def _cudnn_hopper() -> list[KernelSpeed]:
+    """Return cuDNN of heads of 128, and of 64."""
+    rows = _magi("cudnn", _CUDNN_HOPPER)
+    slower = [
+        replace(x, head_dim=64, forward=_slower(x.forward, ahead), backward=_slower(x.backward, back))
+        for x in rows
+        for ahead, back in (CUDNN_64,)
+    ]
+    return [*rows, *slower]
+
+
+def _slower(curve: Curve, part: float) -> Curve:
+    """Return a curve of a part of the speed; the smallest launch takes as long."""
+    first, *seconds = curve.seconds
+    return Curve(curve.sizes, (first, *(x / part for x in seconds)))
+
+
 def _flash3() -> tuple[KernelSpeed, ...]:
     return tuple(
         _speed(
@@ -196,6 +223,7 @@ def _machine(
     kernels: Sequence[KernelSpeed],
     inside: Links,
     gigabits: float,
+    element_rate: float = 0.0,
 ) -> Machine:
     """Return a preset: 8 devices of a host, and a port of each of them to other hosts."""
     reached = STREAM * memory_rate
@@ -214,6 +242,7 @@ def _machine(
         inside=inside,
         between=_between(gigabits),
         beside_transfer=BESIDE_TRANSFER,
+        element_rate=element_rate,
         launch=LAUNCH,
         hop=HOP,
         date="2026-11-26",
@@ -281,6 +310,7 @@ def _a100() -> Machine:
         _flash2_ampere(),
         _nvlink(_NCCL_A100),
         gigabits=200,  # DGX A100: ConnectX-6
+        element_rate=INDEXED_AMPERE,
     )
 
 
@@ -291,9 +321,10 @@ def _h100() -> Machine:
         80 * 2**30,
         3.35 * TERA,
         {"bfloat16": 752 * TERA, "float8_e4m3fn": 1200 * TERA},
-        (*_flash3(), *_magi("cudnn", _CUDNN_HOPPER), *_flash2_hopper()),
+        (*_flash3(), *_cudnn_hopper(), *_flash2_hopper()),
         _nvlink(_NCCL_H100),
         gigabits=400,  # DGX H100: ConnectX-7
+        element_rate=INDEXED_HOPPER,
     )
 
 
@@ -307,6 +338,7 @@ def _h200() -> Machine:
         _h100().kernels,  # the same multiprocessors
         _nvlink(_NCCL_H200),
         gigabits=400,
+        element_rate=INDEXED_HOPPER,
     )
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from dtensor_ring.lab.machine import SAME_SPEED, Machine
 from dtensor_ring.lab.training.collectives import Kind, collective_seconds, rank_group
-from dtensor_ring.lab.training.model_shape import LayerShape, ModelShape, Product
-from dtensor_ring.lab.training.state_shape import StateShape
+from dtensor_ring.lab.training.launches import ATTENTION, STATE, Launch, fused
+
+# Matrix products in FP8 leave everything else, attention too, in 16 bits.
+FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
 
 # Bytes of a number, by the names of dtypes that training has.
 ITEMSIZES = (
@@ -104,71 +107,60 @@ class Shard(NamedTuple):
     gemm_dtype: str
     is_sharded: bool = False
 
+    @property
+    def dtype(self) -> str:
+        """The dtype between layers: products in FP8 leave everything else in 16 bits."""
+        return "bfloat16" if self.gemm_dtype in FLOAT8 else self.gemm_dtype
+
 
 class LayerClock(NamedTuple):
-    """Tells what kernels and collectives take for the tokens of a rank.
+    """Tells what launches and collectives take for the tokens of a rank.
 
-    Note [Roofline]: a matrix product takes as long as its FLOPs or as its bytes, whichever is more
-    (Williams et al., 2009, doi 10.1145/1498765.1498785). Other kernels take as long as their bytes:
-    each reads its inputs and writes its outputs once, as fused kernels do. Backward has two
-    products for each of the forward, and reads and writes twice the bytes.
+    Note [Roofline]: a launch takes as long as its FLOPs, its bytes or its numbers, whichever is
+    most (Williams et al., 2009, doi 10.1145/1498765.1498785), and what the smallest one takes.
 
     Attributes:
         machine: the machine.
         shard: what one rank has.
         hidden: numbers of a token between layers.
+        is_compiled: whether launches are fused, see Note [Fused launches].
     """
 
     machine: Machine
     shard: Shard
     hidden: int
+    is_compiled: bool = False
 
-    def product(self, product: Product) -> float:
-        """Return the seconds of one product with weights."""
-        tokens, divisor = self.shard.tokens / self.shard.tp, 1 if product.divided else self.shard.tp
-        # Either the weights are divided, or the tokens are: the FLOPs are the same.
-        flops = product.flops * tokens
-        numbers = product.active * (product.inputs + product.outputs) * tokens
-        numbers += product.weights * divisor / self.shard.tp
-        width = itemsize(self.shard.gemm_dtype)
-        return max(
-            flops / gemm_rate(self.machine, self.shard.gemm_dtype), self.memory(numbers * width)
-        )
+    def parts(self, forward: Sequence[Launch], backward: Sequence[Launch]) -> list[PartSeconds]:
+        """Return the seconds of the launches of a forward and of its backward."""
+        sides = [forward, backward]
+        if self.is_compiled:
+            sides = [fused(forward, backward), fused(backward)]
+        return [sum(map(self._part, side), PartSeconds()) for side in sides]
+
+    def _part(self, launch: Launch) -> PartSeconds:
+        if launch.op == ATTENTION:
+            return PartSeconds()
+        is_state, is_product = launch.op == STATE, launch.flops > 0
+        name = "states" if is_state else "gemm" if is_product else "others"
+        return PartSeconds(**{name: self._seconds(launch, is_product and not is_state)})
+
+    def _seconds(self, launch: Launch, is_product: bool) -> float:
+        """Return the seconds of a launch; products of a state are in 16 bits or wider."""
+        machine, dtype, size = self.machine, self.shard.dtype, float(launch.num_bytes)
+        if is_product:
+            dtype = self.shard.gemm_dtype
+            size *= itemsize(dtype) / self.shard.itemsize
+        seconds = self.memory(size)
+        if launch.flops:
+            seconds = max(seconds, launch.flops / gemm_rate(machine, dtype))
+        if launch.elements and machine.element_rate:
+            seconds = max(seconds, launch.elements / machine.element_rate)
+        return launch.times * (seconds + machine.pack(0.0))
 
     def memory(self, size: float) -> float:
         """Return the seconds of reading and writing so many bytes."""
         return size / self.machine.memory_rate
-
-    def layer(self, layer: LayerShape) -> PartSeconds:
-        """Return the seconds of a forward of a layer without its attention."""
-        return PartSeconds(
-            gemm=sum(map(self.product, layer.products)),
-            others=self.memory(self._passes(layer) * self.shard.itemsize),
-            tp=layer.num_blocks * self.tp_collectives(),
-            states=0.0 if layer.state is None else self._state(layer.state),
-        )
-
-    def _state(self, state: StateShape) -> float:
-        """Return the seconds of a state's kernels, whose products are in 16 bits or wider."""
-        shard, dtype = self.shard, self.shard.gemm_dtype
-        dtype = dtype if itemsize(dtype) == shard.itemsize else "bfloat16"
-        flops, passes = (of(shard.is_sharded) for of in (state.flops, state.passes))
-        seconds = max(flops / gemm_rate(self.machine, dtype), self.memory(passes * shard.itemsize))
-        return seconds * shard.tokens / shard.tp
-
-    def mlp(self, layer: LayerShape) -> PartSeconds:
-        """Return the seconds of a forward of an MLP alone, which tiles compute again."""
-        numbers = 3 * layer.activated + layer.routed * 4 * self.hidden
-        passes = numbers * self.shard.tokens / self.shard.tp
-        return PartSeconds(
-            gemm=sum(map(self.product, layer.mlp)),
-            others=self.memory(passes * self.shard.itemsize),
-        )
-
-    def backward(self, forward: PartSeconds) -> PartSeconds:
-        """Return the seconds of a backward; the collectives of a layer are its own reverse."""
-        twice = {name: 2 * getattr(forward, name) for name in ("gemm", "others", "states")}
-        return PartSeconds(**twice, tp=forward.tp)
 
     def tp_collectives(self) -> float:
         """Return the seconds of a gather before a part of a layer and a reduction after it.
@@ -186,25 +178,6 @@ class LayerClock(NamedTuple):
         group = rank_group(self.machine, self.shard.tp)
         size = self.shard.tokens * self.hidden * self.shard.itemsize
         return collective_seconds(self.machine, group, kind, size)
-
-    def _passes(self, layer: LayerShape) -> float:
-        """Return how many numbers the other kernels of a forward read and write."""
-        rotary = 2 * sum(layer.heads) * layer.head_dim
-        # A norm reads and writes a token, a sum with the residual reads two and writes one.
-        numbers = (2 + 3) * layer.num_blocks * self.hidden + rotary + 3 * layer.activated
-        # Tokens are copied to their experts, and their results are summed.
-        numbers += layer.routed * 4 * self.hidden
-        return numbers * self.shard.tokens / self.shard.tp
-
-    def head(self, model: ModelShape) -> tuple[float, float]:
-        """Return the seconds of the loss, forward and backward.
-
-        Logits are made and used in chunks: three products in all, and float32 logits are written
-        and read forward, and their gradient is written and read backward.
-        """
-        product = self.product(model.head)
-        logits = self.memory(2 * 4 * self.shard.tokens * model.vocabulary / self.shard.tp)
-        return product + logits, 2 * product + logits
 
     def embedding(self) -> float:
         """Return the seconds of reading the embeddings of tokens; backward adds as many."""

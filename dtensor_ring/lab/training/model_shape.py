@@ -70,13 +70,15 @@ class LayerShape:
         heads: number of query heads, and of key and value heads; 0 without an attention.
         head_dim: numbers of a head. Where those of keys and of values differ, their mean, which
             gives the same FLOPs and bytes.
-        attention: products around the attention and the state.
+        attention: products around the state and the attention. The last one of each comes after it;
+            before an attention are those of queries, with their gate, of keys and of values.
         mlp: products of the MLP; those of experts have `copies`.
         activated: numbers of a token that the activation function makes, over all active experts.
         routed: number of experts that a token is sent to; 0 without experts.
         has_query_norm: whether queries and keys go through a norm before the attention.
         has_gate: whether the output of the attention is multiplied by a gate.
         state: what stands in place of the attention, or beside it; `None` for an attention alone.
+        state_products: how many of the products around them are those of the state, the first ones.
     """
 
     mask: Mask
@@ -89,6 +91,7 @@ class LayerShape:
     has_query_norm: bool = False
     has_gate: bool = False
     state: StateShape | None = None
+    state_products: int = 0
 
     @property
     def products(self) -> tuple[Product, ...]:
@@ -271,6 +274,7 @@ class _Reader:
         mlp: tuple[tuple[Product, ...], int, int] = (), 0, 0
         if kind in WITH_STATE:
             state, mixing = self._state()
+        of_state = len(mixing)
         if kind not in (*WITH_STATE, *MLPS) or kind == "hybrid":
             heads, head_dim, around = self._attention()
             mixing = *mixing, *around
@@ -281,6 +285,7 @@ class _Reader:
             has_query_norm=heads[0] > 0 and self.name.startswith(QUERY_NORMS),
             has_gate=heads[0] > 0 and self.name.startswith(GATED_ATTENTION),
             state=state,
+            state_products=of_state,
         )
 
     def _dense(self) -> tuple[tuple[Product, ...], int, int]:
@@ -363,7 +368,8 @@ class _Reader:
         dim = self._size("head_dim", default=self.hidden // heads)
         gates = heads if self.name.startswith(GATED_ATTENTION) else 0
         products = (
-            Product(self.hidden, (heads + gates + 2 * key_heads) * dim),
+            Product(self.hidden, (heads + gates) * dim),
+            *[Product(self.hidden, key_heads * dim)] * 2,
             Product(heads * dim, self.hidden),
         )
         return (heads, key_heads), dim, products

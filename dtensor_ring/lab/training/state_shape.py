@@ -92,3 +92,22 @@ class StateShape(NamedTuple):
         # What another rank's state adds is made, read, and added to an output.
         added = 4 * self.values if is_sharded else 0
         return convolution + self.channels + self.values + states + added
+
+    def bytes(self, itemsize: int) -> tuple[int, int, int]:
+        """Return the bytes by token that are kept, and that forward and backward need besides.
+
+        They are those of flash-linear-attention's `chunk_gated_delta_rule`, which keeps its inputs
+        and a triangle of each chunk, and computes states of chunks again in backward; without
+        triangles in other layers.
+
+        Args:
+            itemsize: bytes of a number between layers.
+        """
+        triangles = self.heads * self.chunk * self.has_matrix
+        # A convolution's input and output, the gates, and the result with its norm.
+        kept = (2 * self.channels + self.gates + triangles + 2 * self.values) * itemsize
+        kept += 2 * self.values * max(4, itemsize)
+        states = self.heads * self.head_dims[0] * self.head_dims[1] // self.chunk
+        # States of chunks, two tensors as large as values, and gradients of all inputs.
+        backward = states + 4 * self.values + self.channels
+        return kept, states * itemsize, backward * itemsize

@@ -26,6 +26,7 @@ from dtensor_ring.lab.training.layer_attention import (
     AttentionSeconds,
     model_attentions,
 )
+from dtensor_ring.lab.training.layer_run import LayerRunner
 from dtensor_ring.lab.training.layer_seconds import LayerClock, PartSeconds, peak_flops
 from dtensor_ring.lab.training.layer_states import StateSeconds, model_states
 from dtensor_ring.lab.training.model_shape import LayerShape
@@ -36,6 +37,7 @@ from dtensor_ring.lab.training.step_memory import (
     AttentionRoom,
     StepMemory,
     layer_weights,
+    recorded_head,
     step_memory,
 )
 from dtensor_ring.lab.training.step_request import AUTO, StepRequest, step_request
@@ -207,12 +209,14 @@ def simulate_step(
     kernel: str | None = None,
     batches: Sequence[Boundaries] | None = None,
     world_size: int | None = None,
+    compiled: bool = False,
 ) -> SimulatedStep:
     """Simulate a training step of a language model with FSDP2, context and tensor parallelism.
 
-    Attention is simulated by its plans, see `simulate_attention`; everything else by FLOPs and
-    bytes, see Note [Roofline], and FSDP2 as Note [Overlap] has it. Launches of kernels other than
-    those of attention take no time, and links have nothing else to do.
+    Attention is simulated by its plans, see `simulate_attention`. Of all else each launch takes
+    what its FLOPs and bytes do, see Note [Roofline]; launches are those of a run of each kind of
+    layer, without content, see Note [Run, not counted]. FSDP2 is as Note [Overlap] has it. Links
+    have nothing else to do.
 
     Args:
         config: a config of transformers, a mapping with the names of a `config.json`, or the path
@@ -238,6 +242,8 @@ def simulate_step(
             `(B, D+1)`, as many rows in all of them. Equal batches are simulated once; the slowest
             one decides.
         world_size: ranks that the mesh must have, if it is given.
+        compiled: whether kernels that only read and write memory are fused, as by `torch.compile`.
+            Memory stays that of modules that are not compiled.
 
     Returns:
         A `SimulatedStep`; print it.
@@ -271,6 +277,7 @@ def simulate_step(
             kernel=kernel,
             batches=batches,
             world_size=world_size,
+            compiled=compiled,
         )
     )
 
@@ -278,9 +285,12 @@ def simulate_step(
 def simulated_step(asked: StepRequest) -> SimulatedStep:
     """Return what a step takes, see `simulate_step`."""
     attentions, states = model_attentions(asked), model_states(asked)
-    clock = LayerClock(asked.machine, asked.shard, asked.model.hidden)
-    layers = [_layer(asked, clock, x, attentions, states) for x in asked.model.layers]
-    loss = clock.head(asked.model)
+    clock = LayerClock(asked.machine, asked.shard, asked.model.hidden, asked.is_compiled)
+    kinds = dict.fromkeys(asked.model.layers)
+    of_kinds = {x: _layer(asked, clock, x, attentions, states) for x in kinds}
+    layers = [of_kinds[x] for x in asked.model.layers]
+    head = recorded_head(asked.model, asked.shard)
+    loss = [x.total for x in clock.parts(head.forward, head.backward)]
     gather, embedding = clock.tp_gather(), clock.embedding()
     # The embedding ends with a reduction over tensor parallelism, the head begins with a gather.
     first = _Unit("embedding", *[PartSeconds(others=embedding * n, tp=gather) for n in (1, 2)])
@@ -335,10 +345,13 @@ def _layer(
     states: Mapping[StateShape, StateSeconds],
 ) -> _Unit:
     """Return the seconds of a layer; its backward has what it computes again."""
-    forward, attention = clock.layer(layer), (PartSeconds(), PartSeconds())
+    run = LayerRunner(layer, asked.model.hidden, asked.shard, tile=asked.setting.mlp_tile).run()
+    forward, backward = clock.parts(run.forward, run.backward)
+    collectives = PartSeconds(tp=layer.num_blocks * clock.tp_collectives())
+    attention = PartSeconds(), PartSeconds()
     if layer.heads[0]:
         attention = attentions[AttentionKind.of(layer)].parts()
-    backward = clock.backward(forward) + attention[1]
+    forward, backward = forward + collectives, backward + collectives + attention[1]
     if layer.state is not None:
         forward += PartSeconds(scan=states[layer.state].forward)
         backward += PartSeconds(scan=states[layer.state].backward)
@@ -346,8 +359,6 @@ def _layer(
         backward += forward
     if asked.setting.checkpoint == "full":
         backward += attention[0]
-    if asked.setting.mlp_tile is not None:
-        backward += clock.mlp(layer)
     copies = [PartSeconds(others=x) for x in _copies(asked, clock, layer)]
     return _Unit("layer", forward + attention[0] + copies[0], backward + copies[1])
 

@@ -1,13 +1,9 @@
 """What a simulated training step keeps in the memory of a rank, in bytes.
 
-Activations are those of the modules of transformers, without compilation, as `estimate` counts
-them on the meta device.
-
-Note [Pieces]: a layer is a list of pieces, in the order of its forward. Each keeps tensors for its
-backward, and needs others while it runs. Forward adds up what is kept; backward goes through the
-pieces from the last one, and what a piece kept is free after it. So the most bytes at once are a
-maximum over pieces. Counts are those of transformers' modules without compilation; `estimate`
-counts the same modules on the meta device, and tests compare both.
+Note [Moments]: forward adds up what layers keep; backward goes through them from the last one, and
+what a layer kept is free after it, while its gradients come. So the peak is that of the fullest
+moment: in the loss, in the backward of one of the layers, or in the update, with all gradients.
+What a layer keeps and needs is recorded, see Note [Run, not counted], without compilation.
 """
 
 from __future__ import annotations
@@ -20,9 +16,9 @@ from dtensor_ring.all_to_all.plan import all_to_all_plan
 from dtensor_ring.compute.accumulate import ON_GPUS
 from dtensor_ring.lab.problem import SimulatedProblem
 from dtensor_ring.lab.recorded import RankAttention
+from dtensor_ring.lab.training.layer_run import LayerRunner, RecordedRun, head_run
 from dtensor_ring.lab.training.layer_seconds import Shard
 from dtensor_ring.lab.training.model_shape import LayerShape, ModelShape, Product
-from dtensor_ring.lab.training.state_shape import StateShape
 from dtensor_ring.lab.training.step_request import MemorySetting
 from dtensor_ring.planning.plan import plan
 from dtensor_ring.planning.strategy import Strategy
@@ -104,175 +100,6 @@ def _num_parts(problem: SimulatedProblem, on_gpu: bool) -> int:
 KEPT_DTYPE, KEPT_ITEMSIZE = "float32", 4
 
 
-class Piece(NamedTuple):
-    """A part of a layer, in bytes of a rank.
-
-    Attributes:
-        name: what it is.
-        kept: what it keeps for its backward.
-        forward: what its forward needs besides.
-        backward: what its backward needs besides, with the gradients between pieces.
-    """
-
-    name: str
-    kept: int
-    forward: int
-    backward: int
-
-
-def most_forward(pieces: Sequence[Piece]) -> int:
-    """Return the most bytes at once in a forward that keeps what its backward needs.
-
-    >>> most_forward([Piece("norm", 1, 5, 0), Piece("mlp", 4, 2, 0)])
-    7
-    """
-    kept = accumulate(x.kept for x in pieces)
-    return max(below + x.forward for below, x in zip(kept, pieces, strict=True))
-
-
-def most_backward(pieces: Sequence[Piece]) -> int:
-    """Return the most bytes at once in a backward.
-
-    >>> most_backward([Piece("norm", 1, 0, 5), Piece("mlp", 4, 0, 2)])
-    7
-    """
-    kept = accumulate(x.kept for x in pieces)
-    return max(below + x.backward for below, x in zip(kept, pieces, strict=True))
-
-
-def _layer_pieces(
-    layer: LayerShape, hidden: int, shard: Shard, room: AttentionRoom, tile: int | None = None
-) -> list[Piece]:
-    """Return the pieces of a layer: a norm, its state and attention, another norm, its MLP.
-
-    Args:
-        layer: the layer.
-        hidden: numbers of a token between layers.
-        shard: what the rank has of a batch.
-        room: what the attention needs while it runs.
-        tile: tokens that norms and MLPs run on at once; `None` for all.
-    """
-    norm = _norm_piece(hidden, shard, tile)
-    mixing = [] if layer.state is None else [_state(layer.state, hidden, shard)]
-    if layer.heads[0]:
-        mixing += [_projections(layer, hidden, shard), _attention(layer, hidden, shard, room)]
-    blocks = mixing, [_mlp(layer, hidden, shard, tile)] if layer.mlp else []
-    return [piece for block in blocks if block for piece in (norm, *block)]
-
-
-def _stream_bytes(hidden: int, shard: Shard) -> float:
-    """Return the bytes of a token between layers, where tensor parallelism shards tokens."""
-    return hidden / shard.tp * shard.itemsize
-
-
-def norm_kept(hidden: int, shard: Shard) -> float:
-    """Return the bytes by token that an RMSNorm of transformers and the product after it keep.
-
-    They are the input in float32, the input over its norm, and the output. The latter is gathered
-    over the ranks of tensor parallelism.
-    """
-    wide = max(KEPT_ITEMSIZE, shard.itemsize)
-    return hidden * ((wide + shard.itemsize) / shard.tp + shard.itemsize)
-
-
-def _norm_piece(hidden: int, shard: Shard, tile: int | None = None) -> Piece:
-    """Return an RMSNorm of transformers, which computes in float32."""
-    wide = max(KEPT_ITEMSIZE, shard.itemsize) * hidden / shard.tp
-    stream = _stream_bytes(hidden, shard)
-    kept = norm_kept(hidden, shard)
-    if tile is None:
-        # Backward adds the gradient by way of the mean of squares: four tensors in float32.
-        return _piece("norm", shard, kept, wide, stream + 4 * wide)
-    # Input and output are kept. Gradients: of the residual, of tiles, and of the output or of all
-    # tiles joined.
-    inside = (kept + 4 * wide) * min(tile, shard.tokens)
-    output = hidden * shard.itemsize
-    norm = _piece("norm", shard, stream + output, output, 3 * stream)
-    return norm._replace(forward=norm.forward + int(inside), backward=norm.backward + int(inside))
-
-
-def attention_kept(layer: LayerShape, shard: Shard) -> tuple[float, float]:
-    """Return the bytes by token of queries, keys and values, and of outputs and lse."""
-    (heads, key_heads), tp = layer.heads, shard.tp
-    inputs = (heads + 2 * key_heads) * layer.head_dim * shard.itemsize / tp
-    out, lse = heads * layer.head_dim * shard.itemsize / tp, heads * KEPT_ITEMSIZE / tp
-    return inputs, out + lse
-
-
-def _projections(layer: LayerShape, hidden: int, shard: Shard) -> Piece:
-    """Return the piece between projections and attention, with the gate after it."""
-    wide = max(KEPT_ITEMSIZE, shard.itemsize)
-    queries = layer.heads[0] * layer.head_dim / shard.tp
-    both = sum(layer.heads) * layer.head_dim / shard.tp
-    kept, normed = 0.0, 0.0
-    if layer.has_query_norm:
-        # As any norm of transformers; its output goes to the rotary embedding, which keeps none.
-        kept, normed = both * (wide + shard.itemsize), 4 * wide * both
-    if layer.has_gate:
-        # The gate, its sigmoid, and the product with it.
-        kept += 3 * queries * shard.itemsize
-    # Rotary embeddings: the query before, its halves in the other order, and two products.
-    rotary = 4 * queries * shard.itemsize
-    grads = _stream_bytes(hidden, shard) + attention_kept(layer, shard)[0]
-    return _piece("projections", shard, kept, rotary, grads + max(rotary, normed))
-
-
-def _attention(layer: LayerShape, hidden: int, shard: Shard, room: AttentionRoom) -> Piece:
-    inputs, results = attention_kept(layer, shard)
-    query = layer.heads[0] * layer.head_dim * shard.itemsize / shard.tp
-    # The gradient of the output beside that of the residual.
-    grads = int((_stream_bytes(hidden, shard) + query) * shard.tokens)
-    kept = int((inputs + results) * shard.tokens)
-    return Piece("attention", kept, room.forward, grads + room.backward)
-
-
-def _state(state: StateShape, hidden: int, shard: Shard) -> Piece:
-    """Return a layer's convolution and recurrence, by kernels that have chunks of tokens.
-
-    The count is that of flash-linear-attention's `chunk_gated_delta_rule`, which keeps its inputs
-    and a triangle of each chunk, and computes states of chunks again in backward; without triangles
-    in other layers.
-    """
-    width, wide = shard.itemsize, max(KEPT_ITEMSIZE, shard.itemsize)
-    mixed, triangles = state.channels, state.heads * state.chunk * state.has_matrix
-    # A convolution's input and output, the gates, and the result with its norm.
-    kept = 2 * mixed + state.gates + triangles + 2 * state.values
-    kept_wide = 2 * state.values
-    states = state.heads * state.head_dims[0] * state.head_dims[1] // state.chunk
-    # States of chunks, two tensors as large as values, and gradients of all inputs.
-    backward = states + 2 * state.values + mixed + 2 * state.values
-    by_token = kept * width + kept_wide * wide, states * width, backward * width
-    kept_all, forward, needed = (x / shard.tp for x in by_token)
-    return _piece("state", shard, kept_all, forward, _stream_bytes(hidden, shard) + needed)
-
-
-def _mlp(layer: LayerShape, hidden: int, shard: Shard, tile: int | None) -> Piece:
-    stream = _stream_bytes(hidden, shard)
-    kept, forward, backward = _mlp_bytes(layer, hidden, shard)
-    if tile is None:
-        return _piece("mlp", shard, kept, stream + forward, 2 * stream + backward)
-    weights = sum(x.weights for x in layer.mlp) // shard.tp * shard.itemsize
-    # Of all tokens: tiles and their join, forward, and with the residual's gradient backward. A
-    # tile adds its gradients of the weights to those before.
-    inside = int((kept + max(forward, backward)) * min(tile, shard.tokens))
-    mlp = _piece("mlp", shard, 0.0, 2 * stream, 3 * stream)
-    return mlp._replace(forward=mlp.forward + inside, backward=mlp.backward + inside + weights)
-
-
-def _mlp_bytes(layer: LayerShape, hidden: int, shard: Shard) -> tuple[float, float, float]:
-    """Return what an MLP keeps, and needs forward and backward, in bytes of a token."""
-    inner = layer.activated / shard.tp * shard.itemsize
-    # Copies of a token for its experts; their results are as large.
-    copies = layer.routed * hidden * shard.itemsize
-    # Kept are the gate, its activation, up and their product. Backward has gradients of three of
-    # them when the product is free already; before that, three gradients of experts' results.
-    return 4 * inner + 2 * copies, 2 * copies, max(2 * inner, 3 * copies)
-
-
-def _piece(name: str, shard: Shard, *by_token: float) -> Piece:
-    return Piece(name, *(int(x * shard.tokens) for x in by_token))
-
-
 # The loss makes logits of a part of the vocabulary at a time: of at most this many parts, each of
 # these bytes in float32 at least. `parallel_plans` has the loss, which is above this package.
 LOSS_TILES, LOSS_TILE_BYTES = 64, 16 * 2**20
@@ -286,9 +113,10 @@ class StepMemory(NamedTuple):
 
     Attributes:
         parameters: its shard of the parameters.
-        gradients: its shard of their gradients.
+        gradients: its shard of their gradients, those that are there in the fullest moment.
         optimizer: its shard of the states of AdamW.
-        gathered: parameters and gradients of other ranks, while FSDP2 has them here.
+        gathered: parameters and gradients of other ranks, while FSDP2 has them here, in the dtype of
+            the layers.
         attention_kept: queries, keys, values, outputs and lse that attentions keep for backward.
         others_kept: what else is kept for the backward.
         working: what the fullest moment needs besides: what one layer or the loss has while it
@@ -328,7 +156,7 @@ def step_memory(
     setting: MemorySetting,
     rooms: Sequence[AttentionRoom],
 ) -> StepMemory:
-    """Return what a rank keeps.
+    """Return what a rank keeps, see Note [Moments].
 
     Args:
         model: the model.
@@ -337,32 +165,56 @@ def step_memory(
         setting: what the step does to take less.
         rooms: what the attention of each layer needs while it runs.
     """
-    layers = [
-        _LayerBytes.of(layer, model.hidden, shard, setting, room)
-        for layer, room in zip(model.layers, rooms, strict=True)
-    ]
+    pairs = [*zip(model.layers, rooms, strict=True)]
+    runs = {x: _LayerBytes.of(model.hidden, shard, setting, *x) for x in dict.fromkeys(pairs)}
+    layers = [runs[x] for x in pairs]
     state = _states(model, shard, num_shards, setting)
     attention, others = (sum(x[i] for x in layers) for i in range(2))
-    on_host, fetched = 0, 0
+    below: list[int] = [*accumulate((x.attention + x.others for x in layers), initial=0)][:-1]
+    on_host = 0
     if "checkpoints" in setting.offload:
         on_host, there = attention + others, min(fetched_layers(setting.checkpoint), len(layers))
         attention, others = (there * max(x[i] for x in layers) for i in range(2))
-        fetched = (attention + others) // there * (there - 1)
-    # A last norm precedes the head; all layers share the tables of rotary embeddings.
-    norm = _norm_piece(model.hidden, shard, setting.mlp_tile)
+        below = [(attention + others) // there * (there - 1)] * len(layers)
+    # All layers share the tables of rotary embeddings.
     tables = int(2 * max(x.head_dim for x in model.layers) * shard.itemsize * shard.tokens)
-    kept = attention + others + norm.kept + tables
-    moments = [kept + max(loss_room(model, shard), norm.backward)]
-    if on_host:
-        moments.append(max(x.most for x in layers) + fetched + tables)
-    else:
-        moments += (x + tables for x in _backwards(layers))
+    head = recorded_head(model, shard)
+    kept = attention + others + sum(head.saved.values()) + tables
+    # The gradient of the head waits for that of the embedding.
+    shared = tables + model.embedded // shard.tp * shard.itemsize
+    backwards = [size + layer.most + shared for size, layer in zip(below, layers, strict=True)]
+    # In the update, all gradients are there.
+    moments = [attention + others + tables + head.most, *reversed(backwards), kept]
+    size, gradients = max(
+        zip(moments, _gradients(model, shard.tp, num_shards, setting), strict=True), key=sum
+    )
     return state._replace(
+        gradients=gradients,
         attention_kept=attention,
-        others_kept=others + norm.kept + tables,
-        working=max(moments) - kept,
+        others_kept=kept - attention,
+        working=size - kept,
         host=state.host + on_host,
     )
+
+
+def recorded_head(model: ModelShape, shard: Shard) -> RecordedRun:
+    """Run the last norm and the loss, with the tiles that the loss of the plan has."""
+    vocabulary, tokens = model.vocabulary // shard.tp, shard.tokens
+    fitting = LOSS_TILE_BYTES // (KEPT_ITEMSIZE * tokens)
+    entries = min(vocabulary, max(1, fitting, -(-vocabulary // LOSS_TILES)))
+    return head_run(model.hidden, entries, -(-vocabulary // entries), shard)
+
+
+def _gradients(model: ModelShape, tp: int, num_shards: int, setting: MemorySetting) -> list[int]:
+    """Return the bytes of gradients in the loss, in the backward of each layer, and in the update.
+
+    FSDP2 reduces those of embedding and head in the end.
+    """
+    layers = accumulate((layer_weights(x, tp) for x in reversed(model.layers)), initial=0)
+    found = [0, *layers]
+    found[-1] += model.embedded * (1 if model.tied else 2) // tp
+    is_here = "optimizer" not in setting.offload
+    return [-(-x * KEPT_ITEMSIZE * is_here // num_shards) for x in found]
 
 
 def fetched_layers(checkpoint: str) -> int:
@@ -394,40 +246,19 @@ class _LayerBytes(NamedTuple):
     @classmethod
     def of(
         cls,
-        layer: LayerShape,
         hidden: int,
         shard: Shard,
         setting: MemorySetting,
+        layer: LayerShape,
         room: AttentionRoom,
     ) -> _LayerBytes:
-        pieces = _layer_pieces(layer, hidden, shard, room, setting.mlp_tile)
-        most = max(most_backward(pieces), most_forward(pieces))
-        stream = int(_stream_bytes(hidden, shard) * shard.tokens)
-        results = int(attention_kept(layer, shard)[1] * shard.tokens)
-        # Tiles, and norms in float32, keep the input of the layer; in 16 bits it is a wide copy.
-        is_kept = setting.mlp_tile is not None or shard.itemsize >= KEPT_ITEMSIZE
-        own = 0 if is_kept else stream
-        match setting.checkpoint:
-            case "none":
-                return cls(*_by_attention(pieces), most)
-            case "attention":
-                return cls(results, stream, own + most)
-        return cls(0, stream, own + most)
-
-
-def _by_attention(pieces: Sequence[Piece]) -> tuple[int, int]:
-    """Return what attentions keep, and what all else does."""
-    whole = sum(x.kept for x in pieces)
-    attention = sum(x.kept for x in pieces if x.name == "attention")
-    return attention, whole - attention
-
-
-def _backwards(layers: Sequence[_LayerBytes]) -> Iterator[int]:
-    """Yield the most bytes at once in the backward of each layer, with what those before keep."""
-    below = 0
-    for layer in layers:
-        yield below + layer.most
-        below += layer.attention + layer.others
+        found = LayerRunner(layer, hidden, shard, room[1:], setting.mlp_tile).run()
+        if setting.checkpoint == "none":
+            return cls(found.attention_kept, found.others_kept, found.most)
+        stream = hidden * shard.tokens // shard.tp * shard.itemsize
+        # The input of the layer stays beside what is computed again.
+        most = found.most + (0 if found.keeps_input else stream)
+        return cls(found.results if setting.checkpoint == "attention" else 0, stream, most)
 
 
 def _states(model: ModelShape, shard: Shard, num_shards: int, setting: MemorySetting) -> StepMemory:
@@ -436,20 +267,9 @@ def _states(model: ModelShape, shard: Shard, num_shards: int, setting: MemorySet
     root = model.embedded * (1 if model.tied else 2) // shard.tp
     kept = -(-(sum(layers) + root) * KEPT_ITEMSIZE // num_shards)
     # In backward: two layers of parameters, and the gradients of one.
-    gathered = (root + 3 * max(layers)) * shard.itemsize if num_shards > 1 else 0
+    is_gathered = num_shards > 1 or shard.itemsize < KEPT_ITEMSIZE
+    gathered = (root + 3 * max(layers)) * shard.itemsize if is_gathered else 0
     parts = kept, kept, 2 * kept
     if "optimizer" in setting.offload:
         return StepMemory(0, 0, 0, gathered, 0, 0, 0, sum(parts))
     return StepMemory(*parts, gathered, 0, 0, 0)
-
-
-def loss_room(model: ModelShape, shard: Shard) -> int:
-    """Return the bytes that the loss needs: a tile of the logits, and gradients of its input."""
-    wide = max(KEPT_ITEMSIZE, shard.itemsize)
-    vocabulary, tokens = model.vocabulary // shard.tp, shard.tokens
-    entries = max(LOSS_TILE_BYTES // (KEPT_ITEMSIZE * tokens), -(-vocabulary // LOSS_TILES))
-    # Logits in their dtype, and in float32; where these are one, they share memory.
-    of_tile = wide + (shard.itemsize if shard.itemsize < wide else 0)
-    # The gradient is summed in float32 over the tiles, of which one is in its dtype.
-    grads = model.hidden * (wide + 2 * shard.itemsize if shard.itemsize < wide else 2 * wide)
-    return int(min(entries, vocabulary) * of_tile + grads) * tokens

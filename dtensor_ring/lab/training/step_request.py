@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from dtensor_ring.lab.machine import Machine
 from dtensor_ring.lab.presets import as_machine
 from dtensor_ring.lab.training.collectives import RankGroup, rank_group
-from dtensor_ring.lab.training.layer_seconds import Shard, gemm_rate, itemsize
+from dtensor_ring.lab.training.layer_seconds import FLOAT8, Shard, gemm_rate, itemsize
 from dtensor_ring.lab.training.model_shape import ModelShape
 from dtensor_ring.lab.training.names import CHECKPOINTS, MESH_AXES
 from dtensor_ring.planning.layout import Layout
@@ -198,9 +198,6 @@ class StepMesh(NamedTuple):
 # The strategy that takes least time, for each kind of attention.
 AUTO = "auto"
 
-# Matrix products in FP8 leave everything else, attention too, in 16 bits.
-FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
-
 
 class StepRequest(NamedTuple):
     """A training step, checked.
@@ -218,6 +215,7 @@ class StepRequest(NamedTuple):
         setting: what it does to take less memory.
         kernel: name of the attention kernel; `None` for the first one of the machine.
         batches: documents of each data-parallel group, or one for all; `None` for whole sequences.
+        is_compiled: whether kernels that only read and write memory are fused.
     """
 
     model: ModelShape
@@ -232,6 +230,7 @@ class StepRequest(NamedTuple):
     setting: MemorySetting
     kernel: str | None
     batches: tuple[Documents | None, ...]
+    is_compiled: bool = False
 
 
 def step_request(
@@ -251,6 +250,7 @@ def step_request(
     kernel: str | None = None,
     batches: Sequence[Boundaries] | None = None,
     world_size: int | None = None,
+    compiled: bool = False,
 ) -> StepRequest:
     """Check the arguments of `simulate_step`, which has their meaning.
 
@@ -274,6 +274,8 @@ def step_request(
         check_strategy(strategy, axes.cp)
     dtype = str(dtype).removeprefix("torch.")
     setting = memory_setting(checkpoint, mlp_tile, offload, policy)
+    if not isinstance(compiled, bool):
+        raise TypeError(f"compiled must be True or False, got {compiled!r}")
     if kernel is not None and not isinstance(kernel, str):
         raise TypeError(f"kernel must be the name of a kernel or None, got {kernel!r}")
     documents = _documents(batches, axes)
@@ -295,6 +297,7 @@ def step_request(
         setting=setting,
         kernel=kernel,
         batches=documents,
+        is_compiled=compiled,
     )
 
 

@@ -68,7 +68,7 @@ class LayerRunner:
         tile: int | None = None,
     ) -> None:
         self.layer, self.hidden, self.shard, self.room = layer, hidden, shard, room
-        self.tile = None if tile is None else min(tile, shard.tokens)
+        self.tile = tile
         self.dtype = getattr(torch, shard.dtype)
         self.recorder = LaunchRecorder()
         self.attended, self.results = set[int](), set[int]()  # storages of an attention
@@ -110,9 +110,7 @@ class LayerRunner:
         return local, self._gathered(local)
 
     def _tiled(self, compute: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        if self.tile is None or len(x) == 0:
-            return compute(x)
-        return _Tiles.apply(x, compute, min(self.tile, len(x)), self.recorder)
+        return tiled(compute, x, self.tile, self.recorder)
 
     def _gathered(self, x: Tensor) -> Tensor:
         return x if len(x) == self.shard.tokens else _Resized.apply(x, self.shard.tokens)
@@ -290,7 +288,9 @@ def recorded_run(
     return RecordedRun(tuple(launches[:number]), tuple(launches[number:]), kept, recorder.peak)
 
 
-def head_run(hidden: int, entries: int, tiles: int, shard: Shard) -> RecordedRun:
+def head_run(
+    hidden: int, entries: int, tiles: int, shard: Shard, mlp_tile: int | None
+) -> RecordedRun:
     """Run the last norm, the output projection and the cross-entropy, a tile of entries at a time.
 
     Args:
@@ -298,6 +298,7 @@ def head_run(hidden: int, entries: int, tiles: int, shard: Shard) -> RecordedRun
         entries: of the vocabulary in a tile.
         tiles: number of tiles.
         shard: what the rank has of a batch.
+        mlp_tile: tokens that the norm runs on at once; `None` for all.
     """
     recorder, dtype = LaunchRecorder(), getattr(torch, shard.dtype)
     x, norm, weight = (
@@ -305,8 +306,11 @@ def head_run(hidden: int, entries: int, tiles: int, shard: Shard) -> RecordedRun
         for shape in ((shard.tokens, hidden), (hidden,), (entries, hidden))
     )
 
+    norm.requires_grad_().register_post_accumulate_grad_hook(_dropped)
+
     def forward(given: Tensor) -> Tensor:
-        return _Loss.apply(rms_norm(given, norm), weight, tiles, recorder)
+        normed = tiled(lambda part: rms_norm(part, norm), given, mlp_tile, recorder)
+        return _Loss.apply(normed, weight, tiles, recorder)
 
     return recorded_run(recorder, forward, x.requires_grad_())
 
@@ -396,6 +400,13 @@ def _state_launch(of: LayerRunner, state: StateShape) -> Launch:
     return Launch(STATE, flops, ((0, size),), ())
 
 
+def tiled(
+    compute: Callable[[Tensor], Tensor], x: Tensor, size: int | None, recorder: LaunchRecorder
+) -> Tensor:
+    """Run something over tiles of tokens; over all at once if there is no size."""
+    return compute(x) if size is None else _Tiles.apply(x, compute, min(size, len(x)), recorder)
+
+
 class _Tiles(torch.autograd.Function):
     """Something that runs on a few tokens at a time, and again in backward. One tile runs."""
 
@@ -405,18 +416,19 @@ class _Tiles(torch.autograd.Function):
     ) -> Tensor:
         ctx.how = compute, size, recorder
         ctx.save_for_backward(x)
+        tiles = torch.empty_like(x)  # until they are joined
         with recorder.times(-(-len(x) // size)):
             compute(x[:size])
-        return torch.empty_like(x)
+        return torch.empty_like(tiles)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         (x,), (compute, size, recorder) = ctx.saved_tensors, ctx.how
-        found = torch.empty_like(x)
+        tiles = torch.empty_like(x)
         part = x[:size].detach().requires_grad_()
         with recorder.times(-(-len(x) // size)), torch.enable_grad():
             torch.autograd.backward(compute(part), grad[:size])
-        return found, None, None, None
+        return torch.empty_like(tiles), None, None, None
 
 
 class _Loss(torch.autograd.Function):

@@ -289,7 +289,7 @@ def simulated_step(asked: StepRequest) -> SimulatedStep:
     kinds = dict.fromkeys(asked.model.layers)
     of_kinds = {x: _layer(asked, clock, x, attentions, states) for x in kinds}
     layers = [of_kinds[x] for x in asked.model.layers]
-    head = recorded_head(asked.model, asked.shard)
+    head = recorded_head(asked.model, asked.shard, asked.setting.mlp_tile)
     loss = [x.total for x in clock.parts(head.forward, head.backward)]
     gather, embedding = clock.tp_gather(), clock.embedding()
     # The embedding ends with a reduction over tensor parallelism, the head begins with a gather.

@@ -178,7 +178,7 @@ def step_memory(
         below = [(attention + others) // there * (there - 1)] * len(layers)
     # All layers share the tables of rotary embeddings.
     tables = int(2 * max(x.head_dim for x in model.layers) * shard.itemsize * shard.tokens)
-    head = recorded_head(model, shard)
+    head = recorded_head(model, shard, setting.mlp_tile)
     kept = attention + others + sum(head.saved.values()) + tables
     # The gradient of the head waits for that of the embedding.
     shared = tables + model.embedded // shard.tp * shard.itemsize
@@ -197,12 +197,12 @@ def step_memory(
     )
 
 
-def recorded_head(model: ModelShape, shard: Shard) -> RecordedRun:
+def recorded_head(model: ModelShape, shard: Shard, mlp_tile: int | None) -> RecordedRun:
     """Run the last norm and the loss, with the tiles that the loss of the plan has."""
     vocabulary, tokens = model.vocabulary // shard.tp, shard.tokens
     fitting = LOSS_TILE_BYTES // (KEPT_ITEMSIZE * tokens)
     entries = min(vocabulary, max(1, fitting, -(-vocabulary // LOSS_TILES)))
-    return head_run(model.hidden, entries, -(-vocabulary // entries), shard)
+    return head_run(model.hidden, entries, -(-vocabulary // entries), shard, mlp_tile)
 
 
 def _gradients(model: ModelShape, tp: int, num_shards: int, setting: MemorySetting) -> list[int]:

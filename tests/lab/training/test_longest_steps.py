@@ -18,6 +18,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 from dtensor_ring.lab.presets import as_machine
+from dtensor_ring.lab.training import layer_run
 from dtensor_ring.lab.training import step_memory as step_memory_module
 from dtensor_ring.lab.training.estimate import FarInputs, checkpoint_layers
 from dtensor_ring.lab.training.step_memory import AttentionRoom, fetched_layers, step_memory
@@ -162,8 +163,27 @@ def _counted(case: Case, seq_len: int) -> tuple[int, int]:
     config = small_model(case.model, seq_len).config
     asked = step_request(config, seq_len, {"cp": RANKS}, CPU, dtype=case.dtype)
     shards, rooms = RANKS if case.is_sharded else 1, [AttentionRoom()] * len(asked.model.layers)
-    with patch.object(step_memory_module, "loss_room", lambda *_: 0):
+    none = [0] * (len(asked.model.layers) + 2)
+    with (
+        patch.object(layer_run, "_Loss", _Returned),
+        patch.object(step_memory_module, "_gradients", lambda *_: none),
+    ):
         found = step_memory(asked.model, asked.shard, shards, case.setting, rooms)
     # Gradients of a whole model are freed one by one, and its parameters are there in any case.
-    without = found.optimizer if case.is_sharded else 2 * found.optimizer
+    without = found.optimizer
+    if not case.is_sharded:
+        without += found.parameters + found.gathered
     return found.peak - without, found.host
+
+
+class _Returned(torch.autograd.Function):
+    """A loss with nothing inside, whose gradient is as large as its input."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *_: Any) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.new_empty(())
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Any, ...]:
+        return torch.empty_like(ctx.saved_tensors[0]), None, None, None

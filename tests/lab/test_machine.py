@@ -120,8 +120,8 @@ def edited(**changes: Any) -> str:
     ("text", "said"),
     [
         ("{", "is not JSON"),
-        ("[]", "has schema None, this version reads 1"),
-        (edited(schema=2), "has schema 2, this version reads 1"),
+        ("[]", "has schema None, this version reads 2"),
+        (edited(schema=3), "has schema 3, this version reads 2"),
         (edited(memory=None), "it lacks memory and has none too many"),
         (edited(colour="red"), "it lacks none and has colour too many"),
         (edited(memory=1.5), "memory of it must be a whole number from 1 to"),

@@ -32,6 +32,8 @@ ALLOCATIONS = {
     *("detach", "lift_fresh", "_unsafe_view", "set_data"),
 }
 REDUCTIONS = {"sum", "mean", "amax"}
+SELECTIONS = {"gather", "index", "index_select", "embedding"}  # they read what they return
+SCATTERS = {"scatter_add_"}  # they change as much as they are given
 COPIES = {"copy_", "_to_copy", "clone", "cat", "slice_backward"}
 POINTWISE = torch.Tag.pointwise
 
@@ -97,6 +99,10 @@ class LaunchRecorder(Storages):
         if func.overloadpacket in flop_registry:
             flops = flop_registry[func.overloadpacket](*args, **kwargs, out_val=result)
         reads, writes = self.touched(inputs), self.touched(results)
+        if name in SELECTIONS:
+            reads = _at_most(reads, writes[0][1])
+        elif name in SCATTERS:
+            reads, writes = (_at_most(x, reads[-1][1]) for x in (reads, writes))
         is_simple = POINTWISE in func.tags or name in COPIES
         elements = 0 if flops or not is_simple else _looked_up(name, inputs, results)
         self.add(
@@ -148,6 +154,10 @@ def _tensors(tree: Any) -> list[Tensor]:
 def _inputs(kwargs: Any) -> list[Any]:
     """Return what is read of the keyword arguments: `out` is written only."""
     return [value for name, value in (kwargs or {}).items() if name != "out"]
+
+
+def _at_most(touched: Touched, size: int) -> Touched:
+    return tuple((number, min(x, size)) for number, x in touched)
 
 
 def _numel(x: Tensor) -> int:

@@ -155,7 +155,7 @@ class LayerRunner:
                 outputs = []
                 continue
             fitting = [x for x in sources if x.shape[-1] >= product.inputs] or [whole]
-            source = min(fitting, key=lambda x: x.shape[-1])[:, : product.inputs]
+            source = _first(min(fitting, key=lambda x: x.shape[-1]), product.inputs, 1)
             if product.divided:
                 outputs.append(self._product(source, product))
                 sources.append(outputs[-1])
@@ -227,14 +227,19 @@ class LayerRunner:
         weights, chosen = scores.topk(self.layer.routed, -1)
         copies = x.index_select(0, chosen.flatten())
         results = self._dense(copies, products[:number]) * weights.to(x.dtype).reshape(-1, 1)
-        out = results[: copies.shape[0]].view(len(x), -1, self.hidden).sum(1)
+        out = results.view(len(x), -1, self.hidden).sum(1)
         return out + self._dense(x, products[number:]) if products[number:] else out
 
     def _dense(self, x: Tensor, products: Sequence[Product]) -> Tensor:
         *into, last = products
         inner = [self._product(x, product) for product in into]
         made = F.silu(inner[0]) * inner[1] if len(inner) == 2 else F.gelu(inner[0])
-        return self._product(made, last, is_last=True)[: len(x)]
+        return _first(self._product(made, last, is_last=True), len(x), 0)
+
+
+def _first(x: Tensor, number: int, dim: int) -> Tensor:
+    """Return the first entries along a dim; a slice of all of them would have a kernel backward."""
+    return x if x.shape[dim] == number else x.narrow(dim, 0, number)
 
 
 def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
@@ -303,13 +308,15 @@ def head_run(
     recorder, dtype = LaunchRecorder(), getattr(torch, shard.dtype)
     x, norm, weight = (
         torch.empty(shape, dtype=dtype, device="meta")
-        for shape in ((shard.tokens, hidden), (hidden,), (entries, hidden))
+        for shape in ((-(-shard.tokens // shard.tp), hidden), (hidden,), (entries, hidden))
     )
 
     norm.requires_grad_().register_post_accumulate_grad_hook(_dropped)
 
     def forward(given: Tensor) -> Tensor:
         normed = tiled(lambda part: rms_norm(part, norm), given, mlp_tile, recorder)
+        if len(normed) < shard.tokens:
+            normed = _Resized.apply(normed, shard.tokens)
         return _Loss.apply(normed, weight, tiles, recorder)
 
     return recorded_run(recorder, forward, x.requires_grad_())
@@ -350,6 +357,7 @@ class _Attention(torch.autograd.Function):
         ctx: Any, of: LayerRunner, query: Tensor, key: Tensor, value: Tensor
     ) -> tuple[Tensor, Tensor]:
         ctx.of = of
+        ctx.set_materialize_grads(False)
         out = torch.empty_like(query)
         lse = query.new_empty(query.shape[:3], dtype=torch.promote_types(out.dtype, torch.float32))
         of.recorder.need(of.room[0])

@@ -141,7 +141,7 @@ def test_many_ranks_are_not_drawn() -> None:
         ("--seq-len 1099511627776", "has more pairs of tokens than 1,152,921,504,606,846,976"),
         ("--batch 99999999999", "batch must be from 1 to"),
         ("--machine h1000", "machine 'h1000' is neither a file that can be read"),
-        ("--machine {folder}/other.json", "has schema 0, this version reads 1"),
+        ("--machine {folder}/other.json", "has schema 0, this version reads 2"),
         ("--kernel mine", "has no speed of kernel mine"),
         ("--dtype float32", "for dtype float32"),
         ("--dtype int8", "dtype must be one of"),

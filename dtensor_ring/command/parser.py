@@ -236,6 +236,11 @@ def _add_simulate(commands: argparse._SubParsersAction[Any]) -> None:
         help="what backward computes again: full layers, or with attention all of a layer but its "
         "attention, whose output is kept",
     )
+    command.add_argument(
+        "--compiled",
+        action="store_true",
+        help="kernels that only read and write memory are fused, as torch.compile does it",
+    )
     command.add_argument("--kernel", help="of attention, as the machine names it")
     command.add_argument(
         "--cu-seqlens", type=numbers, help="boundaries of packed documents: 0,1000,8192"

@@ -35,10 +35,10 @@ BESIDE_TRANSFER = 1.189
 # aiconfigurator's data sheets: the part of the memory's rate that kernels reach, and what one takes
 # at least. A survey of MI300X has 81 % (aiweekly.co, "AMD MI300X hits only 45 % of peak FLOPs").
 STREAM, SMALLEST = 0.8, 3 * MICRO
-# Numbers per second that kernels of PyTorch look up one by one. Liger-Kernel, whose benchmark times
-# PyTorch's own ops, too: SwiGLU of 8,192 tokens of 32,768 numbers, strided, in bfloat16, on an H100:
-# two kernels in 1.495 ms (megatron_swiglu, torch, forward). RMSNorm of 2,048 tokens of 16,384
-# numbers on an A100: four in 0.986 ms, of which others take 0.227 ms by their bytes.
+# Numbers per second that kernels of PyTorch look up one by one. Liger-Kernel times PyTorch's ops
+# for comparison. On an H100, SwiGLU of 8,192 tokens of 32,768 numbers, strided, in bfloat16, takes
+# two kernels and 1.495 ms (megatron_swiglu, torch, forward). On an A100, RMSNorm of 2,048 tokens of
+# 16,384 numbers takes four, and 0.986 ms with others that take 0.227 ms by their bytes.
 INDEXED_HOPPER, INDEXED_AMPERE = 2 * 8192 * 32768 / 1.495e-3, 4 * 2048 * 16384 / 0.759e-3
 # The shortest launches of attention in aiconfigurator's tables take 9 to 14 us. A backward is three
 # kernels: dot products of outputs and their gradients, the gradients, and a change of dtype.
@@ -168,7 +168,9 @@ def _cudnn_hopper() -> list[KernelSpeed]:
     """Return cuDNN of heads of 128, and of 64."""
     rows = _magi("cudnn", _CUDNN_HOPPER)
     slower = [
-        replace(x, head_dim=64, forward=_slower(x.forward, ahead), backward=_slower(x.backward, back))
+        replace(
+            x, head_dim=64, forward=_slower(x.forward, ahead), backward=_slower(x.backward, back)
+        )
         for x in rows
         for ahead, back in (CUDNN_64,)
     ]

@@ -105,9 +105,7 @@ class LaunchRecorder(Storages):
             reads, writes = (_at_most(x, reads[-1][1]) for x in (reads, writes))
         is_simple = POINTWISE in func.tags or name in COPIES
         elements = 0 if flops or not is_simple else _looked_up(name, inputs, results)
-        self.add(
-            Launch(name, flops, reads, writes, elements, is_simple or name in REDUCTIONS)
-        )
+        self.add(Launch(name, flops, reads, writes, elements, is_simple or name in REDUCTIONS))
 
     def add(self, launch: Launch) -> None:
         """Add what no op of PyTorch launches."""

@@ -21,7 +21,6 @@ from torch.autograd.graph import saved_tensors_hooks
 from dtensor_ring.lab.training.launches import ATTENTION, STATE, Launch, LaunchRecorder
 from dtensor_ring.lab.training.layer_seconds import Shard
 from dtensor_ring.lab.training.model_shape import LayerShape, Product
-from dtensor_ring.lab.training.state_shape import StateShape
 
 EPSILON = 1e-6
 
@@ -99,7 +98,7 @@ class LayerRunner:
             mixed = self._mix(*self._normed(x))
             x = x + self._reduced(mixed)
         if self.layer.mlp:
-            local, whole = self._normed(x)
+            _, whole = self._normed(x)
             x = x + self._reduced(self._tiled(self._mlp, whole))
         return x
 
@@ -113,11 +112,11 @@ class LayerRunner:
         return tiled(compute, x, self.tile, self.recorder)
 
     def _gathered(self, x: Tensor) -> Tensor:
-        return x if len(x) == self.shard.tokens else _Resized.apply(x, self.shard.tokens)
+        return x if len(x) == self.shard.tokens else _resized(x, self.shard.tokens)
 
     def _reduced(self, x: Tensor) -> Tensor:
         local = -(-self.shard.tokens // self.shard.tp)
-        return x if len(x) == local else _Resized.apply(x, local)
+        return x if len(x) == local else _resized(x, local)
 
     def _weight(self, *shape: int) -> Tensor:
         weight = self._there(*shape).requires_grad_()
@@ -127,62 +126,70 @@ class LayerRunner:
     def _product(self, x: Tensor, product: Product, is_last: bool = False) -> Tensor:
         """Multiply tokens by weights, of which tensor parallelism divides one side."""
         inputs, outputs = product[:2]
-        if product.divided:
-            inputs, outputs = (
-                (inputs // self.shard.tp, outputs)
-                if is_last
-                else (inputs, outputs // self.shard.tp)
-            )
+        if product.divided and is_last:
+            inputs //= self.shard.tp
+        elif product.divided:
+            outputs //= self.shard.tp
         if product.copies == 1:
             return F.linear(x, self._weight(outputs, inputs))
         rows = -(-len(x) // product.copies)  # of an expert
-        if rows * product.copies == len(x):
-            batches = x.view(product.copies, rows, inputs)
-        else:
-            batches = _Resized.apply(x, rows * product.copies).view(product.copies, rows, inputs)
+        x = _resized(x, rows * product.copies) if len(x) % product.copies else x
+        batches = x.view(product.copies, rows, inputs)
         return (batches @ self._weight(product.copies, inputs, outputs)).flatten(0, 1)
 
     def _mix(self, local: Tensor, whole: Tensor) -> Tensor:
-        """Run what mixes tokens, the state and the attention, and the products around it."""
-        layer, outputs = self.layer, list[Tensor]()
-        lasts = self._lasts()
-        sources = [whole]
-        results = list[Tensor]()
-        for i, product in enumerate(layer.attention):
-            if i in lasts:
-                results.append(self._mixed(outputs, len(results)))
-                results[-1] = self._product(results[-1], product, is_last=True)
-                outputs = []
-                continue
-            fitting = [x for x in sources if x.shape[-1] >= product.inputs] or [whole]
-            source = _first(min(fitting, key=lambda x: x.shape[-1]), product.inputs, 1)
+        """Run what mixes tokens, the state and the attention, and the products around each."""
+        products, number = self.layer.attention, self.layer.state_products
+        parts = (self._state, products[:number]), (self._attention, products[number:])
+        found = [self._around(act, of, local, whole) for act, of in parts if of]
+        return found[0] if len(found) == 1 else found[0] + found[1]
+
+    def _around(
+        self,
+        act: Callable[[Sequence[Tensor]], Tensor],
+        products: Sequence[Product],
+        local: Tensor,
+        whole: Tensor,
+    ) -> Tensor:
+        """Run products, what mixes their outputs, and the last product.
+
+        A product reads the narrowest tensor that is wide enough: products of low rank follow one
+        another. What tensor parallelism does not divide runs on the tokens of this rank.
+        """
+        outputs, sources = list[Tensor](), [whole]
+        for product in products[:-1]:
+            fitting = [x for x in sources if x.shape[-1] >= product.inputs]
+            source = min(fitting, key=lambda x: x.shape[-1], default=whole)
+            source = _first(source, product.inputs, 1)
             if product.divided:
                 outputs.append(self._product(source, product))
                 sources.append(outputs[-1])
             else:
                 own = local if source.shape[-1] == self.hidden else source
                 sources.append(self._gathered(self._product(own, product)))
-        found = results[0]
-        for other in results[1:]:
-            found = found + other
-        return found
+        return self._product(act(outputs), products[-1], is_last=True)
 
-    def _lasts(self) -> set[int]:
-        """Return the numbers of the products after the state and after the attention."""
-        count = len(self.layer.attention)
-        if self.layer.state is None or not self.layer.heads[0]:
-            return {count - 1}
-        # A state has products before it and one after it; then come those of the attention.
-        return {self.layer.state_products - 1, count - 1}
+    def _state(self, outputs: Sequence[Tensor]) -> Tensor:
+        """Run a convolution and a recurrence, by kernels that go chunk by chunk."""
+        state, shard, recorder = self.layer.state, self.shard, self.recorder
+        assert state is not None
+        shapes, local = [x.shape for x in outputs], shard.tokens / shard.tp
+        kept, ahead, back = (int(x * local) for x in state.bytes(shard.itemsize))
+        flops, passes = (of(shard.is_sharded) * local for of in (state.flops, state.passes))
+        launch = Launch(STATE, int(flops), ((0, int(passes * shard.itemsize)),), ())
 
-    def _mixed(self, outputs: Sequence[Tensor], number: int) -> Tensor:
-        if self.layer.state is not None and number == 0:
-            return self._state(self.layer.state, outputs)
-        return self._attention(outputs)
+        def forward(*given: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
+            out = given[0].new_empty(shard.tokens, state.values // shard.tp)
+            recorder.need(ahead)
+            recorder.add(launch)
+            return out, (out, out.new_empty(max(0, kept - out.nbytes) // out.itemsize))
 
-    def _state(self, state: StateShape, outputs: Sequence[Tensor]) -> Tensor:
-        values = state.values // self.shard.tp
-        return _State.apply(self, state, values, *outputs)
+        def backward(_: Sequence[Tensor], grad: Tensor) -> Sequence[Tensor]:
+            recorder.need(back)
+            recorder.add(launch._replace(times=2))
+            return [grad.new_empty(shape) for shape in shapes]
+
+        return opaque(forward, backward, *outputs)
 
     def _attention(self, outputs: Sequence[Tensor]) -> Tensor:
         query, key, value, gate = self._heads(outputs)
@@ -192,11 +199,32 @@ class LayerRunner:
         query, key, value = (x.transpose(1, 2) for x in (query, key, value))
         tables = [self._there(1, 1, self.shard.tokens, self.layer.head_dim) for _ in range(2)]
         query, key = (rotated(x, *tables) for x in (query, key))
-        out, lse = _Attention.apply(self, query, key, value)
+        out, lse = self._attend(query, key, value)
         self.results |= {x.untyped_storage()._cdata for x in (out, lse)}
         self.attended |= {x.untyped_storage()._cdata for x in (query, key, value)} | self.results
         out = out.transpose(1, 2).reshape(self.shard.tokens, -1)
         return out if gate is None else out * torch.sigmoid(gate)
+
+    def _attend(self, *inputs: Tensor) -> tuple[Tensor, Tensor]:
+        """Run an attention, which is simulated elsewhere: here it has inputs and results."""
+        recorder, room = self.recorder, self.room
+
+        def forward(*given: Tensor) -> tuple[Any, Sequence[Tensor]]:
+            query, wide = given[0], torch.promote_types(given[0].dtype, torch.float32)
+            results = torch.empty_like(query), query.new_empty(query.shape[:3], dtype=wide)
+            recorder.need(room[0])
+            touched = recorder.touched(given), recorder.touched(results[:1])
+            recorder.add(Launch(ATTENTION, 0, *touched))
+            return results, (*given, *results)
+
+        def backward(kept: Sequence[Tensor], grad: Tensor, _: Any) -> Sequence[Tensor]:
+            recorder.need(room[1])
+            grads = [torch.empty_like(x) for x in kept[:3]]
+            touched = recorder.touched([grad, *kept]), recorder.touched(grads)
+            recorder.add(Launch(ATTENTION, 0, *touched))
+            return grads
+
+        return opaque(forward, backward, *inputs)
 
     def _heads(self, outputs: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Return queries, keys and values, `(1, L, heads, H)`, and the gate of the output."""
@@ -210,7 +238,7 @@ class LayerRunner:
             parts[0], gate = both[..., :dim], both[..., dim:].reshape(self.shard.tokens, -1)
         elif widths != sizes:
             # Keys and values of latents are put together.
-            joined = torch.cat(outputs, -1)
+            joined = torch.cat(parts, -1)
             room = sum(sizes) - joined.shape[-1]
             joined = F.pad(joined, (0, room)) if room > 0 else joined
             parts = [x.contiguous() for x in joined[:, : sum(sizes)].split(sizes, -1)]
@@ -274,7 +302,6 @@ def recorded_run(
 ) -> RecordedRun:
     """Run a function forward and backward; what it keeps is without weights."""
     saved: dict[int, int] = {}
-
     own = x.untyped_storage()._cdata
 
     def pack(kept: Tensor) -> Tensor:
@@ -285,7 +312,7 @@ def recorded_run(
         return kept
 
     with recorder, saved_tensors_hooks(pack, lambda kept: kept):
-        end = _End.apply(forward(x))
+        end = _end(forward(x))
         number = len(recorder.launches)
         kept = dict(saved)
         end.backward(end.new_empty(()))
@@ -316,157 +343,111 @@ def head_run(
     def forward(given: Tensor) -> Tensor:
         normed = tiled(lambda part: rms_norm(part, norm), given, mlp_tile, recorder)
         if len(normed) < shard.tokens:
-            normed = _Resized.apply(normed, shard.tokens)
-        return _Loss.apply(normed, weight, tiles, recorder)
+            normed = _resized(normed, shard.tokens)
+        return _loss(normed, weight, tiles, recorder)
 
     return recorded_run(recorder, forward, x.requires_grad_())
 
 
-class _End(torch.autograd.Function):
-    """What comes after a layer: it keeps nothing, and makes the gradient of its input."""
+def _end(x: Tensor) -> Tensor:
+    """Return what comes after a layer: it keeps nothing, and makes the gradient of its input."""
+    shape, dtype = x.shape, x.dtype
+    return opaque(
+        lambda y: (y.new_empty(()), ()), lambda _, grad: (grad.new_empty(shape, dtype=dtype),), x
+    )
+
+
+class _Opaque(torch.autograd.Function):
+    """An op of which PyTorch sees its inputs and results only."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.made = x.shape, x.dtype
-        return x.new_empty(())
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        shape, dtype = ctx.made
-        return grad.new_empty(shape, dtype=dtype)
-
-
-class _Resized(torch.autograd.Function):
-    """Tokens of more or fewer ranks; what moves them is counted elsewhere."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, tokens: int) -> Tensor:
-        ctx.tokens = len(x)
-        return x.new_empty(tokens, *x.shape[1:])
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad.new_empty(ctx.tokens, *grad.shape[1:]), None
-
-
-class _Attention(torch.autograd.Function):
-    """An attention of a rank, which is simulated elsewhere: inputs and results."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, of: LayerRunner, query: Tensor, key: Tensor, value: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        ctx.of = of
+    def forward(ctx: Any, forward: Any, backward: Any, *given: Tensor) -> Any:
+        result, kept = forward(*given)
         ctx.set_materialize_grads(False)
-        out = torch.empty_like(query)
-        lse = query.new_empty(query.shape[:3], dtype=torch.promote_types(out.dtype, torch.float32))
-        of.recorder.need(of.room[0])
-        of.recorder.add(
-            Launch(ATTENTION, 0, of.recorder.touched([query, key, value]), of.recorder.touched([out]))
-        )
-        ctx.save_for_backward(query, key, value, out, lse)
-        ctx.mark_non_differentiable(lse)
-        return out, lse
+        ctx.back = backward
+        ctx.save_for_backward(*kept)
+        return result
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Any, ...]:
-        query, key, value, out, lse = ctx.saved_tensors
-        recorder = ctx.of.recorder
-        recorder.need(ctx.of.room[1])
-        grads = [torch.empty_like(x) for x in (query, key, value)]
-        reads = recorder.touched([grad, query, key, value, out, lse])
-        recorder.add(Launch(ATTENTION, 0, reads, recorder.touched(grads)))
-        return None, *grads
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return None, None, *ctx.back(ctx.saved_tensors, *grads)
 
 
-class _State(torch.autograd.Function):
-    """A convolution and a recurrence, by kernels that go chunk by chunk."""
+def opaque(
+    forward: Callable[..., tuple[Any, Sequence[Tensor]]],
+    backward: Callable[..., Sequence[Tensor]],
+    *given: Tensor,
+) -> Any:
+    """Run an op by two functions.
 
-    @staticmethod
-    def forward(ctx: Any, of: LayerRunner, state: StateShape, values: int, *given: Tensor) -> Tensor:
-        shard = of.shard
-        kept, forward, ctx.needs = (x * shard.tokens // shard.tp for x in state.bytes(shard.itemsize))
-        out = given[0].new_empty(shard.tokens, values)
-        inside = out.new_empty(max(0, kept - out.nbytes) // out.itemsize)
-        of.recorder.need(forward)
-        of.recorder.add(_state_launch(of, state))
-        ctx.of, ctx.state, ctx.shapes = of, state, [x.shape for x in given]
-        ctx.save_for_backward(out, inside)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        ctx.of.recorder.need(ctx.needs)
-        ctx.of.recorder.add(_state_launch(ctx.of, ctx.state)._replace(times=2))
-        return None, None, None, *(grad.new_empty(shape) for shape in ctx.shapes)
+    Args:
+        forward: returns the results, and what it keeps.
+        backward: takes what was kept and gradients of the results, and returns those of `given`.
+        given: the inputs.
+    """
+    return _Opaque.apply(forward, backward, *given)
 
 
-def _state_launch(of: LayerRunner, state: StateShape) -> Launch:
-    shard, is_sharded = of.shard, of.shard.is_sharded
-    flops = state.flops(is_sharded) * shard.tokens // shard.tp
-    size = state.passes(is_sharded) * shard.itemsize * shard.tokens // shard.tp
-    return Launch(STATE, flops, ((0, size),), ())
+def _resized(x: Tensor, tokens: int) -> Tensor:
+    """Return tokens of more or fewer ranks; what moves them is counted elsewhere."""
+
+    def made(given: Tensor, number: int) -> Tensor:
+        return given.new_empty(number, *given.shape[1:])
+
+    number = len(x)
+    return opaque(lambda y: (made(y, tokens), ()), lambda _, grad: (made(grad, number),), x)
 
 
 def tiled(
     compute: Callable[[Tensor], Tensor], x: Tensor, size: int | None, recorder: LaunchRecorder
 ) -> Tensor:
-    """Run something over tiles of tokens; over all at once if there is no size."""
-    return compute(x) if size is None else _Tiles.apply(x, compute, min(size, len(x)), recorder)
+    """Run something over tiles of tokens, and again in backward; over all at once without a size.
+
+    One tile runs, and counts as many times as there are tiles.
+    """
+    if size is None:
+        return compute(x)
+    number, first = -(-len(x) // size), slice(min(size, len(x)))
+
+    def forward(given: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        tiles = torch.empty_like(given)  # until they are joined
+        with recorder.times(number):
+            compute(given[first])
+        return torch.empty_like(tiles), (given,)
+
+    def backward(kept: Sequence[Tensor], grad: Tensor) -> tuple[Tensor, ...]:
+        tiles, part = torch.empty_like(grad), kept[0][first].detach().requires_grad_()
+        with recorder.times(number), torch.enable_grad():
+            torch.autograd.backward(compute(part), grad[first])
+        return (torch.empty_like(tiles),)
+
+    return opaque(forward, backward, x)
 
 
-class _Tiles(torch.autograd.Function):
-    """Something that runs on a few tokens at a time, and again in backward. One tile runs."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, compute: Callable[[Tensor], Tensor], size: int, recorder: LaunchRecorder
-    ) -> Tensor:
-        ctx.how = compute, size, recorder
-        ctx.save_for_backward(x)
-        tiles = torch.empty_like(x)  # until they are joined
-        with recorder.times(-(-len(x) // size)):
-            compute(x[:size])
-        return torch.empty_like(tiles)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        (x,), (compute, size, recorder) = ctx.saved_tensors, ctx.how
-        tiles = torch.empty_like(x)
-        part = x[:size].detach().requires_grad_()
-        with recorder.times(-(-len(x) // size)), torch.enable_grad():
-            torch.autograd.backward(compute(part), grad[:size])
-        return torch.empty_like(tiles), None, None, None
-
-
-class _Loss(torch.autograd.Function):
-    """The cross-entropy of a projection, in tiles of the vocabulary; one tile runs.
+def _loss(x: Tensor, weight: Tensor, tiles: int, recorder: LaunchRecorder) -> Tensor:
+    """Run the cross-entropy of a projection in tiles of the vocabulary, of which one runs.
 
     Logits are made again in backward, as the loss of the plan for transformers makes them.
     """
 
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, tiles: int, recorder: LaunchRecorder
-    ) -> Tensor:
-        ctx.tiles, ctx.recorder = tiles, recorder
+    def forward(given: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
         with recorder.times(tiles):
-            logits, scores = _logits(x, weight)
+            _, scores = _logits(given, weight)
             lse = scores.sub_(scores.amax(1, keepdim=True)).exp_().sum(1, keepdim=True)
-        ctx.save_for_backward(x, weight, lse)
-        return lse
+        return lse, (given, lse)
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        x, weight, lse = ctx.saved_tensors
-        total = torch.zeros_like(x, dtype=lse.dtype)
-        with ctx.recorder.times(ctx.tiles):
-            logits, scores = _logits(x, weight)
+    def backward(kept: Sequence[Tensor], grad: Tensor) -> tuple[Tensor, ...]:
+        given, lse = kept
+        total = torch.zeros_like(given, dtype=lse.dtype)
+        with recorder.times(tiles):
+            logits, scores = _logits(given, weight)
             scores.sub_(lse).exp_().mul_(grad)
             products = scores if logits is scores else logits.copy_(scores)
             total.add_(products @ weight)
-            products.T @ x  # the gradient of the tile's weights
-        return total.to(x.dtype), None, None, None
+            products.T @ given  # the gradient of the tile's weights
+        return (total.to(given.dtype),)
+
+    return opaque(forward, backward, x)
 
 
 def _logits(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:

@@ -8,7 +8,7 @@ What a layer keeps and needs is recorded, see Note [Run, not counted], without c
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -115,8 +115,8 @@ class StepMemory(NamedTuple):
         parameters: its shard of the parameters.
         gradients: its shard of their gradients, those that are there in the fullest moment.
         optimizer: its shard of the states of AdamW.
-        gathered: parameters and gradients of other ranks, while FSDP2 has them here, in the dtype of
-            the layers.
+        gathered: parameters and gradients of other ranks while FSDP2 has them here, as layers take
+            them.
         attention_kept: queries, keys, values, outputs and lse that attentions keep for backward.
         others_kept: what else is kept for the backward.
         working: what the fullest moment needs besides: what one layer or the loss has while it

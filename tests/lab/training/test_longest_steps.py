@@ -165,7 +165,7 @@ def _counted(case: Case, seq_len: int) -> tuple[int, int]:
     shards, rooms = RANKS if case.is_sharded else 1, [AttentionRoom()] * len(asked.model.layers)
     none = [0] * (len(asked.model.layers) + 2)
     with (
-        patch.object(layer_run, "_Loss", _Returned),
+        patch.object(layer_run, "_loss", _returned),
         patch.object(step_memory_module, "_gradients", lambda *_: none),
     ):
         found = step_memory(asked.model, asked.shard, shards, case.setting, rooms)
@@ -176,14 +176,10 @@ def _counted(case: Case, seq_len: int) -> tuple[int, int]:
     return found.peak - without, found.host
 
 
-class _Returned(torch.autograd.Function):
-    """A loss with nothing inside, whose gradient is as large as its input."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, *_: Any) -> Tensor:
-        ctx.save_for_backward(x)
-        return x.new_empty(())
-
-    @staticmethod
-    def backward(ctx: Any, _: Tensor) -> tuple[Any, ...]:
-        return torch.empty_like(ctx.saved_tensors[0]), None, None, None
+def _returned(x: Tensor, *_: Any) -> Tensor:
+    """Return a loss with nothing inside, whose gradient is as large as its input."""
+    return layer_run.opaque(
+        lambda given: (given.new_empty(()), (given,)),
+        lambda kept, _: (torch.empty_like(kept[0]),),
+        x,
+    )

@@ -105,7 +105,8 @@ def test_the_fullest_moment(setting: dict[str, Any], kept: int, fullest: int) ->
     assert found.attention_kept + found.others_kept == kept + LOSS + TABLES
     # Besides: the mean of squares of norms.
     assert found.working == pytest.approx(fullest - kept - LOSS, abs=16 * TOKENS)
-    assert found.gradients == 0
+    is_last = setting["checkpoint"] != "full" and "offload" not in setting
+    assert is_last == (found.gradients == 0)
     if "offload" in setting:
         assert found.host == (4 * STREAM if setting["checkpoint"] == "full" else 2 * kept)
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks import measured_steps
 from benchmarks.published import (
     MARKERS,
     MASKS,
@@ -109,6 +110,11 @@ def test_the_pages_are_what_the_script_writes() -> None:
     on_page = parts(PAGE.read_text(), *MARKERS)[1]
     for text, lines in ((on_page, summary(*content)), (ROWS.read_text(), rows(*content))):
         assert text == "".join(f"{line}\n" for line in lines)
+
+
+def test_measured_steps_are_on_the_page() -> None:
+    on_page = parts(PAGE.read_text(), *measured_steps.MARKERS)[1]
+    assert on_page.splitlines() == [*measured_steps.rows()], "python -m benchmarks.measured_steps"
 
 
 def _near(found: list[float], kept: list[float]) -> bool:

@@ -142,6 +142,7 @@ SIMULATED: Right = {
     "kernel": just(None, "cudnn"),
     "batches": just(None),
     "world_size": just(None),
+    "compiled": just(False, True),
 }
 LONGEST: Right = {
     name: SIMULATED[name]

@@ -27,21 +27,21 @@ from torch.utils.flop_counter import flop_registry
 from dtensor_ring.lab.training.footprint import Storages
 
 ATTENTION, STATE = "attention", "state"
-ALLOCATIONS = {
+ALLOCATIONS = (
     *("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"),
     *("detach", "lift_fresh", "_unsafe_view", "set_data"),
-}
-REDUCTIONS = {"sum", "mean", "amax"}
-SELECTIONS = {"gather", "index", "index_select", "embedding"}  # they read what they return
-SCATTERS = {"scatter_add_"}  # they change as much as they are given
-COPIES = {"copy_", "_to_copy", "clone", "cat", "slice_backward"}
+)
+REDUCTIONS = "sum", "mean", "amax"
+SELECTIONS = "gather", "index", "index_select", "embedding"  # they read what they return
+SCATTERS = ("scatter_add_",)  # they change as much as they are given
+COPIES = "copy_", "_to_copy", "clone", "cat", "slice_backward"
 POINTWISE = torch.Tag.pointwise
 
 # Tensors that a launch reads or writes: a number of the storage, and bytes.
 Touched = tuple[tuple[int, int], ...]
 
 
-class Launch(NamedTuple):
+class OpLaunch(NamedTuple):
     """One kernel.
 
     Attributes:
@@ -77,7 +77,7 @@ class LaunchRecorder(Storages):
 
     def __init__(self) -> None:
         super().__init__()
-        self.launches: list[Launch] = []
+        self.launches: list[OpLaunch] = []
         self._times, self._is_paused = 1, False
         self._seen: list[ref[UntypedStorage]] = []  # keeps the `id` of each its own
 
@@ -105,9 +105,9 @@ class LaunchRecorder(Storages):
             reads, writes = (_at_most(x, reads[-1][1]) for x in (reads, writes))
         is_simple = POINTWISE in func.tags or name in COPIES
         elements = 0 if flops or not is_simple else _looked_up(name, inputs, results)
-        self.add(Launch(name, flops, reads, writes, elements, is_simple or name in REDUCTIONS))
+        self.add(OpLaunch(name, flops, reads, writes, elements, is_simple or name in REDUCTIONS))
 
-    def add(self, launch: Launch) -> None:
+    def add(self, launch: OpLaunch) -> None:
         """Add what no op of PyTorch launches."""
         self.launches.append(launch._replace(times=launch.times * self._times))
 
@@ -182,21 +182,21 @@ def _looked_up(name: str, inputs: Sequence[Tensor], results: Sequence[Tensor]) -
     return 0 if is_alike and is_dense and name != "cat" else first.numel()
 
 
-def fused(launches: Sequence[Launch], later: Sequence[Launch] = ()) -> list[Launch]:
+def fused(launches: Sequence[OpLaunch], later: Sequence[OpLaunch] = ()) -> list[OpLaunch]:
     """Return launches as a compiler makes them, see Note [Fused launches].
 
     Args:
         launches: of one graph, such as a forward.
         later: of the next graph, which reads what the first one keeps.
 
-    >>> double = Launch("mul", 0, ((1, 8),), ((2, 8),), fuses=True)
-    >>> (found,) = fused([double, Launch("add", 0, ((2, 8),), ((3, 8),), fuses=True)])
+    >>> double = OpLaunch("mul", 0, ((1, 8),), ((2, 8),), fuses=True)
+    >>> (found,) = fused([double, OpLaunch("add", 0, ((2, 8),), ((3, 8),), fuses=True)])
     >>> found.reads, found.writes
     (((1, 8),), ((3, 8),))
     """
     every = enumerate((*launches, *later))
     last = {number: i for i, launch in every for number, _ in launch.reads}
-    found: list[Launch] = []
+    found: list[OpLaunch] = []
     numbered = enumerate(launches)
     for (fuses, _), group in groupby(numbered, lambda x: (x[1].fuses, x[1].times)):
         members = list(group)
@@ -211,5 +211,5 @@ def fused(launches: Sequence[Launch], later: Sequence[Launch] = ()) -> list[Laun
             writes |= dict(launch.writes)
         kept = {x: size for x, size in writes.items() if last.get(x, end + 1) > end}
         times = members[0][1].times
-        found.append(Launch("fused", 0, (*reads.items(),), (*kept.items(),), times=times))
+        found.append(OpLaunch("fused", 0, (*reads.items(),), (*kept.items(),), times=times))
     return found

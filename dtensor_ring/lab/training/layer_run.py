@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from dtensor_ring.lab.training.launches import ATTENTION, STATE, Launch, LaunchRecorder
+from dtensor_ring.lab.training.launches import ATTENTION, STATE, LaunchRecorder, OpLaunch
 from dtensor_ring.lab.training.layer_seconds import Shard
 from dtensor_ring.lab.training.model_shape import LayerShape, Product
 
@@ -38,8 +38,8 @@ class LayerRun(NamedTuple):
         keeps_input: whether the input is among what is kept.
     """
 
-    forward: tuple[Launch, ...]
-    backward: tuple[Launch, ...]
+    forward: tuple[OpLaunch, ...]
+    backward: tuple[OpLaunch, ...]
     attention_kept: int
     others_kept: int
     results: int
@@ -176,7 +176,7 @@ class LayerRunner:
         shapes, local = [x.shape for x in outputs], shard.tokens / shard.tp
         kept, ahead, back = (int(x * local) for x in state.bytes(shard.itemsize))
         flops, passes = (of(shard.is_sharded) * local for of in (state.flops, state.passes))
-        launch = Launch(STATE, int(flops), ((0, int(passes * shard.itemsize)),), ())
+        launch = OpLaunch(STATE, int(flops), ((0, int(passes * shard.itemsize)),), ())
 
         def forward(*given: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
             out = given[0].new_empty(shard.tokens, state.values // shard.tp)
@@ -214,14 +214,14 @@ class LayerRunner:
             results = torch.empty_like(query), query.new_empty(query.shape[:3], dtype=wide)
             recorder.need(room[0])
             touched = recorder.touched(given), recorder.touched(results[:1])
-            recorder.add(Launch(ATTENTION, 0, *touched))
+            recorder.add(OpLaunch(ATTENTION, 0, *touched))
             return results, (*given, *results)
 
         def backward(kept: Sequence[Tensor], grad: Tensor, _: Any) -> Sequence[Tensor]:
             recorder.need(room[1])
             grads = [torch.empty_like(x) for x in kept[:3]]
             touched = recorder.touched([grad, *kept]), recorder.touched(grads)
-            recorder.add(Launch(ATTENTION, 0, *touched))
+            recorder.add(OpLaunch(ATTENTION, 0, *touched))
             return grads
 
         return opaque(forward, backward, *inputs)
@@ -291,8 +291,8 @@ def _dropped(parameter: Tensor) -> None:
 class RecordedRun(NamedTuple):
     """A forward and a backward: launches, sizes of saved storages, and the most bytes at once."""
 
-    forward: tuple[Launch, ...]
-    backward: tuple[Launch, ...]
+    forward: tuple[OpLaunch, ...]
+    backward: tuple[OpLaunch, ...]
     saved: dict[int, int]
     most: int
 

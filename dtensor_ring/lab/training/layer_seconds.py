@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from dtensor_ring.lab.machine import SAME_SPEED, Machine
 from dtensor_ring.lab.training.collectives import Kind, collective_seconds, rank_group
-from dtensor_ring.lab.training.launches import ATTENTION, STATE, Launch, fused
+from dtensor_ring.lab.training.launches import ATTENTION, STATE, OpLaunch, fused
 
 # Matrix products in FP8 leave everything else, attention too, in 16 bits.
 FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
@@ -131,21 +131,21 @@ class LayerClock(NamedTuple):
     hidden: int
     is_compiled: bool = False
 
-    def parts(self, forward: Sequence[Launch], backward: Sequence[Launch]) -> list[PartSeconds]:
+    def parts(self, forward: Sequence[OpLaunch], backward: Sequence[OpLaunch]) -> list[PartSeconds]:
         """Return the seconds of the launches of a forward and of its backward."""
         sides = [forward, backward]
         if self.is_compiled:
             sides = [fused(forward, backward), fused(backward)]
         return [sum(map(self._part, side), PartSeconds()) for side in sides]
 
-    def _part(self, launch: Launch) -> PartSeconds:
+    def _part(self, launch: OpLaunch) -> PartSeconds:
         if launch.op == ATTENTION:
             return PartSeconds()
         is_state, is_product = launch.op == STATE, launch.flops > 0
         name = "states" if is_state else "gemm" if is_product else "others"
         return PartSeconds(**{name: self._seconds(launch, is_product and not is_state)})
 
-    def _seconds(self, launch: Launch, is_product: bool) -> float:
+    def _seconds(self, launch: OpLaunch, is_product: bool) -> float:
         """Return the seconds of a launch; products of a state are in 16 bits or wider."""
         machine, dtype, size = self.machine, self.shard.dtype, float(launch.num_bytes)
         if is_product:

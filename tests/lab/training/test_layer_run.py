@@ -16,7 +16,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRot
 
 from dtensor_ring.dtensor.meta_model import ModelRequest
 from dtensor_ring.lab.training.estimate import alone
-from dtensor_ring.lab.training.launches import ATTENTION, Launch, LaunchRecorder
+from dtensor_ring.lab.training.launches import ATTENTION, LaunchRecorder, OpLaunch
 from dtensor_ring.lab.training.layer_run import LayerRunner, head_run
 from dtensor_ring.lab.training.layer_seconds import Shard, itemsize
 from dtensor_ring.lab.training.model_shape import ModelShape
@@ -129,5 +129,5 @@ def test_tiles_run_once_and_count_as_many() -> None:
 
 def test_a_launch_of_an_attention_has_its_tensors() -> None:
     (found,) = (x for x in _run("bfloat16", {}).forward if x.op == ATTENTION)
-    assert found == Launch(ATTENTION, 0, found.reads, found.writes)
+    assert found == OpLaunch(ATTENTION, 0, found.reads, found.writes)
     assert found.num_bytes == 4 * TOKENS * HIDDEN * 2

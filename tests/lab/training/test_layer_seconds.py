@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from dtensor_ring.lab.machine import Curve
-from dtensor_ring.lab.training.launches import ATTENTION, STATE, Launch
+from dtensor_ring.lab.training.launches import ATTENTION, STATE, OpLaunch
 from dtensor_ring.lab.training.layer_seconds import (
     LayerClock,
     PartSeconds,
@@ -25,8 +25,8 @@ def _clock(tp: int = 1, dtype: str = "bfloat16", **fields: Any) -> LayerClock:
     return LayerClock(round_machine(**fields), Shard(100, tp, 2, dtype), 8)
 
 
-def _launch(op: str = "add", flops: int = 0, size: int = 1000, **more: Any) -> Launch:
-    return Launch(op, flops, ((1, size),), (), **more)
+def _launch(op: str = "add", flops: int = 0, size: int = 1000, **more: Any) -> OpLaunch:
+    return OpLaunch(op, flops, ((1, size),), (), **more)
 
 
 SMALLEST = Curve((0.0, 1.0), (2.0, 2.0))
@@ -52,7 +52,7 @@ SMALLEST = Curve((0.0, 1.0), (2.0, 2.0))
     ],
 )
 def test_a_launch_takes_what_is_most(
-    clock: LayerClock, launch: Launch, expected: PartSeconds
+    clock: LayerClock, launch: OpLaunch, expected: PartSeconds
 ) -> None:
     forward, backward = clock.parts([launch], [launch, launch])
     assert forward == pytest.approx(expected)
@@ -60,7 +60,7 @@ def test_a_launch_takes_what_is_most(
 
 
 def test_compiled_chains_write_what_others_read() -> None:
-    chain = [Launch("mul", 0, ((i, 1000),), ((i + 1, 1000),), 5, True) for i in range(3)]
+    chain = [OpLaunch("mul", 0, ((i, 1000),), ((i + 1, 1000),), 5, True) for i in range(3)]
     clock = _clock(element_rate=1.0)
     assert clock.parts(chain, [])[0].others == pytest.approx(15.0)
     forward, _ = clock._replace(is_compiled=True).parts(chain, [])

@@ -11,6 +11,7 @@ the second counted by `StateShape`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -320,6 +321,19 @@ def recorded_run(
     return RecordedRun(tuple(launches[:number]), tuple(launches[number:]), kept, recorder.peak)
 
 
+@lru_cache(maxsize=256)
+def layer_run(
+    layer: LayerShape,
+    hidden: int,
+    shard: Shard,
+    room: tuple[int, int] = (0, 0),
+    tile: int | None = None,
+) -> LayerRun:
+    """Run a layer, see `LayerRunner`; equal ones run once."""
+    return LayerRunner(layer, hidden, shard, room, tile).run()
+
+
+@lru_cache(maxsize=256)
 def head_run(
     hidden: int, entries: int, tiles: int, shard: Shard, mlp_tile: int | None
 ) -> RecordedRun:

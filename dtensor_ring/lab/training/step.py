@@ -26,7 +26,7 @@ from dtensor_ring.lab.training.layer_attention import (
     AttentionSeconds,
     model_attentions,
 )
-from dtensor_ring.lab.training.layer_run import LayerRunner
+from dtensor_ring.lab.training.layer_run import layer_run
 from dtensor_ring.lab.training.layer_seconds import LayerClock, PartSeconds, peak_flops
 from dtensor_ring.lab.training.layer_states import StateSeconds, model_states
 from dtensor_ring.lab.training.model_shape import LayerShape
@@ -345,7 +345,7 @@ def _layer(
     states: Mapping[StateShape, StateSeconds],
 ) -> _Unit:
     """Return the seconds of a layer; its backward has what it computes again."""
-    run = LayerRunner(layer, asked.model.hidden, asked.shard, tile=asked.setting.mlp_tile).run()
+    run = layer_run(layer, asked.model.hidden, asked.shard, tile=asked.setting.mlp_tile)
     forward, backward = clock.parts(run.forward, run.backward)
     collectives = PartSeconds(tp=layer.num_blocks * clock.tp_collectives())
     attention = PartSeconds(), PartSeconds()

@@ -16,7 +16,7 @@ from dtensor_ring.all_to_all.plan import all_to_all_plan
 from dtensor_ring.compute.accumulate import ON_GPUS
 from dtensor_ring.lab.problem import SimulatedProblem
 from dtensor_ring.lab.recorded import RankAttention
-from dtensor_ring.lab.training.layer_run import LayerRunner, RecordedRun, head_run
+from dtensor_ring.lab.training.layer_run import RecordedRun, head_run, layer_run
 from dtensor_ring.lab.training.layer_seconds import Shard
 from dtensor_ring.lab.training.model_shape import LayerShape, ModelShape, Product
 from dtensor_ring.lab.training.step_request import MemorySetting
@@ -252,7 +252,7 @@ class _LayerBytes(NamedTuple):
         layer: LayerShape,
         room: AttentionRoom,
     ) -> _LayerBytes:
-        found = LayerRunner(layer, hidden, shard, room[1:], setting.mlp_tile).run()
+        found = layer_run(layer, hidden, shard, room[1:], setting.mlp_tile)
         if setting.checkpoint == "none":
             return cls(found.attention_kept, found.others_kept, found.most)
         stream = hidden * shard.tokens // shard.tp * shard.itemsize

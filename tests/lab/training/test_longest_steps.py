@@ -168,7 +168,9 @@ def _counted(case: Case, seq_len: int) -> tuple[int, int]:
         patch.object(layer_run, "_loss", _returned),
         patch.object(step_memory_module, "_gradients", lambda *_: none),
     ):
+        layer_run.head_run.cache_clear()
         found = step_memory(asked.model, asked.shard, shards, case.setting, rooms)
+        layer_run.head_run.cache_clear()
     # Gradients of a whole model are freed one by one, and its parameters are there in any case.
     without = found.optimizer
     if not case.is_sharded:

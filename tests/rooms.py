@@ -12,11 +12,9 @@ import ast
 import io
 import subprocess
 import sys
-import token
 import tokenize
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
-from itertools import pairwise
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
@@ -26,8 +24,7 @@ from rich.table import Table
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from tests.pool import Pool
-from tests.profiled import OURS, ROOT, Profile, attention, training_step
-from tests.profiled import token as decoded_token
+from tests.profiled import OURS, ROOT, Profile, attention, token, training_step
 from tests.test_code import LAYERS, SOURCES, TREES, _imports
 
 PAIR = 6
@@ -36,8 +33,11 @@ COMMON = 8
 """A run of lines in more places than these is a form of the language, not a copy."""
 LONG = 200
 """Lines of a file in which the place of its entry matters."""
-NO_CODE = {token.NEWLINE, token.INDENT, token.DEDENT, token.ENDMARKER}
+NO_CODE = {tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 NO_CODE |= {tokenize.COMMENT, tokenize.NL, tokenize.ENCODING}
+
+KEYWORDS = {"def", "class", "return", "if", "for", "else", "elif", "in", "not", "and", "or", "is"}
+KEYWORDS |= {"raise", "with", "while", "try", "except", "lambda", "yield", "self", "None"}
 
 
 class Measure(NamedTuple):
@@ -136,8 +136,8 @@ def late_entries() -> dict[str, str]:
     late = {}
     for name in _long_files():
         places = _definitions(TREES[name])
-        asked = [x for x in places if used[name, x]]
-        entry = max(asked, key=lambda x: (used[name, x], -places[x]), default=None)  # noqa: B023
+        ranked = sorted((-used[name, x], line, x) for x, line in places.items() if used[name, x])
+        entry = ranked[0][2] if ranked else None
         if entry and places[entry] > len(SOURCES[name].read_text().splitlines()) / 2:
             late[name] = entry
     return late
@@ -170,19 +170,15 @@ def two_way_folders() -> list[tuple[str, str]]:
 
 def _shapes(path: Path) -> list[tuple[int, tuple[str, ...]]]:
     """Each line of code and its shape: names, numbers and texts are one thing each."""
-    kinds = {token.NAME: "name", token.NUMBER: "number", token.STRING: "text"}
+    kinds = {tokenize.NAME: "name", tokenize.NUMBER: "number", tokenize.STRING: "text"}
     lines: dict[int, list[str]] = defaultdict(list)
     skipped = _docstring_lines(ast.parse(path.read_text()))
     for x in _tokens(path):
         if x.type not in NO_CODE and x.start[0] not in skipped:
-            is_word = x.type == token.NAME and x.string in KEYWORDS
+            is_word = x.type == tokenize.NAME and x.string in KEYWORDS
             lines[x.start[0]].append(x.string if is_word else kinds.get(x.type, x.string))
     imports = _import_lines(ast.parse(path.read_text()))
     return [(line, tuple(shape)) for line, shape in sorted(lines.items()) if line not in imports]
-
-
-KEYWORDS = {"def", "class", "return", "if", "for", "else", "elif", "in", "not", "and", "or", "is"}
-KEYWORDS |= {"raise", "with", "while", "try", "except", "lambda", "yield", "self", "None"}
 
 
 def duplicates() -> set[tuple[tuple[str, int], tuple[str, int]]]:
@@ -241,7 +237,7 @@ def _run() -> dict[str, tuple[int, int]]:
     counts = {
         "SDPA forward": _later_forward(attention, mesh),
         "Hugging Face forward": _later_forward(training_step, mesh),
-        "a token": decoded_token(mesh, Count),
+        "a token": token(mesh, Count),
     }
     return {name: (count.calls, count.crossings) for name, count in counts.items()}
 

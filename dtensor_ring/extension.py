@@ -57,7 +57,7 @@ from dtensor_ring.compute.dropout import Dropout, draw_seed, dropout_factors, nu
 from dtensor_ring.compute.kernels import Kernel, Launch, Problem, Saved, Scores, check_kernel
 from dtensor_ring.compute.memory import positions_of
 from dtensor_ring.decode.cache import CacheUsage
-from dtensor_ring.decode.op import MAX_QUERIES
+from dtensor_ring.decode.call import MAX_QUERIES
 from dtensor_ring.decode.plan import append_runs
 from dtensor_ring.decode.whole import check_same_state
 from dtensor_ring.dtensor.annotation import axis_group, axis_mesh, tokens_of

@@ -27,7 +27,15 @@ LAYERS += ("all_to_all.rounded_keys", "decode.run", "decode.in_blocks")
 LAYERS += ("selected.listed_attention", "selected.run", "selected.moved_keys", "states.run")
 LAYERS += ("handover.run",)
 LAYERS += ("agreement",)
-LAYERS += ("ring", "ops", "all_to_all.op", "all_to_all.ulysses", "decode.op", "selected.op")
+LAYERS += (
+    "ring",
+    "ops",
+    "all_to_all.op",
+    "all_to_all.ulysses",
+    "decode.call",
+    "decode.op",
+    "selected.op",
+)
 LAYERS += ("states.op",)
 LAYERS += ("selected.decode_ops", "dtensor")
 LAYERS += ("all_to_all", "decode", "paged", "selected", "states", "handover")

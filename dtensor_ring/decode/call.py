@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from weakref import ref
 
 import numpy as np
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
@@ -32,6 +33,7 @@ from dtensor_ring.ops.attention_record import (
     runs_text,
 )
 from dtensor_ring.ops.checks import CALLER, check_inputs, check_num_queries
+from dtensor_ring.ops.nodes import place_of_sinks
 from dtensor_ring.ops.options import Arguments, Length, kernel_of
 from dtensor_ring.planning.layout import Contiguous, Layout
 from dtensor_ring.planning.lru import ByteStore, cached_bytes
@@ -146,7 +148,7 @@ DECODE_LEAVES, DECODE_SCHEMA = _ARGUMENTS.leaves, _ARGUMENTS.schema
 
 # Places among the arguments of the op after its tensors.
 _TENSORS = tuple(i for i, leaf in enumerate(DECODE_LEAVES) if leaf.schema_type == "Tensor?")
-SINKS = [leaf.name for leaf in DECODE_LEAVES].index("sinks")
+SINKS = place_of_sinks(DECODE_LEAVES)
 
 # Between a call and the arguments of the decode op after its tensors.
 flatten_decode, unflatten_decode = _ARGUMENTS.flatten, _ARGUMENTS.unflatten
@@ -222,19 +224,20 @@ def bound_decode(
         return found
     # The content of the tensors is known by now; they may be written to for the next token.
     kept = found._replace(call=call._replace(batch=DecodeBatch()))
-    return _BOUND.put(asked, kept, sum(len(x) for _, _, x in asked[0]))
+    return _BOUND.put(asked, kept, key_bytes=sum(len(content) for *_, content in asked[0]))
 
 
 def _asked(
     options: tuple[Any, ...], query: Tensor, key: Tensor, value: Tensor
 ) -> tuple[Any, ...] | None:
     """Return all that a call depends on; `None` if it has sinks, or integers that are on a GPU."""
+    # Tensors of a batch compare by content: the next token's may be written to the same memory.
     contents, others = [], [*options]
     for i in _TENSORS:
         x = options[i]
         if x is None:
             continue
-        if i == SINKS or not x.is_cpu:
+        if i == SINKS or not x.is_cpu or x.layout is not torch.strided:
             return None
         contents.append((i, x.shape, x.numpy().tobytes()))
         others[i] = x.dtype

@@ -91,7 +91,8 @@ class BegunDraft:
     """
 
     def __init__(self, request: ServedRequest, sequence: PooledSequence, limit: int) -> None:
-        self.request, self.choice = request, request.choice
+        # Processors may keep a state, and that of the request must not see what is only proposed.
+        self.request, self.choice = request, request.choice.own()
         self.sequence, self.limit = sequence, limit
         self.tokens, self.rows = list[int](), list[Tensor]()
 

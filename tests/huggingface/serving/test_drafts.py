@@ -14,6 +14,7 @@ from transformers.generation.candidate_generator import PromptLookupCandidateGen
 
 from parallel_plans.huggingface.serving.drafts import looked_up
 from tests.huggingface.generation.generating import sharded, stock
+from tests.huggingface.serving.choices import CHOICES, Options
 from tests.huggingface.serving.test_workloads import FULL_POOL
 from tests.huggingface.serving.workloads import (
     GREEDY,
@@ -25,8 +26,6 @@ from tests.huggingface.serving.workloads import (
     served,
 )
 from tests.pool import Pool
-
-Options = dict[str, Any]
 
 
 def repeated(kind: int, num_tokens: int) -> tuple[int, ...]:
@@ -54,7 +53,7 @@ FULL = replace(FULL_POOL, max_tokens=36)
 def knowing(alone: Any, workload: Workload, num_right: int) -> Callable[..., Any]:
     """Proposes tokens of which only every n-th is wrong; the wrong ones differ by position."""
     known = [
-        (*x.prompt, *alone(x.prompt, x.num_new, None))
+        (*x.prompt, *alone(x, 0))
         for x in workload.arrivals
         if x.num_samples == 1
     ]
@@ -146,8 +145,9 @@ def check_eight_bits(kv_dtype: str) -> None:
     model = sharded("Llama", cache_dtype=kv_dtype)
     plain, expected = served(model, workload)
 
-    def alone(prompt: Any, num_new: int, seed: Any) -> list[int]:
-        return next(x for x in expected.values() if x.prompt_ids == [*prompt]).generated_tokens
+    def alone(arrival: Arrival, seed: int) -> list[int]:
+        found = (x for x in expected.values() if x.prompt_ids == [*arrival.prompt])
+        return next(found).generated_tokens
 
     for num_right in (9, 2):
         how = {"assistant_model": knowing(alone, workload, num_right), "num_assistant_tokens": 7}
@@ -163,24 +163,12 @@ def test_eight_bits_stay_as_they_are_without_drafts(pool: Pool, kv_dtype: str) -
     pool.run(2, check_eight_bits, kv_dtype)
 
 
-KINDS: list[Options] = [
-    {},
-    {"repetition_penalty": 1.3},
-    {"do_sample": True, "temperature": 1.5, "top_p": 0.8},
-    {"do_sample": True, "top_k": 5, "no_repeat_ngram_size": 2},
-    {"stopping_criteria": [lambda ids, scores: (ids[:, -1] % 3 == 0) & (ids.shape[1] > 13)]},
-    {"eos_token_id": [*range(2, 32, 5)]},
-    {"min_new_tokens": 6, "eos_token_id": [*range(2, 32, 3)]},
-]
-"""Processors that read tokens and some that do not, and ways to end."""
-
-
 def check_kinds() -> None:
     """In one batch, each has the tokens that the stock model gives to it alone."""
     model, alone = sharded("Llama"), stock("Llama")
-    prompts = [prompt_of(i, 11) for i in range(len(KINDS))]
+    prompts = [prompt_of(i, 11) for i in range(len(CHOICES))]
     expected = []
-    for prompt, how in zip(prompts, KINDS, strict=True):
+    for prompt, how in zip(prompts, CHOICES.values(), strict=True):
         torch.manual_seed(9)
         ids = torch.tensor([prompt])
         found = alone.generate(ids, max_new_tokens=12, **GREEDY | how)[0, 11:].tolist()
@@ -195,13 +183,13 @@ def check_kinds() -> None:
 
     arrivals = tuple(Arrival(0, x, 12) for x in prompts)
     batch = Workload(arrivals, 4, 99, 400, 16).batch(model, return_logprobs=True)
-    for number, how in enumerate(KINDS):
+    for number, how in enumerate(CHOICES.values()):
         options = {"assistant_model": propose, "num_assistant_tokens": 4, "seed": 9}
         asked = options | GREEDY | how
         batch.add_request(prompts[number], str(number), max_new_tokens=12, **asked)
     for output in batch:
         number = int(output.request_id)
-        assert output.generated_tokens == expected[number], KINDS[number]
+        assert output.generated_tokens == expected[number], [*CHOICES][number]
         assert len(output.logprobs) == len(expected[number])
     assert batch.counts.accepted > 20
 

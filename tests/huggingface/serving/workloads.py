@@ -13,6 +13,7 @@ from transformers import ContinuousBatchingConfig
 from parallel_plans.huggingface.serving.continuous_batch import ContinuousBatch
 from tests.families import VOCABULARY
 from tests.huggingface.generation.generating import exact_softmax
+from tests.huggingface.serving.choices import CHOICES
 from tests.paged.test_block_pool_walks import check_counts
 
 LONGEST = 300
@@ -22,13 +23,26 @@ GREEDY = {"eos_token_id": None, "pad_token_id": 0}
 
 @dataclass(frozen=True)
 class Arrival:
-    """A request, the step before which it comes, and that before which it is cancelled."""
+    """A request, the step before which it comes, and that before which it is cancelled.
+
+    `kind` is the name of its options in `CHOICES`; several samples are always sampled.
+    """
 
     step: int
     prompt: tuple[int, ...]
     num_new: int
     num_samples: int = 1
     cancelled: int | None = None
+    kind: str = "greedy"
+
+    @property
+    def how(self) -> dict[str, Any]:
+        """Its options, but for its length and the number of samples."""
+        return GREEDY | CHOICES[self.kind] | ({"do_sample": True} if self.num_samples > 1 else {})
+
+    def names(self, number: int) -> list[str]:
+        """The ids of its outputs."""
+        return [str(number), *(f"{number}__child#{i}" for i in range(self.num_samples - 1))]
 
 
 @dataclass(frozen=True)
@@ -62,10 +76,9 @@ def served(model: Any, workload: Workload, **options: Any) -> tuple[ContinuousBa
     while batch.has_requests() or any(x.step >= step for x in workload.arrivals):
         for number, arrival in enumerate(workload.arrivals):
             if arrival.step == step:
-                how = {"max_new_tokens": arrival.num_new, **options}
-                if arrival.num_samples > 1:
-                    how |= {"num_return_sequences": arrival.num_samples, "do_sample": True}
-                batch.add_request(arrival.prompt, str(number), seed=100 * number, **GREEDY | how)
+                how = arrival.how | {"max_new_tokens": arrival.num_new, **options}
+                how |= {"num_return_sequences": arrival.num_samples}
+                batch.add_request(arrival.prompt, str(number), seed=100 * number, **how)
             if arrival.cancelled == step and str(number) in batch._requests:
                 batch.cancel_request(str(number))
         outputs |= {x.request_id: x for x in batch.step()}
@@ -91,13 +104,10 @@ def check_workload(model: Any, alone: Any, workload: Workload, **options: Any) -
     """All requests have the tokens that the stock model gives to each of them alone."""
     batch, outputs = served(model, workload, **options)
     for number, arrival in enumerate(workload.arrivals):
-        names = [str(number)]
-        names += [f"{number}__child#{i}" for i in range(arrival.num_samples - 1)]
-        for sample, name in enumerate(names):
+        for sample, name in enumerate(arrival.names(number)):
             output = outputs[name]
             assert output.prompt_ids == list(arrival.prompt)
-            seed = 100 * number + sample if arrival.num_samples > 1 else None
-            expected = alone(arrival.prompt, arrival.num_new, seed)
+            expected = alone(arrival, 100 * number + sample)
             if output.error is not None:
                 assert arrival.cancelled is not None
                 assert "cancelled" in output.error
@@ -107,17 +117,22 @@ def check_workload(model: Any, alone: Any, workload: Workload, **options: Any) -
 
 
 def alone_on(model: Any) -> Any:
-    """What the stock model gives to a prompt: greedily, or sampled from a seed."""
+    """What the stock model gives to a prompt, with the random state of a seed."""
 
     @cache
-    def generate(prompt: tuple[int, ...], num_new: int, seed: int | None) -> list[int]:
+    def generate(prompt: tuple[int, ...], num_new: int, kind: str, seed: int | None) -> list[int]:
         with exact_softmax(), torch.random.fork_rng():
             torch.manual_seed(seed or 0)
-            how = {"max_new_tokens": num_new, "do_sample": seed is not None, **GREEDY}
-            found = model.generate(torch.tensor([prompt]), **how)
+            how = {"do_sample": seed is not None, **GREEDY, **CHOICES[kind]}
+            found = model.generate(torch.tensor([prompt]), max_new_tokens=num_new, **how)
         return found[0, len(prompt) :].tolist()
 
-    return generate
+    def alone(arrival: Arrival, seed: int) -> list[int]:
+        is_drawn = arrival.how.get("do_sample")
+        given = arrival.prompt, arrival.num_new, arrival.kind
+        return generate(*given, seed if is_drawn else None)
+
+    return alone
 
 
 def prompt_of(kind: int, num_tokens: int) -> tuple[int, ...]:

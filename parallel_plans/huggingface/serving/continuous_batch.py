@@ -229,9 +229,13 @@ class ContinuousBatch:
         scheduler.prefilled(chunks)
         ends = extend_all(requests, logits)
         scheduler.decoded(requests)
+        self._end_requests(requests, ends)
+
+    def _end_requests(self, requests: Sequence[ServedRequest], ends: Sequence[bool]) -> None:
+        """Give out those of some requests that end."""
         for request, has_ended in zip(requests, ends, strict=True):
             if has_ended:
-                scheduler.remove(request)
+                self._scheduler.remove(request)
                 del self._requests[request.request_id]
                 self._outputs.append(request.output())
 

@@ -302,9 +302,9 @@ class ServedRequest:
         longest, tokens = self.choice.ends
         return len(self._tokens) >= longest or token in tokens
 
-    def note(self, token: int) -> None:
-        """Add the next token, which other ranks chose."""
-        self._tokens.append(token)
+    def note(self, tokens: Sequence[int]) -> None:
+        """Add the next tokens, which other ranks chose."""
+        self._tokens.extend(tokens)
 
     def learn(self, num_accepted: int) -> None:
         """Forget the draft, of which so many tokens were right, and adapt the length of the next.

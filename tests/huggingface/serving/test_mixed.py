@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 
 from tests.huggingface.generation.generating import sharded, stock
-from tests.huggingface.serving.choices import CHOICES
-from tests.huggingface.serving.test_two_groups import in_groups
+from tests.huggingface.serving.choices import CHOICES, Options
 from tests.huggingface.serving.workloads import (
     Arrival,
     Workload,
     alone_on,
     check_workload,
+    in_groups,
     prompt_of,
 )
 from tests.pool import Pool
@@ -51,7 +51,7 @@ def mixed_workload(num_requests: int, seed: int = 0) -> Workload:
             Arrival(
                 step,
                 prompt,
-                random.randint(1, 14),
+                random.randint(CHOICES[kind].get("min_new_tokens", 1), 14),
                 random.choice((1, 2, 3)) if "sampled" in kind else 1,
                 step + random.randint(1, 12) if is_cancelled else None,
                 kind,
@@ -70,9 +70,11 @@ def expected_of(family: str, workload: Workload) -> dict[tuple[Arrival, int], li
     return found
 
 
-def check_mixed(family: str, groups: Any, workload: Workload, expected: Any) -> Any:
+def check_mixed(
+    family: str, groups: Any, workload: Workload, expected: Any, options: Options
+) -> Any:
     with in_groups(*groups):
-        batch = check_workload(sharded(family), lambda *x: expected[x], workload)
+        batch = check_workload(sharded(family), lambda *x: expected[x], workload, **options)
     return batch.counts
 
 
@@ -89,19 +91,28 @@ def expected_for(pool: Pool) -> Callable[[str, Workload], Any]:
     return expected
 
 
-CASES = [("Llama", "2 to 1", 12), *((x, y, 100) for x in FAMILIES for y in GROUPS)]
+LOOKUP = {"prompt_lookup_num_tokens": 2}
+CASES: list[tuple[str, str, int, Options]] = [
+    ("Llama", "2 to 1", 12, {}),
+    *((family, groups, 100, {}) for family in FAMILIES for groups in GROUPS),
+    *((family, "2 to 2", 100, LOOKUP) for family in FAMILIES),
+]
 
 
 @pytest.mark.parametrize(
-    ("family", "name", "num_requests"),
+    ("family", "name", "num_requests", "options"),
     [pytest.param(*x, marks=[pytest.mark.repeats] * (x[2] > 12)) for x in CASES],
 )
 def test_mixed_requests(
-    pool: Pool, expected_for: Any, family: str, name: str, num_requests: int
+    pool: Pool, expected_for: Any, family: str, name: str, num_requests: int, options: Options
 ) -> None:
     groups, workload = GROUPS[name], mixed_workload(num_requests)
     expected = expected_for(family, workload)
-    world_size = 1 + max(map(max, groups))
-    counts: Any = pool.run(world_size, check_mixed, family, groups, workload, expected)
+    given = family, groups, workload, expected, options
+    counts: Any = pool.run(1 + max(map(max, groups)), check_mixed, *given)
     assert all(x == counts[0] for x in counts)
     assert counts[0].cached
+    if num_requests == 100:
+        assert counts[0].preempted
+    if options:
+        assert counts[0].proposed > counts[0].accepted > 10

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
+from unittest import mock
 
 import torch
 from hypothesis import strategies as st
+from torch.distributed.device_mesh import DeviceMesh
 from transformers import ContinuousBatchingConfig
 
 from parallel_plans.huggingface.serving.continuous_batch import ContinuousBatch
@@ -57,8 +61,13 @@ class Workload:
 
     def batch(self, model: Any, **options: Any) -> ContinuousBatch:
         """One whose pool is just large enough."""
+        return self.batch_of(model, model.context_parallel_sharding.axis.mesh.size(), **options)
+
+    def batch_of(
+        self, model: Any, size: int, groups: dict[str, Any] | None = None, **options: Any
+    ) -> ContinuousBatch:
+        """One whose pool is just large enough on so many ranks."""
         longest = max(len(x.prompt) + x.num_new for x in self.arrivals) - 1
-        size = model.context_parallel_sharding.axis.mesh.size()
         config = ContinuousBatchingConfig(
             page_size=self.block,
             num_blocks=-(-longest // (self.block * size)) + self.spare,
@@ -67,7 +76,21 @@ class Workload:
             seed=7,
             **options,
         )
-        return model.init_continuous_batching(None, config)
+        return model.init_continuous_batching(None, config, **groups or {})
+
+
+@contextmanager
+def in_groups(prefill: tuple[int, ...], decode: tuple[int, ...]) -> Iterator[None]:
+    """Batches of workloads have these groups; all ranks must call it."""
+    meshes = [DeviceMesh("cpu", [*ranks]) for ranks in (prefill, decode)]
+    size = min(len(prefill), len(decode))
+
+    def batch(self: Workload, model: Any, **options: Any) -> Any:
+        groups = {"prefill": meshes[0], "decode": meshes[1]}
+        return self.batch_of(model, size, groups, **options)
+
+    with mock.patch.object(Workload, "batch", batch):
+        yield
 
 
 def served(model: Any, workload: Workload, **options: Any) -> tuple[ContinuousBatch, dict]:

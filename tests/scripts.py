@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import os
 import runpy
+import signal
 import socket
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import wait
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -80,6 +81,31 @@ def run_launcher(
     job = module, [str(x) for x in argv], cwd, dict(env or {})
     (ended,) = _run_all([job], timeout, [""])
     return ended
+
+
+@contextmanager
+def running_launcher(
+    module: str, *argv: object, timeout: float = 100
+) -> Iterator[tuple[Any, Callable[[], str]]]:
+    """A launcher that runs until it is told to end: its process, and what it has printed so far.
+
+    Args:
+        module: see `run_launcher`.
+        argv: its arguments.
+        timeout: in seconds, in which it ends once it is told to.
+    """
+    with TemporaryDirectory() as folder:
+        file = Path(folder, "0")
+        job = Job(module, [str(x) for x in argv], None, {}, file, "")
+        process = starting().Process(target=_run, args=(job,))
+        process.start()
+        try:
+            yield process, lambda: _read(file, ".out")
+            process.join(timeout)
+        finally:
+            for pid in _session(process.pid):
+                os.kill(int(pid), signal.SIGKILL)
+            process.join()
 
 
 def run_launchers(

@@ -4,7 +4,7 @@ Note [One word a step]: requests come in on the first rank only. Before each ste
 is new to the other ranks, as JSON in a tensor of bytes: requests to add, requests to cancel, and
 whether the server ends. Then all ranks make the same calls of the batch. While there is nothing to
 do, the first rank sleeps and says so every `HEARTBEAT` seconds, so that no wait reaches its time
-limit, and a rank that died is found.
+limit. Then all ranks meet, as they do in a step: a rank that died, or hangs, is found.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ class Engine:
 
         Raises:
             RingError: if a rank raised.
-            RuntimeError: if a rank died.
+            RuntimeError: if a rank died, or did not answer in time.
         """
         while True:
             said = b"" if self._desk is None else self._desk.word(self._batch).to_bytes()
@@ -153,6 +153,8 @@ class Engine:
             if word.is_end:
                 return
             refused = self._apply(word)
+            if not self._batch.has_requests():
+                dist.barrier(self._group)
             outputs = self._batch.step()
             if self._desk is not None:
                 self._desk.hand_out(self._batch, outputs, refused)

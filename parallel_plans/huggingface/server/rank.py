@@ -19,6 +19,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from parallel_plans.huggingface.plan import context_parallel_plan
 from parallel_plans.huggingface.server.engine import (
+    HEARTBEAT,
     AskedTokens,
     Engine,
     EngineLook,
@@ -29,8 +30,8 @@ from parallel_plans.huggingface.server.engine import (
 from parallel_plans.huggingface.server.open_requests import OpenRequests
 from parallel_plans.huggingface.serving.continuous_batch import ContinuousBatch
 
-# How long a rank waits for another one at a word: longer than any step takes.
-WORD_MINUTES = 10
+# Minutes that ranks wait for the one that is the last to have loaded its weights.
+LOADING_MINUTES = 60
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,7 @@ class ServerOptions:
         max_requests: the largest number of answers that are generated at a time.
         max_open: the largest number of answers that are open, with those that wait.
         drain_seconds: how long open requests may take when the server is to end.
+        rank_timeout: seconds that a rank waits for another one; no step may take longer.
         seed: of the first answer that samples without a seed of its own; by default drawn.
     """
 
@@ -69,7 +71,20 @@ class ServerOptions:
     max_requests: int = 64
     max_open: int = 256
     drain_seconds: float = 30.0
+    rank_timeout: float = 120.0
     seed: int | None = None
+
+    def __post_init__(self) -> None:
+        """Check the time limit.
+
+        Raises:
+            ValueError: if ranks that wait would reach it.
+        """
+        if self.rank_timeout <= 2 * HEARTBEAT:
+            raise ValueError(
+                f"rank_timeout must be more than {2 * HEARTBEAT:g} s, as ranks that wait hear "
+                f"from the first one each {HEARTBEAT:g} s; got {self.rank_timeout:g}"
+            )
 
 
 def bound_socket(host: str, port: int) -> socket.socket:
@@ -100,13 +115,12 @@ def run_rank(options: ServerOptions, ready: Callable[[FirstRank], None] | None =
 
     Raises:
         OSError: on the first rank, if it cannot listen.
-        RuntimeError: if a rank failed, or died.
+        RuntimeError: if a rank failed, died, or did not answer in time.
     """
     is_first = dist.get_rank() == 0
     listening = bound_socket(options.host, options.port) if is_first else None
-    words = dist.new_group(backend="gloo", timeout=timedelta(minutes=WORD_MINUTES))
-    assert isinstance(words, dist.ProcessGroup), "all ranks are in it"
     model, tokenizer = loaded(options)
+    words = _cpu_group(timedelta(seconds=options.rank_timeout))
     how = _batch_options(options, model.device, _shared_seed(words, options.seed))
     batch = model.init_continuous_batching(None, how)
     if listening is None:
@@ -118,24 +132,34 @@ def run_rank(options: ServerOptions, ready: Callable[[FirstRank], None] | None =
         first.run(words, ready or announced)
 
 
+def _cpu_group(timeout: timedelta) -> dist.ProcessGroup:
+    """Return a group of all ranks on CPUs, whose messages may take so long."""
+    made = dist.new_group(backend="gloo", timeout=timeout)
+    assert isinstance(made, dist.ProcessGroup), "all ranks are in it"
+    return made
+
+
 def announced(first: FirstRank) -> None:
     """Print the address of a server."""
     print(f"listening on {first.url}", flush=True)
 
 
 def loaded(options: ServerOptions) -> tuple[Any, Any]:
-    """Return the model under its plan, and its tokenizer."""
+    """Return the model under its plan, and its tokenizer, once all ranks have loaded them."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if device is not None:
         torch.accelerator.set_device_index(dist.get_node_local_rank(fallback_rank=dist.get_rank()))
     kind = "cpu" if device is None else device.type
-    dtype = options.dtype or "auto"
+    dtype, loading = options.dtype or "auto", _cpu_group(timedelta(minutes=LOADING_MINUTES))
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype).eval().to(kind)
+    tokenizer = AutoTokenizer.from_pretrained(options.model)
+    dist.barrier(loading)
+    dist.destroy_process_group(loading)
     mesh = init_device_mesh(kind, (options.num_ranks,), mesh_dim_names=("cp",))
     plan = context_parallel_plan(model, options.layout, cache_dtype=options.cache_dtype)
-    return parallelize_module(model, mesh, plan), AutoTokenizer.from_pretrained(options.model)
+    return parallelize_module(model, mesh, plan), tokenizer
 
 
 def _page_size(options: ServerOptions, device: torch.device) -> int:

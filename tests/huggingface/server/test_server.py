@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -14,7 +13,7 @@ pytest.importorskip("fastapi")
 import httpx
 
 from parallel_plans.huggingface.server.rank import FirstRank
-from tests.huggingface.server.servers import serving
+from tests.huggingface.server.servers import serving, until
 from tests.huggingface.server.tiny import LONGEST, Stock, write_tiny
 from tests.pool import Pool
 
@@ -179,14 +178,6 @@ def ask_wrongly(first: FirstRank) -> None:
 
 def test_refused(pool: Pool, folder: str) -> None:
     pool.run(2, serving, folder, ask_wrongly)
-
-
-def until(condition: Any) -> None:
-    """Wait until a condition holds."""
-    end = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < end, "it never holds"
-        time.sleep(0.02)
 
 
 def metric(first: FirstRank, name: str) -> float:

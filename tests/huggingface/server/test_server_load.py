@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,6 +24,7 @@ pytest.importorskip("fastapi")
 
 import httpx
 
+from parallel_plans.huggingface.server import launch
 from parallel_plans.huggingface.server.launch import start_rank, watched
 from parallel_plans.huggingface.server.rank import ServerOptions
 from tests.huggingface.server.servers import OPTIONS
@@ -158,6 +160,46 @@ def test_a_rank_that_dies_among_requests(pool: Pool, endless: str) -> None:
 @pytest.mark.repeats
 def test_a_rank_that_dies_among_200_requests(pool: Pool, endless: str) -> None:
     print(check_load(endless, num=200, num_leaving=30))
+
+
+def check_hung(folder: str, num: int) -> None:
+    """A rank that hangs: all have the text or an error in time, and the server ends."""
+    stock = Stock(folder)
+    texts, seconds = {stock.text(*kind) for kind in KINDS}, 10.0
+    with started(folder, max_open=num, rank_timeout=seconds) as server:
+        hung, since = server.ranks[1].pid, list[float]()
+
+        def stop() -> None:
+            os.kill(hung, signal.SIGSTOP)
+            since.append(time.monotonic())
+
+        found = kinds(asyncio.run(many(server.url, num, 0, stop)), texts)
+        took = time.monotonic() - since[0]
+        assert found["text"] > 0
+        assert found["error"] > 0
+        assert found.keys() <= {"text", "error"}, found
+        assert took < seconds + 30, "a deadline against hangs"
+        print(f"{found} {took:.1f} s after the rank hung")
+        assert server.ended() == 1
+        assert [x.exitcode for x in server.ranks] == [1, -signal.SIGKILL]
+
+
+@pytest.mark.repeats
+def test_a_rank_that_hangs(pool: Pool, endless: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "GRACE_SECONDS", 1)  # what the hung rank has to end
+    check_hung(endless, num=48)
+
+
+@pytest.mark.repeats
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_hangs_while_idle(
+    pool: Pool, endless: str, rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server ends, though nobody asks; the first rank is found by the others."""
+    monkeypatch.setattr(launch, "GRACE_SECONDS", 1)
+    with started(endless, rank_timeout=10.0) as server:
+        os.kill(server.ranks[rank].pid, signal.SIGSTOP)
+        assert server.ended() == 1
 
 
 def held_kibibytes(pid: int) -> int:

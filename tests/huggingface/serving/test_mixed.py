@@ -36,8 +36,12 @@ GROUPS = {
 }
 
 
-def mixed_workload(num_requests: int, seed: int = 0) -> Workload:
-    """Requests of all kinds, in steps that come close after one another, in small pools."""
+def mixed_workload(num_requests: int, seed: int = 161) -> Workload:
+    """Requests of all kinds, in steps that come close after one another, in small pools.
+
+    With this seed, 12 requests have samples with a state, stop strings, a penalty and one that is
+    cancelled.
+    """
     random, kinds = Random(seed), [*CHOICES]
     first = random.randrange(len(kinds))
     arrivals = []
@@ -112,7 +116,7 @@ def test_mixed_requests(
     counts: Any = pool.run(1 + max(map(max, groups)), check_mixed, *given)
     assert all(x == counts[0] for x in counts)
     assert counts[0].cached
-    if num_requests == 100:
+    if num_requests == 100 and name != "1 to 2":  # where those that decode have twice the room
         assert counts[0].preempted
     if options:
         assert counts[0].proposed > counts[0].accepted > 10

@@ -34,7 +34,7 @@ class Ended(NamedTuple):
     code: int | None
     printed: str
     errors: str
-    left: list[str]
+    left: list[int]
 
 
 def run_script(
@@ -103,8 +103,8 @@ def running_launcher(
             yield process, lambda: _read(file, ".out")
             process.join(timeout)
         finally:
-            for pid in _session(process.pid):
-                os.kill(int(pid), signal.SIGKILL)
+            for pid in session(process.pid):
+                os.kill(pid, signal.SIGKILL)
             process.join()
 
 
@@ -141,7 +141,7 @@ def _run_all(jobs: list[Any], timeout: float, hosts: Sequence[str] | None = None
             process.start()
         _join(processes, timeout)
         return [
-            Ended(x.exitcode, _read(file, ".out"), _read(file, ".err"), _session(x.pid))
+            Ended(x.exitcode, _read(file, ".out"), _read(file, ".err"), session(x.pid))
             for x, file in zip(processes, files, strict=True)
         ]
 
@@ -189,13 +189,13 @@ def _join(processes: list[Any], timeout: float) -> None:
         process.join()
 
 
-def _session(leader: int) -> list[str]:
+def session(leader: int) -> list[int]:
     """The processes of a session."""
     found = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):  # it has ended
-            _, _, _, session = path.read_text().rpartition(")")[2].split()[:4]
-            found += [path.parent.name] * (session == str(leader))
+            _, _, _, number = path.read_text().rpartition(")")[2].split()[:4]
+            found += [int(path.parent.name)] * (number == str(leader))
     return found
 
 

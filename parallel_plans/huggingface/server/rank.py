@@ -121,6 +121,7 @@ def run_rank(options: ServerOptions, ready: Callable[[FirstRank], None] | None =
     listening = bound_socket(options.host, options.port) if is_first else None
     model, tokenizer = loaded(options)
     words = _cpu_group(timedelta(seconds=options.rank_timeout))
+    stops = taken_stops(model)
     how = _batch_options(options, model.device, _shared_seed(words, options.seed))
     batch = model.init_continuous_batching(None, how)
     if listening is None:
@@ -128,7 +129,7 @@ def run_rank(options: ServerOptions, ready: Callable[[FirstRank], None] | None =
         with handled(lambda *_: None):
             Engine(batch, words, None).run()
     else:
-        first = FirstRank(options, model, tokenizer, listening, batch)
+        first = FirstRank(options, model, tokenizer, listening, batch, stops)
         first.run(words, ready or announced)
 
 
@@ -205,6 +206,16 @@ def ends_of(model: Any) -> frozenset[int]:
     return frozenset([] if found is None else [found] if isinstance(found, int) else found)
 
 
+def taken_stops(model: Any) -> tuple[str, ...]:
+    """Return the strings that end an answer by the model's config, and take them out of it.
+
+    The server looks for stop strings in its texts, and `generate` would ask for a tokenizer.
+    """
+    config = model.generation_config
+    found, config.stop_strings = getattr(config, "stop_strings", None), None
+    return (found,) if isinstance(found, str) else tuple(found or ())
+
+
 class FirstRank:
     """The rank that clients speak to: HTTP on a thread beside the engine.
 
@@ -214,6 +225,7 @@ class FirstRank:
         tokenizer: its tokenizer.
         listening: the socket.
         batch: the batch of the engine.
+        stops: strings that end any answer.
 
     Attributes:
         url: where clients find it.
@@ -227,6 +239,7 @@ class FirstRank:
         tokenizer: Any,
         listening: socket.socket,
         batch: ContinuousBatch,
+        stops: tuple[str, ...],
     ) -> None:
         from parallel_plans.huggingface.server.app import Service, make_app
         from parallel_plans.huggingface.server.http_thread import HttpThread
@@ -243,6 +256,7 @@ class FirstRank:
             requests=self._requests,
             max_length=longest(options, model),
             ends=ends_of(model),
+            stops=stops,
             metrics=ServerMetrics(self._requests),
         )
         self._http = HttpThread(make_app(service), listening)

@@ -184,6 +184,9 @@ class FrontDesk:
         inbox: requests (`AskedTokens`), ids of samples to cancel (`str`), and `None` to end.
         publish: takes what a step has for samples, and numbers for metrics, if there are new ones.
         drain_seconds: how long open requests may take once the server is to end.
+
+    Attributes:
+        since: when the last step began, by the monotonic clock.
     """
 
     def __init__(
@@ -195,7 +198,7 @@ class FrontDesk:
         self._inbox, self._publish, self._drain_seconds = inbox, publish, drain_seconds
         self._num_sent: dict[str, int] = {}
         self._end_at: float | None = None
-        self._look_at = 0.0
+        self._look_at, self.since = 0.0, time.monotonic()
 
     def word(self, batch: ContinuousBatch) -> Word:
         """Return what came in since the last one; wait if there is nothing else to do."""
@@ -206,6 +209,7 @@ class FrontDesk:
         with suppress(Empty):
             while True:
                 self._take(self._inbox.get_nowait(), word)
+        self.since = time.monotonic()
         if self._end_at is not None:
             word.is_end = not self._num_sent or time.monotonic() >= self._end_at
         return word

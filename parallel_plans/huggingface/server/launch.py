@@ -12,7 +12,6 @@ import os
 import signal
 import sys
 import time
-from datetime import timedelta
 from multiprocessing.connection import wait
 from threading import Thread
 from typing import Any
@@ -30,7 +29,7 @@ GRACE_SECONDS = 15
 def launch(options: ServerOptions) -> int:
     """Serve until a signal ends it, and return the exit status: 0, or 1 if a rank failed."""
     if dist.is_torchelastic_launched():
-        dist.init_process_group(timeout=timedelta(seconds=options.rank_timeout))
+        dist.init_process_group(timeout=options.group_timeout)
         return _served(options)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     context = _starting()
@@ -63,8 +62,8 @@ def start_rank(rank: int, port: int, options: ServerOptions) -> None:
     if not torch.accelerator.is_available():
         torch.set_num_threads(max(1, torch.get_num_threads() // options.num_ranks))
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    limit = timedelta(seconds=options.rank_timeout)
-    dist.init_process_group(store=store, rank=rank, world_size=options.num_ranks, timeout=limit)
+    how = {"rank": rank, "world_size": options.num_ranks, "timeout": options.group_timeout}
+    dist.init_process_group(store=store, **how)
     sys.exit(_served(options))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import socket
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -30,6 +31,11 @@ from parallel_plans.huggingface.server.engine import (
 from parallel_plans.huggingface.server.open_requests import OpenRequests
 from parallel_plans.huggingface.serving.continuous_batch import ContinuousBatch
 
+# Seconds after which groups fail, once clients were told that a rank hangs: what notices it first
+# may end the process, as NCCL's watchdog does.
+SPARE_SECONDS = 5
+# Seconds between two looks at what the engine does.
+WATCH_EVERY = 0.5
 # Minutes that ranks wait for the one that is the last to have loaded its weights.
 LOADING_MINUTES = 60
 
@@ -86,6 +92,11 @@ class ServerOptions:
                 f"from the first one each {HEARTBEAT:g} s; got {self.rank_timeout:g}"
             )
 
+    @property
+    def group_timeout(self) -> timedelta:
+        """Return how long messages between ranks may take."""
+        return timedelta(seconds=self.rank_timeout + SPARE_SECONDS)
+
 
 def bound_socket(host: str, port: int) -> socket.socket:
     """Return a socket with this address, on which nobody listens yet.
@@ -120,7 +131,7 @@ def run_rank(options: ServerOptions, ready: Callable[[FirstRank], None] | None =
     is_first = dist.get_rank() == 0
     listening = bound_socket(options.host, options.port) if is_first else None
     model, tokenizer = loaded(options)
-    words = _cpu_group(timedelta(seconds=options.rank_timeout))
+    words = _cpu_group(options.group_timeout)
     stops = taken_stops(model)
     how = _batch_options(options, model.device, _shared_seed(words, options.seed))
     batch = model.init_continuous_batching(None, how)
@@ -248,6 +259,7 @@ class FirstRank:
         host, port = listening.getsockname()[:2]
         self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         self.batch, self._options = batch, options
+        self._slow: str | None = None
         self._inbox: SimpleQueue[AskedTokens | str | None] = SimpleQueue()
         self._requests = OpenRequests(self._inbox, options.max_open)
         service = Service(
@@ -269,18 +281,30 @@ class FirstRank:
             ready: called when it listens.
 
         Raises:
-            RuntimeError: if a rank failed, or died. All open requests were told.
+            RuntimeError: if a rank failed, died or hangs. All open requests were told.
         """
         desk = FrontDesk(self._inbox, self._publish, self._options.drain_seconds)
         with handled(self.stop), self._http as http:
+            http.call(self._watch, desk)
             ready(self)
             try:
                 Engine(self.batch, words, desk).run()
+                if self._slow is not None:
+                    raise RuntimeError(self._slow)
             except BaseException as error:
-                message = f"the server failed, ask again later: {first_line(error)}"
-                http.call(self._requests.fail, 500, message)
+                http.call(self._requests.fail, 500, FAILED + first_line(error))
                 raise
             http.call(self._requests.fail, 503, STOPS)
+
+    def _watch(self, desk: FrontDesk) -> None:
+        """Tell all who wait once a step takes too long; the engine fails soon after."""
+        seconds = self._options.rank_timeout
+        if time.monotonic() - desk.since > seconds:
+            self._slow = f"a step took more than {seconds:g} s, so a rank hangs"
+            self._requests.fail(500, FAILED + self._slow)
+            self._inbox.put(None)  # if that step ends nevertheless
+        else:
+            self._http.call_later(WATCH_EVERY, self._watch, desk)
 
     def _publish(self, found: list[SampleTokens], look: EngineLook | None) -> None:
         self._http.call(self._requests.deliver, found, look)
@@ -291,6 +315,7 @@ class FirstRank:
         self._inbox.put(None)
 
 
+FAILED = "the server failed, ask again later: "
 STOPS = "the server stops; ask again when it has started again"
 
 

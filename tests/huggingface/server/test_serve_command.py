@@ -16,7 +16,7 @@ pytest.importorskip("fastapi")
 import httpx
 
 from dtensor_ring.command.main import main
-from parallel_plans.huggingface.server.rank import ServerOptions, bound_socket
+from parallel_plans.huggingface.server.rank import bound_socket
 from parallel_plans.models import load, read_config
 from parallel_plans.served import serve
 from tests.huggingface.server.servers import until
@@ -78,9 +78,10 @@ def test_torchrun(pool: Pool, tmp_path: Path) -> None:
         assert process.exitcode == 0
 
 
-def test_a_time_limit_that_idle_ranks_would_reach() -> None:
-    with pytest.raises(ValueError, match="rank_timeout must be more than 2 s, as ranks that wait"):
-        ServerOptions("model", rank_timeout=1.0)
+def test_a_time_limit_that_idle_ranks_would_reach(capsys: pytest.CaptureFixture[str]) -> None:
+    assert serve("model", {"cp": 2}, rank_timeout=1.0) == 2
+    expected = "rank_timeout must be more than 2 s, as ranks that wait hear"
+    assert expected in capsys.readouterr().err
 
 
 def test_other_axes_are_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
 from typing import Any
 
 import pytest
@@ -26,8 +26,8 @@ import httpx
 
 from parallel_plans.huggingface.server import launch
 from parallel_plans.huggingface.server.launch import start_rank, watched
-from parallel_plans.huggingface.server.rank import ServerOptions
-from tests.huggingface.server.servers import OPTIONS
+from parallel_plans.huggingface.server.rank import FirstRank, ServerOptions
+from tests.huggingface.server.servers import OPTIONS, serving
 from tests.huggingface.server.tiny import Stock, write_tiny
 from tests.pool import Pool, settle, starting
 
@@ -188,6 +188,34 @@ def check_hung(folder: str, num: int) -> None:
 def test_a_rank_that_hangs(pool: Pool, endless: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "GRACE_SECONDS", 1)  # what the hung rank has to end
     check_hung(endless, num=48)
+
+
+def ask_slowly(first: FirstRank) -> None:
+    """A step that ends once who waits has an error; it is the last one."""
+    step, answered = first.batch.step, Event()
+
+    def slow() -> Any:
+        assert not first.batch.has_requests() or answered.wait(60)
+        return step()
+
+    first.batch.step = slow
+    answer = httpx.post(f"{first.url}/v1/completions", json={"prompt": "hi"}, timeout=50)
+    answered.set()
+    assert answer.status_code == 500
+    assert "a step took more than 2.1 s, so a rank hangs" in answer.json()["error"]["message"]
+
+
+def check_slow(folder: str) -> None:
+    how = {"rank_timeout": 2.1, "drain_seconds": 0.0}
+    if dist.get_rank():
+        serving(folder, ask_slowly, **how)
+    else:
+        with pytest.raises(RuntimeError, match="a step took more than"):
+            serving(folder, ask_slowly, **how)
+
+
+def test_a_step_that_takes_too_long(pool: Pool, endless: str) -> None:
+    pool.run(2, check_slow, endless)
 
 
 @pytest.mark.repeats

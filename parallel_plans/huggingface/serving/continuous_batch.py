@@ -25,6 +25,7 @@ from parallel_plans.huggingface.serving.served_request import (
     extend_all,
     generation_output,
     prepare_choice,
+    stop_strings_as_criterion,
 )
 from parallel_plans.huggingface.serving.serving_options import ServingOptions
 from parallel_plans.huggingface.sharding.sharding import Sharding
@@ -159,6 +160,7 @@ class ContinuousBatch:
         drafts, options, config = DraftOptions.take(
             options, self._config, self._model.generation_config
         )
+        options = stop_strings_as_criterion(options, config, self._model.generation_config)
         known: dict[int, TokenChoice] = {}
         prepared = [self._prepared(prompt, options, config, known) for prompt in prompts]
         choices = [x for x in prepared if isinstance(x, TokenChoice)]
@@ -227,9 +229,13 @@ class ContinuousBatch:
         scheduler.prefilled(chunks)
         ends = extend_all(requests, logits)
         scheduler.decoded(requests)
+        self._end_requests(requests, ends)
+
+    def _end_requests(self, requests: Sequence[ServedRequest], ends: Sequence[bool]) -> None:
+        """Give out those of some requests that end."""
         for request, has_ended in zip(requests, ends, strict=True):
             if has_ended:
-                scheduler.remove(request)
+                self._scheduler.remove(request)
                 del self._requests[request.request_id]
                 self._outputs.append(request.output())
 

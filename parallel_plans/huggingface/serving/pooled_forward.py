@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from dtensor_ring import BlockPool, Mask, PagedBatch, PagedCache, SequenceAxis
 from dtensor_ring.extension import BlockCopy, PagedPrefill, PooledSequence
@@ -410,4 +411,19 @@ def check_servable(model: Any) -> None:
         raise ValueError(
             f"{type(model).__name__} has {found}, which generate_batch over a sharded pool does "
             "not support; call generate"
+        )
+
+
+def check_whole_weights(model: Any) -> None:
+    """Refuse weights that ranks of both groups would have to gather together.
+
+    Raises:
+        ValueError: if a weight is a DTensor.
+    """
+    sharded = next((name for name, x in model.named_parameters() if isinstance(x, DTensor)), None)
+    if sharded is not None:
+        raise ValueError(
+            f"{sharded} is sharded over ranks (FSDP2, tensor parallelism), and two groups run the "
+            "model at different times; keep whole weights on each rank, or leave prefill and "
+            "decode out"
         )

@@ -3,7 +3,11 @@
 All ranks keep the tables of both pools, so all know what moves. A step prefills on the first group
 and decodes on the second one at the same time. The blocks of a layer are sent when the layer has
 written them, while later layers are computed. At the end of the step, the ranks that do not decode
-hear which tokens were chosen.
+hear which tokens were chosen, and what is proposed for the next step.
+
+Note [Drafts of two groups]: the ranks that decode propose tokens at the end of a step, for requests
+that go on: all ranks make room for them before the next step. So the first step of a request has no
+draft, whoever else is in the batch.
 """
 
 from __future__ import annotations
@@ -15,9 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from dtensor_ring import BlockPool, RingError, SequenceAxis
 from dtensor_ring.extension import (
@@ -35,14 +37,19 @@ from parallel_plans.huggingface.serving.continuous_batch import (
     ContinuousBatch,
     install_generate_batch,
 )
-from parallel_plans.huggingface.serving.drafts import DraftOptions
-from parallel_plans.huggingface.serving.pooled_forward import PooledForward, check_servable
+from parallel_plans.huggingface.serving.drafts import propose_all
+from parallel_plans.huggingface.serving.pooled_forward import (
+    PooledForward,
+    check_servable,
+    check_whole_weights,
+)
 from parallel_plans.huggingface.serving.served_request import (
     ServedRequest,
     TokenChoice,
     extend_all,
 )
 from parallel_plans.huggingface.serving.serving_options import ServingOptions
+from parallel_plans.huggingface.serving.told_tokens import ToldTokens
 from parallel_plans.huggingface.serving.two_pools import TwoPoolScheduler
 from parallel_plans.huggingface.sharding.sharding import Sharding
 
@@ -94,10 +101,11 @@ class TwoGroupBatch(ContinuousBatch):
         group = axis_group(sharding.axis.mesh)
         self._beside = group_beside(group)
         self._ranks = _ranks_of(prefill, decode, group, self._beside)
-        _check_weights(model)
+        check_whole_weights(model)
         self._axes = [_axis(sharding.axis, mesh) for mesh in (prefill, decode)]
         self._forwards: list[PooledForward | None] = [None, None]
         super().__init__(model, sharding, generation_config, options, plan_of)
+        self._drafters.axis_of_drafts = self._axes[1] or sharding.axis
 
     @property
     def num_bytes(self) -> int:
@@ -115,22 +123,6 @@ class TwoGroupBatch(ContinuousBatch):
         scheduler = self._scheduler
         assert isinstance(scheduler, TwoPoolScheduler)
         return scheduler
-
-    def add_requests(
-        self, inputs: Sequence[Sequence[int]], request_ids: Any = None, **options: Any
-    ) -> list[str]:
-        """Add requests, see `ContinuousBatch.add_requests`.
-
-        Raises:
-            ValueError: as there, and if they ask for drafts.
-        """
-        drafts, *_ = DraftOptions.take(options, self._config, self._model.generation_config)
-        if drafts.assistant is not None or drafts.lookup is not None:
-            raise ValueError(
-                "two groups decode one token of a request in a step; leave assistant_model and "
-                "prompt_lookup_num_tokens out, or prefill and decode"
-            )
-        return super().add_requests(inputs, request_ids, **options)
 
     def step(self) -> list[Any]:
         """Compute the next tokens of some requests, see `ContinuousBatch.step`.
@@ -196,11 +188,17 @@ class TwoGroupBatch(ContinuousBatch):
         if ahead:  # the ranks that decode learn here what the others keep
             self._prefill(chunks, None)
             self._allocate()
+        told = ToldTokens(requests, self._drafters.share, self._model.device)
         with self._moving(moved, chunks, requests) as moving:
             self._prefill([] if ahead else chunks, moving)
-            chosen = self._decode(requests, copies, moving)
+            ends = self._decode(requests, copies, moving, told)
+        if ends is None:
+            ends, drafts = told.note()
+            scheduler.decoded(requests)
+            for request, draft in zip(requests, drafts, strict=True):
+                request.draft = draft
         scheduler.prefilled(chunks)
-        self._note(requests, chosen)
+        self._end_requests(requests, ends)
 
     def _moving(
         self, moved: list[MovedTokens], chunks: Chunks, requests: Sequence[ServedRequest]
@@ -253,46 +251,29 @@ class TwoGroupBatch(ContinuousBatch):
         requests: Sequence[ServedRequest],
         copies: Sequence[BlockCopy],
         moving: PagedHandOver,
-    ) -> Tensor:
-        """Choose the next token of each request; ranks that do not decode will hear them.
+        told: ToldTokens,
+    ) -> list[bool] | None:
+        """Choose the next tokens of requests, and propose those after them.
 
         Returns:
-            Of each request its token, whether it ends, and the bits of its log-probability, `(3,
-            B)`, int64.
+            Whether each request ends; `None` on ranks that do not decode, which will hear it.
         """
-        chosen = torch.zeros(3, len(requests), dtype=torch.int64, device=self._model.device)
-        forward, decoding = self._forwards[1], self._ranks[1]
         if not requests:
-            return chosen
+            return []
+        forward, decoding = self._forwards[1], self._ranks[1]
         if forward is None:
-            moving.posts.hear(decoding[0], chosen)
-            return chosen
+            moving.posts.hear(decoding[0], told.message)
+            return None
         forward.copy(copies)
         ends = extend_all(requests, forward.run([], [x.held for x in requests]))
-        chosen[0] = torch.tensor([x.last_token for x in requests])
-        chosen[1] = torch.tensor(ends)
-        logprobs = [x.logprobs[-1] if x.logprobs else 0.0 for x in requests]
-        chosen[2] = torch.tensor(logprobs, dtype=torch.float64).view(torch.int64)
-        if self._beside.rank() == decoding[0]:
-            others = {*range(self._beside.size())} - {*decoding}
-            moving.posts.tell(sorted(others), chosen)
-        return chosen
-
-    def _note(self, requests: Sequence[ServedRequest], chosen: Tensor) -> None:
-        """Add the chosen tokens where others chose them, and let requests end."""
-        logprobs = chosen[2].view(torch.float64).tolist()
-        tokens, ends = chosen[:2].tolist()
-        if self._forwards[1] is None:
-            for request, token, logprob in zip(requests, tokens, logprobs, strict=True):
-                request.note(token)
-                if request.choice.returns_logprobs:
-                    request.logprobs.append(logprob)
         self._two_pools.decoded(requests)
-        for request, has_ended in zip(requests, ends, strict=True):
-            if has_ended:
-                self._two_pools.remove(request)
-                del self._requests[request.request_id]
-                self._outputs.append(request.output())
+        left = [x for x, has_ended in zip(requests, ends, strict=True) if not has_ended]
+        propose_all(left, self._drafters.share, self._unit)
+        if self._beside.rank() == decoding[0]:
+            told.write(ends)
+            others = {*range(self._beside.size())} - {*decoding}
+            moving.posts.tell(sorted(others), told.message)
+        return ends
 
 
 def _axis(axis: SequenceAxis, mesh: DeviceMesh) -> SequenceAxis | None:
@@ -331,21 +312,6 @@ def _ranks_of(
 def _described(mesh: Any) -> str:
     """Describe a group for other ranks."""
     return str(mesh.mesh.tolist()) if isinstance(mesh, DeviceMesh) else type(mesh).__name__
-
-
-def _check_weights(model: Any) -> None:
-    """Refuse weights that ranks of both groups would have to gather together.
-
-    Raises:
-        ValueError: if a weight is a DTensor.
-    """
-    sharded = next((name for name, x in model.named_parameters() if isinstance(x, DTensor)), None)
-    if sharded is not None:
-        raise ValueError(
-            f"{sharded} is sharded over ranks (FSDP2, tensor parallelism), and two groups run the "
-            "model at different times; keep whole weights on each rank, or leave prefill and "
-            "decode out"
-        )
 
 
 def install_batches(model: Any, plan_of: Callable[[Any], Any]) -> None:

@@ -10,7 +10,8 @@ The axis of a mesh, and checks of options before there is an axis:
 What "auto" simulates:
     `AnyMachine`, `machine_on`.
 Layouts, and the tokens of a rank:
-    `Layout`, `Padded`, `as_layout`, `layout_names`, `append_runs`, `positions_of`, `visible_pairs`.
+    `Layout`, `Padded`, `RunTable`, `as_layout`, `layout_names`, `append_runs`, `positions_of`,
+    `visible_pairs`.
 Sharded sequences, and what their meshes know of the order:
     `from_local_tokens`, `output_mesh`, `tokens_of`, `axis_mesh`.
 Agreement of the ranks, so that an error on one rank is raised on all:
@@ -81,7 +82,7 @@ from dtensor_ring.paged.blocks import BlockCopy, PooledSequence
 from dtensor_ring.paged.page_memory import unit_of
 from dtensor_ring.paged.prefill import PagedPrefill
 from dtensor_ring.planning.layout import Layout, Padded
-from dtensor_ring.planning.run_table import as_layout, layout_names
+from dtensor_ring.planning.run_table import RunTable, as_layout, layout_names
 from dtensor_ring.planning.strategy import check_strategy
 from dtensor_ring.quantised.kept_tokens import KeptTokens, format_named, no_tokens
 from dtensor_ring.selected.pools import pool_tokens, pools_before, whole_pools
@@ -109,6 +110,7 @@ __all__ = [
     "PagedPrefill",
     "PooledSequence",
     "Problem",
+    "RunTable",
     "Saved",
     "Scores",
     "append_runs",

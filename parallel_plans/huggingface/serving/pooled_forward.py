@@ -7,7 +7,8 @@ together. Attention takes them apart again.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +23,13 @@ from parallel_plans.huggingface.core.layer_inputs import KeyIndex
 from parallel_plans.huggingface.core.positions import counter_of, length_dependent
 from parallel_plans.huggingface.core.versions import cache_name
 from parallel_plans.huggingface.probing.probe import ROUTER_LOGITS
+from parallel_plans.huggingface.serving.pooled_states import (
+    DecodedStates,
+    PooledStates,
+    PrefilledStates,
+    StateMemory,
+)
+from parallel_plans.huggingface.serving.state_slots import StateSlots
 from parallel_plans.huggingface.sharding.batch import LOGITS_TO_KEEP, ModelBatch, keywords
 from parallel_plans.huggingface.sharding.sharding import Sharding
 
@@ -82,7 +90,7 @@ class PooledMemory:
     @property
     def num_layers(self) -> int:
         """Return the number of layers that keep keys."""
-        return max(self.numbers) + 1
+        return max(self.numbers, default=-1) + 1
 
     def allocate(self, kind: tuple[int, int, int, torch.dtype], device: torch.device) -> None:
         """Allocate the memory for keys and values of a `kind`."""
@@ -327,6 +335,7 @@ class PooledForward:
 
     Attributes:
         memory: the keys and values on this rank.
+        states: the states on this rank; `None` if no layer has one.
 
     Raises:
         ValueError: if the model cannot run over pooled sequences.
@@ -346,6 +355,16 @@ class PooledForward:
         cache, self.memory.numbers = pooled_cache(model, self.memory)
         self._inputs = tuple(PooledInputs(self.memory, i) for i in range(len(cache.layers)))
         self._cache = {cache_name(model): cache}
+        self.states: StateMemory | None = None
+        if sharding.passing is not None:
+            self.states = StateMemory(sharding.passing.specs, model.device)
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the bytes of keys, values and states on this rank."""
+        cache, states = self.memory.cache, self.states
+        found = 0 if cache is None else cache.num_bytes
+        return found if states is None else found + states.num_bytes
 
     def run(
         self, chunks: Sequence[tuple[PooledSequence, int]], decoding: Sequence[PooledSequence]
@@ -359,6 +378,7 @@ class PooledForward:
         Returns:
             The logits of these tokens of `decoding`, sequence by sequence, `(T, V)`.
         """
+        self.copy_states()
         device, steps, num_decoded = self._model.device, list[PooledStep](), 0
         if chunks:
             steps.append(PrefilledTokens(self.memory, chunks, device))
@@ -368,12 +388,44 @@ class PooledForward:
         step = steps[0] if len(steps) == 1 else MixedTokens(*steps)
         # Without `decoding` no logits: the last token of a prompt is decoded.
         none = torch.empty(0, dtype=torch.int64, device=device)
-        return self._run(step, num_decoded or none)[0]
+        with self._states_of(chunks, decoding, steps):
+            return self._run(step, num_decoded or none)[0]
 
     def copy(self, copies: Sequence[BlockCopy]) -> None:
         """Copy blocks that sequences do not share from now on."""
         if self.memory.cache is not None:
             self.memory.cache.copy(copies)
+
+    def copy_states(self) -> None:
+        """Make the copies of states that the pool has decided."""
+        pool = self.memory.pool
+        if self.states is not None and isinstance(pool, StateSlots):
+            self.states.reserve(pool.num_slots)
+            self.states.copy(pool.take_copies())
+
+    @contextmanager
+    def _states_of(
+        self,
+        chunks: Sequence[tuple[PooledSequence, int]],
+        decoding: Sequence[PooledSequence],
+        steps: Sequence[PooledStep],
+    ) -> Iterator[None]:
+        """Return a context in which layers go on from the states of these sequences."""
+        passing, pool, states = self._sharding.passing, self.memory.pool, self.states
+        if passing is None or states is None:
+            yield
+            return
+        assert isinstance(pool, StateSlots), "its sequences have states"
+        parts: list[PrefilledStates | DecodedStates] = []
+        if chunks:
+            parts.append(PrefilledStates(states, self.memory.axis.mesh, pool, chunks))
+        if decoding:
+            parts.append(DecodedStates(states, [pool.slot(x) for x in decoding]))
+        step = PooledStates([*zip(parts, (len(x.tokens) for x in steps), strict=True)])
+        with torch.no_grad():
+            with passing.stepping(step):
+                yield
+            step.finish()
 
     @torch.no_grad()
     def _run(self, step: PooledStep, kept: Tensor | int) -> Tensor:

@@ -1,0 +1,267 @@
+"""The states of pooled sequences, and how layers with a state run on their next tokens.
+
+All ranks keep the states of all sequences, as all of them decode. Tokens of prompts are where the
+pool keeps them, in blocks. So a layer exchanges them: each rank gets neighbours, of one prompt or
+several, and a scan brings it the states before the first ones. At the end of the forward, each rank
+tells the others the states after the prompts that end on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from dtensor_ring import Contiguous, relayout
+from dtensor_ring.extension import Layout, PooledSequence, RunTable, gather_rows
+from parallel_plans.huggingface.serving.state_slots import SlotCopy, StateSlots
+from parallel_plans.huggingface.states.state_passing import StateSpecs
+from parallel_plans.huggingface.states.state_sources import GivenStates, StateKey, States
+from parallel_plans.huggingface.states.state_steps import PrefillStates, SingleStates
+from parallel_plans.huggingface.states.stateful import LayerCall, RunLayer, first, with_hidden
+
+Chunk = tuple[PooledSequence, int]
+
+
+class StateMemory:
+    """The states of all layers on this rank: a table for each state of a layer, a row for a slot.
+
+    Args:
+        specs: the states of each layer.
+        device: the device of the model.
+    """
+
+    def __init__(self, specs: StateSpecs, device: torch.device) -> None:
+        self._tables = {
+            (number, x.key): torch.zeros(1, *x.shape, dtype=x.dtype, device=device)
+            for number, layer in enumerate(specs)
+            for x in layer
+        }
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the bytes of all tables."""
+        return sum(x.nbytes for x in self._tables.values())
+
+    def reserve(self, num_slots: int) -> None:
+        """Make room for so many slots, and as many again."""
+        for at, x in self._tables.items():
+            if len(x) < num_slots:
+                self._tables[at] = torch.cat([x, x.new_zeros(2 * num_slots - len(x), *x.shape[1:])])
+
+    def copy(self, copies: Sequence[SlotCopy]) -> None:
+        """Copy states from slots to slots, in this order."""
+        for together in _independent(copies):
+            sources, targets = (self._indices(x) for x in zip(*together, strict=True))
+            for x in self._tables.values():
+                x[targets] = x[sources]
+
+    def read(self, layer: int, slots: Sequence[int]) -> States:
+        """Return copies of the states of a layer in some slots, `(len(slots), ...)`."""
+        rows = self._indices(slots)
+        return {key: x[rows] for (number, key), x in self._tables.items() if number == layer}
+
+    def write(self, layer: int, slots: Sequence[int], states: States) -> None:
+        """Replace the states of a layer in some slots."""
+        rows = self._indices(slots)
+        for key, new in states.items():
+            table = self._tables[layer, key]
+            # A model that was cast after its plan may have wider states than it had.
+            table = table.to(torch.promote_types(table.dtype, new.dtype))
+            table[rows] = new.to(table.dtype)
+            self._tables[layer, key] = table
+
+    def rows(self, slots: Sequence[int]) -> list[Tensor]:
+        """Return copies of the states of all layers in some slots."""
+        rows = self._indices(slots)
+        return [x[rows] for x in self._tables.values()]
+
+    def put(self, slots: Sequence[int], tensors: Sequence[Tensor]) -> None:
+        """Replace the states of all layers in some slots, as `rows` returns them."""
+        for (layer, key), new in zip(list(self._tables), tensors, strict=True):
+            self.write(layer, slots, {key: new})
+
+    def _indices(self, slots: Sequence[int]) -> Tensor:
+        device = next(iter(self._tables.values())).device
+        return torch.tensor(slots, dtype=torch.int64, device=device)
+
+
+def _independent(copies: Sequence[SlotCopy]) -> Iterator[list[SlotCopy]]:
+    """Yield copies that can be made at once: none reads or writes what another one writes."""
+    found, written = list[SlotCopy](), set[int]()
+    for copy in copies:
+        if not written.isdisjoint(copy) or any(copy.target == x.source for x in found):
+            yield found
+            found, written = [], set()
+        found.append(copy)
+        written.add(copy.target)
+    if found:
+        yield found
+
+
+class _Piece(NamedTuple):
+    """Neighbouring tokens of a prompt on this rank, in contiguous order.
+
+    Attributes:
+        slot: the slot of the prompt.
+        tokens: begin and end of their local indices.
+        begins: whether the tokens of this step begin here.
+        ends: whether they end here.
+        is_new: whether nothing comes before the tokens of this step.
+    """
+
+    slot: int
+    tokens: tuple[int, int]
+    begins: bool
+    ends: bool
+    is_new: bool
+
+
+class PrefilledStates:
+    """Runs layers on tokens of prompts, which the ranks have as the pool keeps them.
+
+    Args:
+        memory: the states of all sequences.
+        mesh: the axis.
+        pool: the pool of the prompts.
+        chunks: the prompts, and the number of tokens of each.
+    """
+
+    def __init__(
+        self, memory: StateMemory, mesh: DeviceMesh, pool: StateSlots, chunks: Sequence[Chunk]
+    ) -> None:
+        self._memory, self._mesh = memory, mesh
+        self._slots = [pool.slot(sequence) for sequence, _ in chunks]
+        firsts = [*accumulate((num_tokens for _, num_tokens in chunks), initial=0)]
+        self._total, self._layout = firsts[-1], _layout(pool, chunks, firsts)
+        shard, rank = -(-self._total // mesh.size()), mesh.get_local_rank()
+        bounds = [min(self._total, x * shard) for x in range(mesh.size() + 1)]
+        self._fewest = bounds[-1] - bounds[-2]
+        self._num_ends = [0] * mesh.size()
+        for end in firsts[1:]:
+            self._num_ends[(end - 1) // shard] += 1
+        begin, end = bounds[rank : rank + 2]
+        self._pieces = [
+            _Piece(slot, (lo - begin, hi - begin), lo == x, hi == y, not sequence.num_written)
+            for slot, (sequence, _), (x, y) in zip(
+                self._slots, chunks, pairwise(firsts), strict=True
+            )
+            if (lo := max(x, begin)) < (hi := min(y, end))
+        ]
+        # All ranks make the same scans: one without tokens runs one that nobody sees.
+        self._pieces = self._pieces or [_Piece(0, (0, 1), False, False, False)]
+        self._after: dict[int, list[States]] = {}
+        self._like: dict[int, States] = {}
+
+    def call(self, number: int, x: Tensor, run: RunLayer) -> Any:
+        """Return the output of a layer for this rank's tokens `(1, L, H)`."""
+        tokens = x[:, : self._layout.num_tokens(self._mesh.get_local_rank(), 0, 0)]
+        held = self._relayout(tokens, self._layout, Contiguous())
+        padded = torch.nn.functional.pad(held, (0, 0, 0, not held.shape[1]))
+        head, *others = self._pieces
+        sources: list[Any] = [GivenStates(self._known(number, piece)) for piece in others]
+        outputs = [
+            run(padded[:, slice(*piece.tokens)], None, source)
+            for piece, source in zip(others, sources, strict=True)
+        ]
+        known = self._known(number, head) if head.begins else None
+        last = sources[-1] if sources else None
+        sources.insert(0, PrefillStates(self._mesh, self._fewest, known, last))
+        outputs.insert(0, run(padded[:, slice(*head.tokens)], None, sources[0]))
+        pieces = zip(self._pieces, sources, strict=True)
+        self._after[number] = [source.after for piece, source in pieces if piece.ends]
+        self._like[number] = sources[0].after
+        out = torch.cat([first(output) for output in outputs], 1)[:, : held.shape[1]]
+        out = self._relayout(out, Contiguous(), self._layout)
+        out = torch.nn.functional.pad(out, (0, 0, 0, x.shape[1] - out.shape[1]))
+        return with_hidden(outputs[0], out)
+
+    def _known(self, number: int, piece: _Piece) -> States:
+        return {} if piece.is_new else self._memory.read(number, [piece.slot])
+
+    def _relayout(self, x: Tensor, layout: Layout, to: Layout) -> Tensor:
+        if self._mesh.size() == 1:  # blocks of a prompt are in order
+            return x
+        return relayout(x, self._mesh, 1, to, layout=layout, seq_len=self._total)
+
+    def finish(self) -> None:
+        """Keep the states after these tokens, once all layers ran; all ranks must call it."""
+        names = [(number, key) for number, layer in self._like.items() for key in layer]
+        like = [self._like[number][key] for number, key in names]
+        wide = torch.float32
+        for x in like:
+            wide = torch.promote_types(wide, x.dtype)
+        num_ends = self._num_ends[self._mesh.get_local_rank()]
+        own = [
+            torch.cat([self._after[number][i][key].flatten().to(wide) for number, key in names])
+            for i in range(num_ends)
+        ]
+        width = sum(x.numel() for x in like)
+        flat = torch.stack(own) if own else like[0].new_empty(0, width, dtype=wide)
+        found = gather_rows(flat, self._num_ends, self._mesh)
+        parts = found.split([x.numel() for x in like], 1)
+        for (number, key), x, part in zip(names, like, parts, strict=True):
+            states = part.reshape(-1, *x.shape[1:]).to(x.dtype)
+            self._memory.write(number, self._slots, {key: states})
+
+
+def _layout(pool: StateSlots, chunks: Sequence[Chunk], firsts: Sequence[int]) -> RunTable:
+    """Return where the pool keeps the tokens of prompts, counted one prompt after another."""
+    runs = []
+    for (sequence, num_tokens), start in zip(chunks, firsts, strict=False):
+        begin = sequence.num_written
+        table = pool.dealing.runs(begin, begin + num_tokens)
+        runs.append(table + np.array([start - begin, 0]))
+    return RunTable(np.concatenate(runs, axis=1))
+
+
+class DecodedStates:
+    """Runs layers on the next token of sequences, on all ranks: a row of the batch for each.
+
+    Args:
+        memory: the states of all sequences.
+        slots: the slots of the sequences.
+    """
+
+    def __init__(self, memory: StateMemory, slots: Sequence[int]) -> None:
+        self._memory, self._slots = memory, slots
+
+    def call(self, number: int, x: Tensor, run: RunLayer) -> Any:
+        """Return the output of a layer for these tokens `(1, B, H)`."""
+        source = SingleStates(self._memory.read(number, self._slots))
+        output = run(x.transpose(0, 1), None, source)
+        self._memory.write(number, self._slots, source.after)
+        return with_hidden(output, first(output).transpose(0, 1))
+
+    def finish(self) -> None:
+        """Do nothing: states are kept already."""
+
+
+class PooledStates:
+    """Runs layers with a state in one forward, see `StatePassing`.
+
+    Args:
+        parts: the parts of the forward, and the number of tokens of each on this rank.
+    """
+
+    def __init__(self, parts: Sequence[tuple[PrefilledStates | DecodedStates, int]]) -> None:
+        self._parts = parts
+
+    def call(self, call: LayerCall, run: RunLayer) -> Any:
+        """Return the output of a layer for this rank's tokens."""
+        hidden = call.hidden.split([length for _, length in self._parts], 1)
+        outputs = [
+            part.call(call.number, x, run)
+            for (part, _), x in zip(self._parts, hidden, strict=True)
+        ]
+        return with_hidden(outputs[-1], torch.cat([first(x) for x in outputs], 1))
+
+    def finish(self) -> None:
+        """Keep the states after these tokens, once all layers ran; all ranks must call it."""
+        for part, _ in self._parts:
+            part.finish()

@@ -60,6 +60,8 @@ class PooledMemory:
         is_running: whether the model is running on new tokens.
         kind: the number of heads, the head dims of keys and values, and the dtype of what is kept;
             `None` before the first forward.
+        last: the number of the layer that wrote its new tokens, and has not attended yet: layers
+            may share an attention, which does not know which of them it is.
         written: called with the number of each layer, among those that keep keys, once it has
             written its new tokens; `None` if nobody asks.
     """
@@ -72,6 +74,7 @@ class PooledMemory:
         self.cache: PagedCache | None = None
         self.kept, self.expands = (0, 0), True
         self.kind: tuple[int, int, int, torch.dtype] | None = None
+        self.last: int | None = None
         self.written: Callable[[int], None] | None = None
         self.step: PooledStep | None = None
         self.key_runs = torch.empty(0)
@@ -82,10 +85,15 @@ class PooledMemory:
         if self.cache is None:
             self.allocate((key.shape[1], key.shape[3], value.shape[3], key.dtype), key.device)
         assert self.cache is not None
-        found = self.step.append(self.cache, self.numbers[layer], key, value)
+        self.last = self.numbers[layer]
+        found = self.step.append(self.cache, self.last, key, value)
         if self.written is not None:
-            self.written(self.numbers[layer])
+            self.written(self.last)
         return found
+
+    def append_index(self, layer: int, keys: Tensor) -> Tensor:
+        """Refuse layers whose index chooses keys: blocks of the pool keep no keys of an index."""
+        raise ValueError(NO_INDEX)
 
     @property
     def num_layers(self) -> int:
@@ -291,8 +299,13 @@ class PooledInputs:
         ignored.
 
         Raises:
-            ValueError: if the model made a mask of its own for these tokens.
+            ValueError: if the model made a mask of its own for these tokens, or adds a bias.
         """
+        if scores.get("relative_bias") is not None:
+            raise ValueError(
+                "layers that add a bias by distance are not served from a pool, whose kernels take "
+                "none; call generate"
+            )
         if "slices" in scores:
             raise ValueError(
                 "the model makes a mask of its own for each batch, which generate_batch over a "
@@ -301,7 +314,10 @@ class PooledInputs:
         memory = self.memory
         assert memory.step is not None and memory.cache is not None, "outside of a forward"
         memory.expands = (key.shape[1], key.shape[3]) != memory.kept
-        return memory.step.attend(memory.numbers[self.layer], query, key, value, **scores)
+        number, memory.last = memory.last, None
+        if number is None:  # the keys are those of an earlier layer
+            number = memory.numbers[self.layer]
+        return memory.step.attend(number, query, key, value, **scores)
 
     def select(self, index: KeyIndex, strategy: str | None = None, **seen: Any) -> Tensor:
         """Refuse layers whose index chooses keys: blocks of the pool keep no keys of an index."""
@@ -398,10 +414,31 @@ class PooledForward:
 
     def copy_states(self) -> None:
         """Make the copies of states that the pool has decided."""
-        pool = self.memory.pool
-        if self.states is not None and isinstance(pool, StateSlots):
-            self.states.reserve(pool.num_slots)
-            self.states.copy(pool.take_copies())
+        if self.states is not None:
+            states, pool = self._slots
+            states.reserve(pool.num_slots)
+            states.copy(pool.take_copies())
+
+    def states_of(self, sequences: Sequence[PooledSequence]) -> list[Tensor]:
+        """Return copies of the states of sequences, one tensor `(len(sequences), ...)` for each."""
+        self.copy_states()
+        states, pool = self._slots
+        return states.rows([pool.slot(x) for x in sequences])
+
+    def take_states(self, sequences: Sequence[PooledSequence], tensors: Sequence[Tensor]) -> None:
+        """Give sequences the states that `states_of` returned on other ranks."""
+        states, pool = self._slots
+        states.reserve(pool.num_slots)
+        states.put([pool.slot(x) for x in sequences], tensors)
+        self.copy_states()
+
+    @property
+    def _slots(self) -> tuple[StateMemory, StateSlots]:
+        """Return the states, and who has which of them."""
+        states, pool = self.states, self.memory.pool
+        assert states is not None, "no layer has a state"
+        assert isinstance(pool, StateSlots), "its sequences have states"
+        return states, pool
 
     @contextmanager
     def _states_of(
@@ -411,11 +448,11 @@ class PooledForward:
         steps: Sequence[PooledStep],
     ) -> Iterator[None]:
         """Return a context in which layers go on from the states of these sequences."""
-        passing, pool, states = self._sharding.passing, self.memory.pool, self.states
-        if passing is None or states is None:
+        passing = self._sharding.passing
+        if passing is None:
             yield
             return
-        assert isinstance(pool, StateSlots), "its sequences have states"
+        states, pool = self._slots
         parts: list[PrefilledStates | DecodedStates] = []
         if chunks:
             parts.append(PrefilledStates(states, self.memory.axis.mesh, pool, chunks))
@@ -442,7 +479,7 @@ class PooledForward:
             with torch.compiler.set_stance("force_eager"):
                 return self._model(**how, **self._cache).logits
         finally:
-            self.memory.step = None
+            self.memory.step = self.memory.last = None
 
 
 def check_servable(model: Any) -> None:

@@ -26,6 +26,7 @@ from dtensor_ring.extension import (
     PagedHandOver,
     axis_group,
     check_agreement,
+    copy_whole,
     end_calls,
     group_beside,
     moving_blocks,
@@ -43,6 +44,7 @@ from parallel_plans.huggingface.serving.served_request import (
     extend_all,
 )
 from parallel_plans.huggingface.serving.serving_options import ServingOptions
+from parallel_plans.huggingface.serving.state_slots import StateSlots
 from parallel_plans.huggingface.serving.two_pools import TwoPoolScheduler
 from parallel_plans.huggingface.sharding.sharding import Sharding
 
@@ -101,9 +103,8 @@ class TwoGroupBatch(ContinuousBatch):
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes of keys and values on this rank, in both pools."""
-        caches = [x.memory.cache for x in self._forwards if x is not None]
-        return sum(x.num_bytes for x in caches if x is not None)
+        """Return the bytes of keys, values and states on this rank, in both pools."""
+        return sum(x.num_bytes for x in self._forwards if x is not None)
 
     @property
     def prefill_pool(self) -> BlockPool | None:
@@ -162,10 +163,8 @@ class TwoGroupBatch(ContinuousBatch):
         each = [num_blocks, num_blocks]
         if options.num_blocks is None:  # that of the smaller group: both have room for as much
             each = [-(-num_blocks * min(sizes) // size) for size in sizes]
-        pools = [
-            BlockPool(number, options.page_size, size)
-            for number, size in zip(each, sizes, strict=True)
-        ]
+        pool = BlockPool if self._sharding.passing is None else StateSlots
+        pools = self._pool(each[0], sizes[0]), pool(each[1], options.page_size, sizes[1])
         with torch.no_grad():
             self._sharding.agree(self._model, {})  # on the weights
         for number, (axis, pool) in enumerate(zip(self._axes, pools, strict=True)):
@@ -189,6 +188,7 @@ class TwoGroupBatch(ContinuousBatch):
     def _compute(self, scheduler: Any, forward: Any) -> None:
         scheduler.counts.steps += 1
         scheduler.admit()
+        self._move_states()  # of prompts that the first pool had already
         copies, requests = scheduler.grow(), scheduler.decoding[:]
         chunks = scheduler.chunks()
         moved = scheduler.moved(chunks)
@@ -200,7 +200,22 @@ class TwoGroupBatch(ContinuousBatch):
             self._prefill([] if ahead else chunks, moving)
             chosen = self._decode(requests, copies, moving)
         scheduler.prefilled(chunks)
+        self._move_states()
         self._note(requests, chosen)
+
+    def _move_states(self) -> None:
+        """Give the states of prompts that are done to the second group; all ranks decide alike."""
+        scheduler, (first, second) = self._two_pools, self._forwards
+        for forward, pool in ((first, scheduler.prefill_pool), (second, scheduler.pool)):
+            if forward is None and isinstance(pool, StateSlots):
+                pool.take_copies()  # other ranks make them
+        if requests := scheduler.arriving():
+            sources = [scheduler.source(x) for x in requests]
+            given = None if first is None else first.states_of(sources)
+            found = copy_whole(given, second is not None, self._sharding.axis.mesh)
+            if second is not None and found is not None:
+                second.take_states([x.held for x in requests], found)
+            scheduler.arrived()
 
     def _moving(
         self, moved: list[MovedTokens], chunks: Chunks, requests: Sequence[ServedRequest]
@@ -244,8 +259,9 @@ class TwoGroupBatch(ContinuousBatch):
         first, second = self._forwards
         kind = None if first is None else first.memory.kind
         told = check_agreement(self._beside, {}, SAME_REQUESTS, kind)
-        if second is not None and second.memory.cache is None:
-            second.memory.allocate(next(x for x in told if x is not None), self._model.device)
+        found = next((x for x in told if x is not None), None)  # none without attention
+        if second is not None and second.memory.cache is None and found is not None:
+            second.memory.allocate(found, self._model.device)
         self._is_allocated = True
 
     def _decode(

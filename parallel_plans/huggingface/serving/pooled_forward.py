@@ -372,6 +372,7 @@ class PooledForward:
         self._inputs = tuple(PooledInputs(self.memory, i) for i in range(len(cache.layers)))
         self._cache = {cache_name(model): cache}
         self.states: StateMemory | None = None
+        self._decoded: DecodedStates | None = None  # of the last run
         if sharding.passing is not None:
             self.states = StateMemory(sharding.passing.specs, model.device)
 
@@ -411,6 +412,15 @@ class PooledForward:
         """Copy blocks that sequences do not share from now on."""
         if self.memory.cache is not None:
             self.memory.cache.copy(copies)
+
+    def keep_states(self, counts: Sequence[int]) -> None:
+        """Go on from the states after the first tokens of each sequence that the last run decoded.
+
+        If it decoded one of each, these are kept already.
+        """
+        decoded, self._decoded = self._decoded, None
+        if decoded is not None:
+            decoded.keep(counts)
 
     def copy_states(self) -> None:
         """Make the copies of states that the pool has decided."""
@@ -457,7 +467,9 @@ class PooledForward:
         if chunks:
             parts.append(PrefilledStates(states, self.memory.axis.mesh, pool, chunks))
         if decoding:
-            parts.append(DecodedStates(states, [pool.slot(x) for x in decoding]))
+            counts = [len(x) - x.num_written for x in decoding]
+            self._decoded = DecodedStates(states, [pool.slot(x) for x in decoding], counts)
+            parts.append(self._decoded)
         step = PooledStates([*zip(parts, (len(x.tokens) for x in steps), strict=True)])
         with torch.no_grad():
             with passing.stepping(step):

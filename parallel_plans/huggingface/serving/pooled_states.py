@@ -21,11 +21,17 @@ from dtensor_ring import Contiguous, relayout
 from dtensor_ring.extension import Layout, PooledSequence, RunTable, gather_rows
 from parallel_plans.huggingface.serving.state_slots import SlotCopy, StateSlots
 from parallel_plans.huggingface.states.state_passing import StateSpecs
-from parallel_plans.huggingface.states.state_sources import GivenStates, StateKey, States
+from parallel_plans.huggingface.states.state_sources import GivenStates, States
 from parallel_plans.huggingface.states.state_steps import PrefillStates, SingleStates
 from parallel_plans.huggingface.states.stateful import LayerCall, RunLayer, first, with_hidden
 
 Chunk = tuple[PooledSequence, int]
+
+
+# Tables grow by so many slots at once.
+SPARE_SLOTS = 4
+# Slots, as `StateMemory.indices` returns them, or a range of them.
+Slots = Tensor | slice
 
 
 class StateMemory:
@@ -37,65 +43,67 @@ class StateMemory:
     """
 
     def __init__(self, specs: StateSpecs, device: torch.device) -> None:
-        self._tables = {
-            (number, x.key): torch.zeros(1, *x.shape, dtype=x.dtype, device=device)
-            for number, layer in enumerate(specs)
-            for x in layer
-        }
+        self._device = device
+        self._layers: list[States] = [
+            {x.key: torch.zeros(1, *x.shape, dtype=x.dtype, device=device) for x in layer}
+            for layer in specs
+        ]
 
     @property
     def num_bytes(self) -> int:
         """Return the bytes of all tables."""
-        return sum(x.nbytes for x in self._tables.values())
+        return sum(x.nbytes for layer in self._layers for x in layer.values())
+
+    def indices(self, slots: Sequence[int]) -> Tensor:
+        """Return slots as the calls of all layers take them."""
+        return torch.tensor(slots, dtype=torch.int64, device=self._device)
 
     def reserve(self, num_slots: int) -> None:
-        """Make room for so many slots, and as many again."""
-        for at, x in self._tables.items():
-            if len(x) < num_slots:
-                self._tables[at] = torch.cat([x, x.new_zeros(2 * num_slots - len(x), *x.shape[1:])])
+        """Make room for so many slots, and a few more."""
+        for layer in self._layers:
+            for key, x in layer.items():
+                if len(x) < num_slots:
+                    layer[key] = x.new_zeros(num_slots + SPARE_SLOTS, *x.shape[1:])
+                    layer[key][: len(x)] = x
 
     def copy(self, copies: Sequence[SlotCopy]) -> None:
         """Copy states from slots to slots, in this order."""
         for together in _independent(copies):
-            sources, targets = (self._indices(x) for x in zip(*together, strict=True))
-            for x in self._tables.values():
-                x[targets] = x[sources]
+            sources, targets = (self.indices(x) for x in zip(*together, strict=True))
+            for layer in self._layers:
+                for x in layer.values():
+                    x[targets] = x[sources]
 
-    def read(self, layer: int, slots: Sequence[int]) -> States:
-        """Return copies of the states of a layer in some slots, `(len(slots), ...)`."""
-        rows = self._indices(slots)
-        return {key: x[rows] for (number, key), x in self._tables.items() if number == layer}
+    def read(self, layer: int, slots: Slots) -> States:
+        """Return the states of a layer in some slots, `(number of slots, ...)`."""
+        return {key: x[slots] for key, x in self._layers[layer].items()}
 
-    def write(self, layer: int, slots: Sequence[int], states: States) -> None:
-        """Replace the states of a layer in some slots."""
-        rows = self._indices(slots)
+    def write(self, layer: int, slots: Slots, states: States) -> None:
+        """Replace states of a layer in some slots."""
+        tables = self._layers[layer]
         for key, new in states.items():
-            table = self._tables[layer, key]
             # A model that was cast after its plan may have wider states than it had.
-            table = table.to(torch.promote_types(table.dtype, new.dtype))
-            table[rows] = new.to(table.dtype)
-            self._tables[layer, key] = table
+            table = tables[key].to(torch.promote_types(tables[key].dtype, new.dtype))
+            table[slots] = new.to(table.dtype)
+            tables[key] = table
 
     def rows(self, slots: Sequence[int]) -> list[Tensor]:
         """Return copies of the states of all layers in some slots."""
-        rows = self._indices(slots)
-        return [x[rows] for x in self._tables.values()]
+        rows = self.indices(slots)
+        return [x[rows] for layer in self._layers for x in layer.values()]
 
     def put(self, slots: Sequence[int], tensors: Sequence[Tensor]) -> None:
         """Replace the states of all layers in some slots, as `rows` returns them."""
-        for (layer, key), new in zip(list(self._tables), tensors, strict=True):
-            self.write(layer, slots, {key: new})
-
-    def _indices(self, slots: Sequence[int]) -> Tensor:
-        device = next(iter(self._tables.values())).device
-        return torch.tensor(slots, dtype=torch.int64, device=device)
+        rows, found = self.indices(slots), iter(tensors)
+        for number, layer in enumerate(self._layers):
+            self.write(number, rows, {key: next(found) for key in layer})
 
 
 def _independent(copies: Sequence[SlotCopy]) -> Iterator[list[SlotCopy]]:
-    """Yield copies that can be made at once: none reads or writes what another one writes."""
+    """Yield copies that can be made at once: none reads or writes what one before it writes."""
     found, written = list[SlotCopy](), set[int]()
     for copy in copies:
-        if not written.isdisjoint(copy) or any(copy.target == x.source for x in found):
+        if not written.isdisjoint(copy):
             yield found
             found, written = [], set()
         found.append(copy)
@@ -182,7 +190,9 @@ class PrefilledStates:
         return with_hidden(outputs[0], out)
 
     def _known(self, number: int, piece: _Piece) -> States:
-        return {} if piece.is_new else self._memory.read(number, [piece.slot])
+        if piece.is_new:
+            return {}
+        return self._memory.read(number, slice(piece.slot, piece.slot + 1))
 
     def _relayout(self, x: Tensor, layout: Layout, to: Layout) -> Tensor:
         if self._mesh.size() == 1:  # blocks of a prompt are in order
@@ -204,10 +214,10 @@ class PrefilledStates:
         width = sum(x.numel() for x in like)
         flat = torch.stack(own) if own else like[0].new_empty(0, width, dtype=wide)
         found = gather_rows(flat, self._num_ends, self._mesh)
-        parts = found.split([x.numel() for x in like], 1)
+        parts, rows = found.split([x.numel() for x in like], 1), self._memory.indices(self._slots)
         for (number, key), x, part in zip(names, like, parts, strict=True):
             states = part.reshape(-1, *x.shape[1:]).to(x.dtype)
-            self._memory.write(number, self._slots, {key: states})
+            self._memory.write(number, rows, {key: states})
 
 
 def _layout(pool: StateSlots, chunks: Sequence[Chunk], firsts: Sequence[int]) -> RunTable:
@@ -221,25 +231,61 @@ def _layout(pool: StateSlots, chunks: Sequence[Chunk], firsts: Sequence[int]) ->
 
 
 class DecodedStates:
-    """Runs layers on the next token of sequences, on all ranks: a row of the batch for each.
+    """Runs layers on the next tokens of sequences, on all ranks: a row of the batch for each.
+
+    Layers take them one after another, as `generate` does. Of several tokens some may turn out to
+    be wrong, see Note [Drafts] in `scheduler.py`: `keep` says how many were right.
 
     Args:
         memory: the states of all sequences.
         slots: the slots of the sequences.
+        counts: the number of tokens of each.
     """
 
-    def __init__(self, memory: StateMemory, slots: Sequence[int]) -> None:
-        self._memory, self._slots = memory, slots
+    def __init__(self, memory: StateMemory, slots: Sequence[int], counts: Sequence[int]) -> None:
+        self._memory, self._all, self._slots = memory, memory.indices(slots), slots
+        firsts = [*accumulate(counts, initial=0)]
+        # The rows that have a first, a second, ... token, and the places of these.
+        self._rows = [
+            [row for row, count in enumerate(counts) if count > number]
+            for number in range(max(counts))
+        ]
+        self._places = [
+            memory.indices([firsts[row] + number for row in rows])
+            for number, rows in enumerate(self._rows)
+        ]
+        self._indices = [memory.indices(rows) for rows in self._rows]
+        self._after: dict[int, list[States]] = {}
 
     def call(self, number: int, x: Tensor, run: RunLayer) -> Any:
-        """Return the output of a layer for these tokens `(1, B, H)`."""
-        source = SingleStates(self._memory.read(number, self._slots))
-        output = run(x.transpose(0, 1), None, source)
-        self._memory.write(number, self._slots, source.after)
-        return with_hidden(output, first(output).transpose(0, 1))
+        """Return the output of a layer for these tokens `(1, T, H)`, sequence by sequence."""
+        states, outputs, after = self._memory.read(number, self._all), [], []
+        for rows, places in zip(self._indices, self._places, strict=True):
+            source = SingleStates({key: state[rows] for key, state in states.items()})
+            outputs.append(run(x[0, places].unsqueeze(1), None, source))
+            after.append(source.after)
+            for key, new in source.after.items():
+                states[key] = states[key].to(new.dtype).index_copy(0, rows, new)
+        self._after[number] = after
+        found = torch.cat([first(output) for output in outputs])
+        out = torch.empty_like(found).index_copy(0, torch.cat(self._places), found)
+        return with_hidden(outputs[-1], out.transpose(0, 1))
 
     def finish(self) -> None:
-        """Do nothing: states are kept already."""
+        """Keep the states after these tokens, if they are one of each sequence."""
+        if len(self._rows) == 1:
+            self.keep([1] * len(self._slots))
+
+    def keep(self, counts: Sequence[int]) -> None:
+        """Keep the states after the first tokens of each sequence, at least one."""
+        found, self._after = self._after, {}
+        for number, rows in enumerate(self._rows if found else ()):
+            chosen = [at for at, row in enumerate(rows) if counts[row] == number + 1]
+            slots = self._memory.indices([self._slots[rows[at]] for at in chosen])
+            places = self._memory.indices(chosen)
+            for layer, after in found.items():
+                states = {key: x[places] for key, x in after[number].items()}
+                self._memory.write(layer, slots, states)
 
 
 class PooledStates:

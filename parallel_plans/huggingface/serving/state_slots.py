@@ -14,9 +14,9 @@ If there are too many, the least recently used one goes.
 
 from __future__ import annotations
 
+from array import array
 from bisect import insort
 from collections import OrderedDict, defaultdict
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from dtensor_ring import BlockPool, OutOfBlocks
@@ -150,12 +150,12 @@ class KnownStates(StateSlots):
         self._last = {number: x for number, x in self._last.items() if x is not node}
         return self._known[node]
 
-    def expect(self, sequence: PooledSequence, tokens: Sequence[int]) -> None:
+    def expect(self, sequence: PooledSequence, tokens: array[int]) -> None:
         """Note that another prompt waits for the blocks with which a sequence begins like it."""
-        block, end = self.dealing.block, 0
-        longest = min(len(tokens), len(sequence))
-        while end + block <= longest and tokens[end:][:block] == sequence.tokens[end:][:block]:
-            end += block
+        block, end, theirs = self.dealing.block, 0, sequence.tokens
+        longest = min(len(tokens), len(theirs))
+        while (after := end + block) <= longest and tokens[end:after] == theirs[end:after]:
+            end = after
         self._wanted[sequence.number].add(end)
 
     def num_until(self, sequence: PooledSequence, num_tokens: int) -> int:

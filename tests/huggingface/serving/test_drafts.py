@@ -118,6 +118,7 @@ CASES = [
     ("Gemma 3", 2, "right or wrong"),
     ("gpt-oss", 3, "longer and shorter"),
     ("DeepSeek-V3", 2, "right or wrong"),
+    ("Qwen3-Next", 2, "right or wrong"),
     ("Llama", 3, "lookup"),
     ("Llama", 2, "stock"),
     ("Gemma 3", 2, "planned"),

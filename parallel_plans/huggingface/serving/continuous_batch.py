@@ -226,7 +226,8 @@ class ContinuousBatch:
         logits = forward.run(parts, [request.held for request in requests])
         scheduler.prefilled(chunks)
         ends = extend_all(requests, logits)
-        forward.keep_states([len(x.tokens) - 1 - x.held.num_written for x in requests])
+        if forward.states is not None:
+            forward.states.keep([len(x.tokens) - 1 - x.held.num_written for x in requests])
         scheduler.decoded(requests)
         for request, has_ended in zip(requests, ends, strict=True):
             if has_ended:

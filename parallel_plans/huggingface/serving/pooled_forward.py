@@ -7,8 +7,8 @@ together. Attention takes them apart again.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,13 +23,7 @@ from parallel_plans.huggingface.core.layer_inputs import KeyIndex
 from parallel_plans.huggingface.core.positions import counter_of, length_dependent
 from parallel_plans.huggingface.core.versions import cache_name
 from parallel_plans.huggingface.probing.probe import ROUTER_LOGITS
-from parallel_plans.huggingface.serving.pooled_states import (
-    DecodedStates,
-    PooledStates,
-    PrefilledStates,
-    StateMemory,
-)
-from parallel_plans.huggingface.serving.state_slots import StateSlots
+from parallel_plans.huggingface.serving.pooled_states import PooledStates
 from parallel_plans.huggingface.sharding.batch import LOGITS_TO_KEEP, ModelBatch, keywords
 from parallel_plans.huggingface.sharding.sharding import Sharding
 
@@ -371,10 +365,10 @@ class PooledForward:
         cache, self.memory.numbers = pooled_cache(model, self.memory)
         self._inputs = tuple(PooledInputs(self.memory, i) for i in range(len(cache.layers)))
         self._cache = {cache_name(model): cache}
-        self.states: StateMemory | None = None
-        self._decoded: DecodedStates | None = None  # of the last run
+        self.states: PooledStates | None = None
         if sharding.passing is not None:
-            self.states = StateMemory(sharding.passing.specs, model.device)
+            mesh = self.memory.axis.mesh
+            self.states = PooledStates(sharding.passing, mesh, pool, model.device)
 
     @property
     def num_bytes(self) -> int:
@@ -395,7 +389,6 @@ class PooledForward:
         Returns:
             The logits of these tokens of `decoding`, sequence by sequence, `(T, V)`.
         """
-        self.copy_states()
         device, steps, num_decoded = self._model.device, list[PooledStep](), 0
         if chunks:
             steps.append(PrefilledTokens(self.memory, chunks, device))
@@ -405,76 +398,14 @@ class PooledForward:
         step = steps[0] if len(steps) == 1 else MixedTokens(*steps)
         # Without `decoding` no logits: the last token of a prompt is decoded.
         none = torch.empty(0, dtype=torch.int64, device=device)
-        with self._states_of(chunks, decoding, steps):
+        lengths, states = [len(x.tokens) for x in steps], self.states
+        with nullcontext() if states is None else states.running(chunks, decoding, lengths):
             return self._run(step, num_decoded or none)[0]
 
     def copy(self, copies: Sequence[BlockCopy]) -> None:
         """Copy blocks that sequences do not share from now on."""
         if self.memory.cache is not None:
             self.memory.cache.copy(copies)
-
-    def keep_states(self, counts: Sequence[int]) -> None:
-        """Go on from the states after the first tokens of each sequence that the last run decoded.
-
-        If it decoded one of each, these are kept already.
-        """
-        decoded, self._decoded = self._decoded, None
-        if decoded is not None:
-            decoded.keep(counts)
-
-    def copy_states(self) -> None:
-        """Make the copies of states that the pool has decided."""
-        if self.states is not None:
-            states, pool = self._slots
-            states.reserve(pool.num_slots)
-            states.copy(pool.take_copies())
-
-    def states_of(self, sequences: Sequence[PooledSequence]) -> list[Tensor]:
-        """Return copies of the states of sequences, one tensor `(len(sequences), ...)` for each."""
-        self.copy_states()
-        states, pool = self._slots
-        return states.rows([pool.slot(x) for x in sequences])
-
-    def take_states(self, sequences: Sequence[PooledSequence], tensors: Sequence[Tensor]) -> None:
-        """Give sequences the states that `states_of` returned on other ranks."""
-        states, pool = self._slots
-        states.reserve(pool.num_slots)
-        states.put([pool.slot(x) for x in sequences], tensors)
-        self.copy_states()
-
-    @property
-    def _slots(self) -> tuple[StateMemory, StateSlots]:
-        """Return the states, and who has which of them."""
-        states, pool = self.states, self.memory.pool
-        assert states is not None, "no layer has a state"
-        assert isinstance(pool, StateSlots), "its sequences have states"
-        return states, pool
-
-    @contextmanager
-    def _states_of(
-        self,
-        chunks: Sequence[tuple[PooledSequence, int]],
-        decoding: Sequence[PooledSequence],
-        steps: Sequence[PooledStep],
-    ) -> Iterator[None]:
-        """Return a context in which layers go on from the states of these sequences."""
-        passing = self._sharding.passing
-        if passing is None:
-            yield
-            return
-        states, pool = self._slots
-        parts: list[PrefilledStates | DecodedStates] = []
-        if chunks:
-            parts.append(PrefilledStates(states, self.memory.axis.mesh, pool, chunks))
-        if decoding:
-            counts = [len(x) - x.num_written for x in decoding]
-            self._decoded = DecodedStates(states, [pool.slot(x) for x in decoding], counts)
-            parts.append(self._decoded)
-        step = PooledStates([*zip(parts, (len(x.tokens) for x in steps), strict=True)])
-        with torch.no_grad():
-            with passing.stepping(step):
-                yield
-            step.finish()
 
     @torch.no_grad()
     def _run(self, step: PooledStep, kept: Tensor | int) -> Tensor:

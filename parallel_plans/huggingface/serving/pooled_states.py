@@ -9,6 +9,7 @@ tells the others the states after the prompts that end on it.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
@@ -17,10 +18,10 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from dtensor_ring import Contiguous, relayout
+from dtensor_ring import BlockPool, Contiguous, relayout
 from dtensor_ring.extension import Layout, PooledSequence, RunTable, gather_rows
 from parallel_plans.huggingface.serving.state_slots import SlotCopy, StateSlots
-from parallel_plans.huggingface.states.state_passing import StateSpecs
+from parallel_plans.huggingface.states.state_passing import AxisStatePassing, StateSpecs
 from parallel_plans.huggingface.states.state_sources import GivenStates, States
 from parallel_plans.huggingface.states.state_steps import PrefillStates, SingleStates
 from parallel_plans.huggingface.states.stateful import LayerCall, RunLayer, first, with_hidden
@@ -44,10 +45,11 @@ class StateMemory:
 
     def __init__(self, specs: StateSpecs, device: torch.device) -> None:
         self._device = device
-        self._layers: list[States] = [
-            {x.key: torch.zeros(1, *x.shape, dtype=x.dtype, device=device) for x in layer}
-            for layer in specs
-        ]
+        with torch.inference_mode(False):  # later steps may run outside of it
+            self._layers: list[States] = [
+                {x.key: torch.zeros(1, *x.shape, dtype=x.dtype, device=device) for x in layer}
+                for layer in specs
+            ]
 
     @property
     def num_bytes(self) -> int:
@@ -60,11 +62,12 @@ class StateMemory:
 
     def reserve(self, num_slots: int) -> None:
         """Make room for so many slots, and a few more."""
-        for layer in self._layers:
-            for key, x in layer.items():
-                if len(x) < num_slots:
-                    layer[key] = x.new_zeros(num_slots + SPARE_SLOTS, *x.shape[1:])
-                    layer[key][: len(x)] = x
+        with torch.inference_mode(False):
+            for layer in self._layers:
+                for key, x in layer.items():
+                    if len(x) < num_slots:
+                        layer[key] = x.new_zeros(num_slots + SPARE_SLOTS, *x.shape[1:])
+                        layer[key][: len(x)] = x
 
     def copy(self, copies: Sequence[SlotCopy]) -> None:
         """Copy states from slots to slots, in this order."""
@@ -148,6 +151,7 @@ class PrefilledStates:
         firsts = [*accumulate((num_tokens for _, num_tokens in chunks), initial=0)]
         self._total, self._layout = firsts[-1], _layout(pool, chunks, firsts)
         shard, rank = -(-self._total // mesh.size()), mesh.get_local_rank()
+        self._num_tokens = self._layout.num_tokens(rank, mesh.size(), self._total)
         bounds = [min(self._total, x * shard) for x in range(mesh.size() + 1)]
         self._fewest = bounds[-1] - bounds[-2]
         self._num_ends = [0] * mesh.size()
@@ -168,8 +172,7 @@ class PrefilledStates:
 
     def call(self, number: int, x: Tensor, run: RunLayer) -> Any:
         """Return the output of a layer for this rank's tokens `(1, L, H)`."""
-        tokens = x[:, : self._layout.num_tokens(self._mesh.get_local_rank(), 0, 0)]
-        held = self._relayout(tokens, self._layout, Contiguous())
+        held = self._relayout(x[:, : self._num_tokens], self._layout, Contiguous())
         padded = torch.nn.functional.pad(held, (0, 0, 0, not held.shape[1]))
         head, *others = self._pieces
         sources: list[Any] = [GivenStates(self._known(number, piece)) for piece in others]
@@ -288,7 +291,7 @@ class DecodedStates:
                 self._memory.write(layer, slots, states)
 
 
-class PooledStates:
+class StepStates:
     """Runs layers with a state in one forward, see `StatePassing`.
 
     Args:
@@ -302,8 +305,7 @@ class PooledStates:
         """Return the output of a layer for this rank's tokens."""
         hidden = call.hidden.split([length for _, length in self._parts], 1)
         outputs = [
-            part.call(call.number, x, run)
-            for (part, _), x in zip(self._parts, hidden, strict=True)
+            part.call(call.number, x, run) for (part, _), x in zip(self._parts, hidden, strict=True)
         ]
         return with_hidden(outputs[-1], torch.cat([first(x) for x in outputs], 1))
 
@@ -311,3 +313,78 @@ class PooledStates:
         """Keep the states after these tokens, once all layers ran; all ranks must call it."""
         for part, _ in self._parts:
             part.finish()
+
+
+class PooledStates:
+    """The states of all layers of a model on this rank, for the sequences of a pool.
+
+    Args:
+        passing: by which layers of the model get their states.
+        mesh: the ranks of the pool.
+        pool: the pool, which says whose states are where.
+        device: the device of the model.
+    """
+
+    def __init__(
+        self, passing: AxisStatePassing, mesh: DeviceMesh, pool: BlockPool, device: torch.device
+    ) -> None:
+        assert isinstance(pool, StateSlots), "its sequences have states"
+        self._passing, self._mesh, self._pool = passing, mesh, pool
+        self._memory = StateMemory(passing.specs, device)
+        self._decoded: DecodedStates | None = None  # of the last forward
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the bytes of all states."""
+        return self._memory.num_bytes
+
+    @contextmanager
+    def running(
+        self, chunks: Sequence[Chunk], decoding: Sequence[PooledSequence], lengths: Sequence[int]
+    ) -> Iterator[None]:
+        """Return a context in which layers go on from the states of sequences.
+
+        Args:
+            chunks: prompts, and the number of tokens of each.
+            decoding: sequences whose last tokens, one or more of each, are new.
+            lengths: the number of tokens of both on this rank, without those that are empty.
+        """
+        self.copy()
+        self._decoded, parts = None, list[PrefilledStates | DecodedStates]()
+        if chunks:
+            parts.append(PrefilledStates(self._memory, self._mesh, self._pool, chunks))
+        if decoding:
+            counts = [len(x) - x.num_written for x in decoding]
+            self._decoded = DecodedStates(self._memory, self._slots(decoding), counts)
+            parts.append(self._decoded)
+        step = StepStates([*zip(parts, lengths, strict=True)])
+        with self._passing.stepping(step):
+            yield
+        step.finish()
+
+    def keep(self, counts: Sequence[int]) -> None:
+        """Go on from the states after the first tokens of each sequence that was just decoded.
+
+        If it was one token of each, these are kept already.
+        """
+        if self._decoded is not None:
+            self._decoded.keep(counts)
+
+    def copy(self) -> None:
+        """Make the copies that the pool has decided."""
+        self._memory.reserve(self._pool.num_slots)
+        self._memory.copy(self._pool.take_copies())
+
+    def of(self, sequences: Sequence[PooledSequence]) -> list[Tensor]:
+        """Return copies of the states of sequences, `(len(sequences), ...)` each."""
+        self.copy()
+        return self._memory.rows(self._slots(sequences))
+
+    def take(self, sequences: Sequence[PooledSequence], tensors: Sequence[Tensor]) -> None:
+        """Give sequences the states that `of` returned on other ranks."""
+        self._memory.reserve(self._pool.num_slots)
+        self._memory.put(self._slots(sequences), tensors)
+        self.copy()
+
+    def _slots(self, sequences: Sequence[PooledSequence]) -> list[int]:
+        return [self._pool.slot(x) for x in sequences]

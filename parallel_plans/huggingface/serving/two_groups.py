@@ -205,16 +205,16 @@ class TwoGroupBatch(ContinuousBatch):
 
     def _move_states(self) -> None:
         """Give the states of prompts that are done to the second group; all ranks decide alike."""
-        scheduler, (first, second) = self._two_pools, self._forwards
-        for forward, pool in ((first, scheduler.prefill_pool), (second, scheduler.pool)):
-            if forward is None and isinstance(pool, StateSlots):
+        scheduler = self._two_pools
+        first, second = (None if x is None else x.states for x in self._forwards)
+        for states, pool in ((first, scheduler.prefill_pool), (second, scheduler.pool)):
+            if states is None and isinstance(pool, StateSlots):
                 pool.take_copies()  # other ranks make them
         if requests := scheduler.arriving():
-            sources = [scheduler.source(x) for x in requests]
-            given = None if first is None else first.states_of(sources)
+            given = None if first is None else first.of([scheduler.source(x) for x in requests])
             found = copy_whole(given, second is not None, self._sharding.axis.mesh)
             if second is not None and found is not None:
-                second.take_states([x.held for x in requests], found)
+                second.take([x.held for x in requests], found)
             scheduler.arrived()
 
     def _moving(

@@ -130,13 +130,18 @@ def test_a_batch_goes_on_after_an_error(pool: Pool) -> None:
 
 
 def check_prefix_of_both_pools() -> None:
-    """A prompt that both groups have, up to its last token: its state moves alone."""
+    """A prompt that both groups have, up to its last token: its state moves alone.
+
+    One that goes on with an answer: the second group has all of its keys, the first one not.
+    """
     model, alone = sharded("Qwen3-Next"), alone_on(stock("Qwen3-Next"))
     prompt = prompt_of(0, 13)  # three blocks and a token, which is decoded
-    arrivals = tuple(Arrival(9 * i, prompt, 3, 1 + 2 * (i == 2)) for i in range(3))
+    answered = prompt + tuple(alone(prompt, 4, None))
+    prompts = (prompt, prompt, answered, prompt)
+    arrivals = [Arrival(9 * i, x, 6, 1 + 2 * (i == 3)) for i, x in enumerate(prompts)]
     with in_groups((0,), (1,)):
-        batch = check_workload(model, alone, Workload(arrivals, spare=30))
-    assert (batch.counts.prefilled, batch.counts.cached) == (12, 24)
+        batch = check_workload(model, alone, Workload(tuple(arrivals), spare=30))
+    assert (batch.counts.prefilled, batch.counts.cached) == (12 + 4, 3 * 12)
 
 
 def test_a_prompt_that_both_groups_have(pool: Pool) -> None:

@@ -10,8 +10,7 @@ The axis of a mesh, and checks of options before there is an axis:
 What "auto" simulates:
     `AnyMachine`, `machine_on`.
 Layouts, and the tokens of a rank:
-    `Layout`, `Padded`, `RunTable`, `as_layout`, `layout_names`, `append_runs`, `positions_of`,
-    `visible_pairs`.
+    `Layout`, `Padded`, `as_layout`, `layout_names`, `append_runs`, `positions_of`, `visible_pairs`.
 Sharded sequences, and what their meshes know of the order:
     `from_local_tokens`, `output_mesh`, `tokens_of`, `axis_mesh`.
 Agreement of the ranks, so that an error on one rank is raised on all:
@@ -32,7 +31,7 @@ Keys and values that a plan keeps by itself, as they are or in eight bits:
     `KeptTokens`, `format_named`, `no_tokens`.
 Sequences of a paged pool, prompts of some that are prefilled by the ring, and how many of their
 tokens are rounded together:
-    `BlockCopy`, `PagedPrefill`, `PooledSequence`, `unit_of`.
+    `BlockCopy`, `PagedPrefill`, `PooledSequence`, `prompt_layout`, `unit_of`.
 Blocks that move from a pool to another one, on other ranks:
     `MovedTokens`, `PagedHandOver`, `moving_blocks`, `group_beside`, `end_calls`.
 Tensors that some ranks have alike, for others:
@@ -80,9 +79,9 @@ from dtensor_ring.ops.checks import NotPickled, check_strided, name_layer, withi
 from dtensor_ring.ops.nodes import autocast_dtype, register_gradient
 from dtensor_ring.paged.blocks import BlockCopy, PooledSequence
 from dtensor_ring.paged.page_memory import unit_of
-from dtensor_ring.paged.prefill import PagedPrefill
+from dtensor_ring.paged.prefill import PagedPrefill, prompt_layout
 from dtensor_ring.planning.layout import Layout, Padded
-from dtensor_ring.planning.run_table import RunTable, as_layout, layout_names
+from dtensor_ring.planning.run_table import as_layout, layout_names
 from dtensor_ring.planning.strategy import check_strategy
 from dtensor_ring.quantised.kept_tokens import KeptTokens, format_named, no_tokens
 from dtensor_ring.selected.pools import pool_tokens, pools_before, whole_pools
@@ -110,7 +109,6 @@ __all__ = [
     "PagedPrefill",
     "PooledSequence",
     "Problem",
-    "RunTable",
     "Saved",
     "Scores",
     "append_runs",
@@ -148,6 +146,7 @@ __all__ = [
     "pool_tokens",
     "pools_before",
     "positions_of",
+    "prompt_layout",
     "receive_state",
     "register_gradient",
     "send_state",

@@ -13,13 +13,18 @@ from contextlib import contextmanager
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from dtensor_ring import BlockPool, Contiguous, relayout
-from dtensor_ring.extension import Layout, PooledSequence, RunTable, gather_rows
+from dtensor_ring.extension import (
+    Layout,
+    PooledSequence,
+    as_layout,
+    gather_rows,
+    prompt_layout,
+)
 from parallel_plans.huggingface.serving.state_slots import SlotCopy, StateSlots
 from parallel_plans.huggingface.states.state_passing import AxisStatePassing, StateSpecs
 from parallel_plans.huggingface.states.state_sources import GivenStates, States
@@ -141,22 +146,27 @@ class PrefilledStates:
         mesh: the axis.
         pool: the pool of the prompts.
         chunks: the prompts, and the number of tokens of each.
+        order: a layout in which the tokens of a rank follow those of the previous rank.
     """
 
     def __init__(
-        self, memory: StateMemory, mesh: DeviceMesh, pool: StateSlots, chunks: Sequence[Chunk]
+        self,
+        memory: StateMemory,
+        mesh: DeviceMesh,
+        pool: StateSlots,
+        chunks: Sequence[Chunk],
+        order: Layout | str = Contiguous.name,
     ) -> None:
-        self._memory, self._mesh = memory, mesh
+        self._memory, self._mesh, self._order = memory, mesh, as_layout(order)
         self._slots = [pool.slot(sequence) for sequence, _ in chunks]
         firsts = [*accumulate((num_tokens for _, num_tokens in chunks), initial=0)]
-        self._total, self._layout = firsts[-1], _layout(pool, chunks, firsts)
-        shard, rank = -(-self._total // mesh.size()), mesh.get_local_rank()
-        self._num_tokens = self._layout.num_tokens(rank, mesh.size(), self._total)
-        bounds = [min(self._total, x * shard) for x in range(mesh.size() + 1)]
-        self._fewest = bounds[-1] - bounds[-2]
-        self._num_ends = [0] * mesh.size()
-        for end in firsts[1:]:
-            self._num_ends[(end - 1) // shard] += 1
+        self._total, self._layout = firsts[-1], prompt_layout(pool, chunks)
+        size, rank = mesh.size(), mesh.get_local_rank()
+        self._num_tokens = self._layout.num_tokens(rank, size, self._total)
+        shards = [self._order.num_tokens(x, size, self._total) for x in range(size)]
+        bounds, self._fewest = [*accumulate(shards, initial=0)], min(shards)
+        # Each prompt ends on one rank, which tells the others.
+        self._num_ends = [sum(x < end <= y for end in firsts[1:]) for x, y in pairwise(bounds)]
         begin, end = bounds[rank : rank + 2]
         self._pieces = [
             _Piece(slot, (lo - begin, hi - begin), lo == x, hi == y, not sequence.num_written)
@@ -172,7 +182,7 @@ class PrefilledStates:
 
     def call(self, number: int, x: Tensor, run: RunLayer) -> Any:
         """Return the output of a layer for this rank's tokens `(1, L, H)`."""
-        held = self._relayout(x[:, : self._num_tokens], self._layout, Contiguous())
+        held = self._relayout(x[:, : self._num_tokens], self._layout, self._order)
         padded = torch.nn.functional.pad(held, (0, 0, 0, not held.shape[1]))
         head, *others = self._pieces
         sources: list[Any] = [GivenStates(self._known(number, piece)) for piece in others]
@@ -188,7 +198,7 @@ class PrefilledStates:
         self._after[number] = [source.after for piece, source in pieces if piece.ends]
         self._like[number] = sources[0].after
         out = torch.cat([first(output) for output in outputs], 1)[:, : held.shape[1]]
-        out = self._relayout(out, Contiguous(), self._layout)
+        out = self._relayout(out, self._order, self._layout)
         out = torch.nn.functional.pad(out, (0, 0, 0, x.shape[1] - out.shape[1]))
         return with_hidden(outputs[0], out)
 
@@ -221,16 +231,6 @@ class PrefilledStates:
         for (number, key), x, part in zip(names, like, parts, strict=True):
             states = part.reshape(-1, *x.shape[1:]).to(x.dtype)
             self._memory.write(number, rows, {key: states})
-
-
-def _layout(pool: StateSlots, chunks: Sequence[Chunk], firsts: Sequence[int]) -> RunTable:
-    """Return where the pool keeps the tokens of prompts, counted one prompt after another."""
-    runs = []
-    for (sequence, num_tokens), start in zip(chunks, firsts, strict=False):
-        begin = sequence.num_written
-        table = pool.dealing.runs(begin, begin + num_tokens)
-        runs.append(table + np.array([start - begin, 0]))
-    return RunTable(np.concatenate(runs, axis=1))
 
 
 class DecodedStates:

@@ -32,8 +32,6 @@ from parallel_plans.huggingface.states.state_steps import PrefillStates, SingleS
 from parallel_plans.huggingface.states.stateful import LayerCall, RunLayer, first, with_hidden
 
 Chunk = tuple[PooledSequence, int]
-
-
 # Tables grow by so many slots at once.
 SPARE_SLOTS = 4
 # Slots, as `StateMemory.indices` returns them, or a range of them.
@@ -263,11 +261,13 @@ class DecodedStates:
     def call(self, number: int, x: Tensor, run: RunLayer) -> Any:
         """Return the output of a layer for these tokens `(1, T, H)`, sequence by sequence."""
         states, outputs, after = self._memory.read(number, self._all), [], []
-        for rows, places in zip(self._indices, self._places, strict=True):
-            source = SingleStates({key: state[rows] for key, state in states.items()})
+        for place, (rows, places) in enumerate(zip(self._indices, self._places, strict=True)):
+            # All sequences have a first token.
+            before = {key: state[rows] for key, state in states.items()} if place else states
+            source = SingleStates(before)
             outputs.append(run(x[0, places].unsqueeze(1), None, source))
             after.append(source.after)
-            for key, new in source.after.items():
+            for key, new in source.after.items() if place + 1 < len(self._rows) else ():
                 states[key] = states[key].to(new.dtype).index_copy(0, rows, new)
         self._after[number] = after
         found = torch.cat([first(output) for output in outputs])

@@ -332,6 +332,7 @@ class PooledStates:
         self._passing, self._mesh, self._pool = passing, mesh, pool
         self._memory = StateMemory(passing.specs, device)
         self._decoded: DecodedStates | None = None  # of the last forward
+        self._undecided = set[int]()  # sequences of which some tokens may be wrong
 
     @property
     def num_bytes(self) -> int:
@@ -350,6 +351,9 @@ class PooledStates:
             lengths: the number of tokens of both on this rank, without those that are empty.
         """
         self.copy()
+        # After an error no sequence goes on, so each one here has the states of its tokens.
+        assert self._undecided.isdisjoint(x.number for x in decoding), "keep was not called"
+        self._undecided = {x.number for x in decoding if len(x) - x.num_written > 1}
         self._decoded, parts = None, list[PrefilledStates | DecodedStates]()
         if chunks:
             parts.append(PrefilledStates(self._memory, self._mesh, self._pool, chunks))
@@ -367,6 +371,7 @@ class PooledStates:
 
         If it was one token of each, these are kept already.
         """
+        self._undecided = set()
         if self._decoded is not None:
             self._decoded.keep(counts)
 

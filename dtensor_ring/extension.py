@@ -31,7 +31,7 @@ Keys and values that a plan keeps by itself, as they are or in eight bits:
     `KeptTokens`, `format_named`, `no_tokens`.
 Sequences of a paged pool, prompts of some that are prefilled by the ring, and how many of their
 tokens are rounded together:
-    `BlockCopy`, `PagedPrefill`, `PooledSequence`, `unit_of`.
+    `BlockCopy`, `PagedPrefill`, `PooledSequence`, `prompt_layout`, `unit_of`.
 Blocks that move from a pool to another one, on other ranks:
     `MovedTokens`, `PagedHandOver`, `moving_blocks`, `group_beside`, `end_calls`.
 Tensors that some ranks have alike, for others:
@@ -79,7 +79,7 @@ from dtensor_ring.ops.checks import NotPickled, check_strided, name_layer, withi
 from dtensor_ring.ops.nodes import autocast_dtype, register_gradient
 from dtensor_ring.paged.blocks import BlockCopy, PooledSequence
 from dtensor_ring.paged.page_memory import unit_of
-from dtensor_ring.paged.prefill import PagedPrefill
+from dtensor_ring.paged.prefill import PagedPrefill, prompt_layout
 from dtensor_ring.planning.layout import Layout, Padded
 from dtensor_ring.planning.run_table import as_layout, layout_names
 from dtensor_ring.planning.strategy import check_strategy
@@ -146,6 +146,7 @@ __all__ = [
     "pool_tokens",
     "pools_before",
     "positions_of",
+    "prompt_layout",
     "receive_state",
     "register_gradient",
     "send_state",

@@ -28,6 +28,7 @@ from parallel_plans.huggingface.serving.served_request import (
     stop_strings_as_criterion,
 )
 from parallel_plans.huggingface.serving.serving_options import ServingOptions
+from parallel_plans.huggingface.serving.state_slots import KnownStates
 from parallel_plans.huggingface.sharding.sharding import Sharding
 
 SAME_REQUESTS = (
@@ -91,9 +92,8 @@ class ContinuousBatch:
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes of keys and values on this rank."""
-        cache = None if self._parts is None else self._parts[1].memory.cache
-        return 0 if cache is None else cache.num_bytes
+        """Return the bytes of keys, values and states on this rank."""
+        return 0 if self._parts is None else self._parts[1].num_bytes
 
     def has_requests(self) -> bool:
         """Return whether there is anything left to do or to return."""
@@ -228,6 +228,8 @@ class ContinuousBatch:
         logits = forward.run(parts, [request.held for request in requests])
         scheduler.prefilled(chunks)
         ends = extend_all(requests, logits)
+        if forward.states is not None:
+            forward.states.keep([len(x.tokens) - 1 - x.held.num_written for x in requests])
         scheduler.decoded(requests)
         self._end_requests(requests, ends)
 
@@ -250,9 +252,16 @@ class ContinuousBatch:
 
     def _made(self, num_blocks: int) -> tuple[Scheduler, PooledForward]:
         mesh, options = self._sharding.axis.mesh, self._options
-        pool = BlockPool(num_blocks, options.page_size, mesh.size())
+        pool = self._pool(num_blocks, mesh.size())
         sizes = options.max_batch_tokens, options.max_requests_per_batch
         return Scheduler(pool, *sizes), PooledForward(self._model, self._sharding, pool)
+
+    def _pool(self, num_blocks: int, size: int) -> BlockPool:
+        """Return a pool in which prompts are prefilled over so many ranks."""
+        sizes = num_blocks, self._options.page_size, size
+        if self._sharding.passing is None:
+            return BlockPool(*sizes)
+        return KnownStates(*sizes, max_known=2 * self._options.max_requests_per_batch)
 
     def _next_seed(self, is_used: bool) -> int:
         """Return the seed after those of the requests before; draw the first if it is used.

@@ -273,12 +273,28 @@ def checked_assistant(
                 f"{dist.get_process_group_ranks(group)}; give both plans the same mesh, or leave "
                 "the assistant without one"
             )
-        check_servable(assistant)
+        _check_assistant(assistant)
         return assistant
     check_agreement(group, facts(assistant, group), SAME_DRAFTS)
     planned = _alone(assistant, axis.mesh.device_type, plan_of)
-    check_servable(planned)
+    _check_assistant(planned)
     return planned
+
+
+def _check_assistant(assistant: Any) -> None:
+    """Refuse a model under a plan that cannot propose tokens.
+
+    Raises:
+        ValueError: naming what it has.
+    """
+    check_servable(assistant)
+    (sharding,) = shardings_of(assistant)
+    if sharding.passing is not None:
+        raise ValueError(
+            f"assistant_model is a {type(assistant).__name__}, whose layers have states: tokens "
+            "that were wrong cannot be taken out of these; take an assistant with attention alone, "
+            "or prompt_lookup_num_tokens"
+        )
 
 
 def _alone(assistant: Any, device_type: str, plan_of: Callable[[Any], Any]) -> Any:

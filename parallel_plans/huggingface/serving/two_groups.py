@@ -28,6 +28,7 @@ from dtensor_ring.extension import (
     PagedHandOver,
     axis_group,
     check_agreement,
+    copy_whole,
     end_calls,
     group_beside,
     moving_blocks,
@@ -49,6 +50,7 @@ from parallel_plans.huggingface.serving.served_request import (
     extend_all,
 )
 from parallel_plans.huggingface.serving.serving_options import ServingOptions
+from parallel_plans.huggingface.serving.state_slots import StateSlots
 from parallel_plans.huggingface.serving.told_tokens import ToldTokens
 from parallel_plans.huggingface.serving.two_pools import TwoPoolScheduler
 from parallel_plans.huggingface.sharding.sharding import Sharding
@@ -109,9 +111,8 @@ class TwoGroupBatch(ContinuousBatch):
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes of keys and values on this rank, in both pools."""
-        caches = [x.memory.cache for x in self._forwards if x is not None]
-        return sum(x.num_bytes for x in caches if x is not None)
+        """Return the bytes of keys, values and states on this rank, in both pools."""
+        return sum(x.num_bytes for x in self._forwards if x is not None)
 
     @property
     def prefill_pool(self) -> BlockPool | None:
@@ -154,10 +155,8 @@ class TwoGroupBatch(ContinuousBatch):
         each = [num_blocks, num_blocks]
         if options.num_blocks is None:  # that of the smaller group: both have room for as much
             each = [-(-num_blocks * min(sizes) // size) for size in sizes]
-        pools = [
-            BlockPool(number, options.page_size, size)
-            for number, size in zip(each, sizes, strict=True)
-        ]
+        pool = BlockPool if self._sharding.passing is None else StateSlots
+        pools = self._pool(each[0], sizes[0]), pool(each[1], options.page_size, sizes[1])
         with torch.no_grad():
             self._sharding.agree(self._model, {})  # on the weights
         for number, (axis, pool) in enumerate(zip(self._axes, pools, strict=True)):
@@ -181,6 +180,7 @@ class TwoGroupBatch(ContinuousBatch):
     def _compute(self, scheduler: Any, forward: Any) -> None:
         scheduler.counts.steps += 1
         scheduler.admit()
+        self._move_states()  # of prompts that the first pool had already
         copies, requests = scheduler.grow(), scheduler.decoding[:]
         chunks = scheduler.chunks()
         moved = scheduler.moved(chunks)
@@ -198,7 +198,22 @@ class TwoGroupBatch(ContinuousBatch):
             for request, draft in zip(requests, drafts, strict=True):
                 request.draft = draft
         scheduler.prefilled(chunks)
+        self._move_states()
         self._end_requests(requests, ends)
+
+    def _move_states(self) -> None:
+        """Give the states of prompts that are done to the second group; all ranks decide alike."""
+        scheduler = self._two_pools
+        first, second = (None if x is None else x.states for x in self._forwards)
+        for states, pool in ((first, scheduler.prefill_pool), (second, scheduler.pool)):
+            if states is None and isinstance(pool, StateSlots):
+                pool.take_copies()  # other ranks make them
+        if requests := scheduler.arriving():
+            given = None if first is None else first.of([scheduler.source(x) for x in requests])
+            found = copy_whole(given, second is not None, self._sharding.axis.mesh)
+            if second is not None and found is not None:
+                second.take([x.held for x in requests], found)
+            scheduler.arrived()
 
     def _moving(
         self, moved: list[MovedTokens], chunks: Chunks, requests: Sequence[ServedRequest]
@@ -242,8 +257,9 @@ class TwoGroupBatch(ContinuousBatch):
         first, second = self._forwards
         kind = None if first is None else first.memory.kind
         told = check_agreement(self._beside, {}, SAME_REQUESTS, kind)
-        if second is not None and second.memory.cache is None:
-            second.memory.allocate(next(x for x in told if x is not None), self._model.device)
+        found = next((x for x in told if x is not None), None)  # none without attention
+        if second is not None and second.memory.cache is None and found is not None:
+            second.memory.allocate(found, self._model.device)
         self._is_allocated = True
 
     def _decode(
@@ -266,6 +282,8 @@ class TwoGroupBatch(ContinuousBatch):
             return None
         forward.copy(copies)
         ends = extend_all(requests, forward.run([], [x.held for x in requests]))
+        if forward.states is not None:
+            forward.states.keep([len(x.tokens) - 1 - x.held.num_written for x in requests])
         self._two_pools.decoded(requests)
         left = [x for x, has_ended in zip(requests, ends, strict=True) if not has_ended]
         propose_all(left, self._drafters.share, self._unit)

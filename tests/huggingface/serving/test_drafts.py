@@ -116,6 +116,7 @@ CASES: list[tuple[str, int, str, Any]] = [
     ("Gemma 3", 2, "right or wrong", None),
     ("gpt-oss", 3, "longer and shorter", None),
     ("DeepSeek-V3", 2, "right or wrong", None),
+    ("Qwen3-Next", 2, "right or wrong", None),
     ("Llama", 3, "lookup", None),
     ("Llama", 2, "stock", None),
     ("Gemma 3", 2, "planned", None),
@@ -129,6 +130,7 @@ TWO_GROUPS = [
     ("Gemma 3", 4, "right or wrong", ((0, 1, 2, 3), (1, 2))),
     ("gpt-oss", 4, "longer and shorter", ((0, 1), (2, 3))),
     ("DeepSeek-V3", 4, "right or wrong", ((2, 3), (0, 1))),
+    ("Qwen3-Next", 3, "right or wrong", ((0, 1), (2,))),
 ]
 
 

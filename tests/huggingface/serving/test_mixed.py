@@ -24,8 +24,8 @@ from tests.huggingface.serving.workloads import (
 )
 from tests.pool import Pool
 
-FAMILIES = ("Llama", "Gemma 3", "gpt-oss", "DeepSeek-V3")
-"""Grouped heads; a window and everything; sinks and windows; latents that are expanded."""
+FAMILIES = ("Llama", "Gemma 3", "gpt-oss", "DeepSeek-V3", "Qwen3-Next")
+"""Grouped heads; a window and everything; sinks and windows; latents that are expanded; states."""
 GROUPS = {
     f"{num_prefill} to {num_decode}": (
         tuple(range(num_prefill)),

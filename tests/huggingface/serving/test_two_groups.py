@@ -36,7 +36,7 @@ from tests.huggingface.serving.workloads import (
 )
 from tests.pool import Pool
 
-FAMILIES = ("Llama", "Gemma 3", "DeepSeek-V3")
+FAMILIES = ("Llama", "Gemma 3", "DeepSeek-V3", "Qwen3-Next")
 GROUPS = {
     "1 to 1": ((0,), (1,)),
     "2 to 1": ((0, 1), (2,)),
@@ -83,6 +83,7 @@ def check_groups(family: str, names: list[str]) -> None:
         ("Llama", 4, ["2 to 2", "some of both"]),
         ("Gemma 3", 3, ["2 to 1", "1 to 2"]),
         ("DeepSeek-V3", 2, ["1 to 1", "the same"]),
+        ("Qwen3-Next", 3, ["2 to 1"]),
     ],
 )
 def test_tokens_are_those_of_requests_alone(

@@ -13,13 +13,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dtensor_ring import (
     SequenceAxis,
+    Slices,
     decode_attention,
     decode_select_keys,
     decode_selected_attention,
     select_keys,
     selected_attention,
 )
-from dtensor_ring.extension import pools_before, whole_pools
+from dtensor_ring.extension import pool_runs, pools_before, whole_pools
 from parallel_plans.huggingface.core.documents import DocumentBounds
 
 
@@ -159,9 +160,17 @@ class InputsWithPools(LayerInputs, Protocol):
         ...
 
     def attend_pools(
-        self, query: Tensor, rows: Tensor, pools: KeyPools, chosen: Tensor, scale: float | None
+        self,
+        query: Tensor,
+        rows: Tensor,
+        pools: KeyPools,
+        chosen: Tensor | None,
+        scale: float | None,
     ) -> tuple[Tensor, Tensor]:
-        """Return attention to pools that are keys and values, by their numbers, and its lse."""
+        """Return attention to pools that are keys and values, and its lse.
+
+        `chosen` are their numbers, `(B, L, K)`; without them a query sees all that end before it.
+        """
         ...
 
 
@@ -203,11 +212,25 @@ class ShardedInputs:
         return _num_keys(self.key_runs) if self.seq_len is None else self.seq_len
 
     def attend_pools(
-        self, query: Tensor, rows: Tensor, pools: KeyPools, chosen: Tensor, scale: float | None
+        self,
+        query: Tensor,
+        rows: Tensor,
+        pools: KeyPools,
+        chosen: Tensor | None,
+        scale: float | None,
     ) -> tuple[Tensor, Tensor]:
-        """Return attention to pools that are keys and values, by their numbers, and its lse."""
-        keys = pools.keys(self._own(rows, 1), self.axis.mesh, **self._order).unsqueeze(1)
-        how = self._where | {"mesh": self.axis.mesh, "scale": scale, "pool_size": pools.size}
+        """Return attention to pools that are keys and values, and its lse.
+
+        `chosen` are their numbers, `(B, L, K)`; without them a query sees all that end before it.
+        """
+        mesh, size = self.axis.mesh, pools.size
+        keys = pools.keys(self._own(rows, 1), mesh, **self._order).unsqueeze(1)
+        if chosen is None:
+            how = {"runs": self.runs} if self.runs is not None else {"seq_len": self.seq_len}
+            how["key_runs"] = pool_runs(mesh.size(), size, **self._order)
+            how |= {"slices": Slices.pools(self.num_keys, size), "strategy": "ring"}
+            return self.axis.attention_with_lse(query, keys, keys, scale=scale, **how)
+        how = self._where | {"mesh": mesh, "scale": scale, "pool_size": size}
         return selected_attention(query, keys, keys.shape[3], chosen, return_lse=True, **how)
 
     @property
@@ -320,14 +343,31 @@ class DecodeInputs:
         return _num_keys(self.key_runs)
 
     def attend_pools(
-        self, query: Tensor, rows: Tensor, pools: KeyPools, chosen: Tensor, scale: float | None
+        self,
+        query: Tensor,
+        rows: Tensor,
+        pools: KeyPools,
+        chosen: Tensor | None,
+        scale: float | None,
     ) -> tuple[Tensor, Tensor]:
-        """Return attention to pools that are keys and values, by their numbers, and its lse."""
+        """Return attention to pools that are keys and values, and its lse.
+
+        `chosen` are their numbers, `(B, M, K)`; without them a query sees all that end before it.
+        """
+        if chosen is None:
+            chosen = self._ended_pools(query, pools.size)
         own = rows.narrow(1, 0, self.num_columns)
         keys = pools.keys(own, self.mesh, runs=self.key_runs).unsqueeze(1)
         how: dict[str, Any] = {"key_runs": self.key_runs, "mesh": self.mesh, "agree": self.agree}
         how |= {"scale": scale, "pool_size": pools.size}
         return decode_selected_attention(query, keys, keys.shape[3], chosen, return_lse=True, **how)
+
+    def _ended_pools(self, query: Tensor, size: int) -> Tensor:
+        """Return the numbers of the pools that end before each query, `(B, M, P)`, -1 for none."""
+        num_keys, (batch, _, num_queries, _) = self.num_keys, query.shape
+        at = torch.arange(num_keys - num_queries, num_keys, device=query.device).unsqueeze(-1)
+        numbers = torch.arange(num_keys // size, dtype=torch.int32, device=query.device)
+        return numbers.masked_fill(numbers >= (at + 1) // size, -1).repeat(batch, 1, 1)
 
     def _check(self, key: Tensor) -> None:
         """Refuse fewer keys than the cache has."""

@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from parallel_plans.huggingface.core.layer_inputs import InputsWithPools, KeyIndex, KeyPools
+from parallel_plans.huggingface.core.key_index import KeyIndex, KeyPools
+from parallel_plans.huggingface.core.layer_inputs import InputsWithPools
 from parallel_plans.huggingface.selecting.pools import random_input, rotation_of
 
 # The parts of a compressor, and of the index that one may have.

@@ -21,8 +21,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from parallel_plans.huggingface.core.layer_inputs import KeyIndex
+from parallel_plans.huggingface.core.key_index import KeyIndex
 from parallel_plans.huggingface.core.versions import names_in_forward, parameter_of_cache
+from parallel_plans.huggingface.core.whole_rows import DOCUMENTS, ROW, TOKENS
 from parallel_plans.huggingface.selecting.block_scores import (
     BlockScores,
     CountedPlaces,
@@ -90,9 +91,15 @@ def choose_pools(model: nn.Module) -> bool:
     return any(form_of(x) is not None for x in indexers_of(model))
 
 
-def count_places(model: nn.Module) -> bool:
-    """Return whether layers have blocks or pools, which count places in the row."""
-    return choose_blocks(model) or choose_pools(model) or bool(compressing_layers(model))
+def count_places(model: nn.Module) -> str | None:
+    """Return from where on layers with blocks or pools count places: `ROW`, `TOKENS`, `DOCUMENTS`.
+
+    `None` stands for a model without such layers.
+    """
+    if choose_blocks(model) or compressing_layers(model):
+        return ROW
+    found = {form.counted for x in indexers_of(model) if (form := form_of(x)) is not None}
+    return next((x for x in (TOKENS, DOCUMENTS) if x in found), None)
 
 
 def selecting_layers(model: Any) -> list[Any]:

@@ -18,7 +18,8 @@ from dtensor_ring.planning.tile import FULL
 from dtensor_ring.selected.plan import pool_numbers
 from parallel_plans.huggingface.core import layer_inputs
 from parallel_plans.huggingface.core.documents import DocumentBounds
-from parallel_plans.huggingface.core.layer_inputs import KeyIndex, KeyPools, ShardedInputs
+from parallel_plans.huggingface.core.key_index import KeyIndex, KeyPools
+from parallel_plans.huggingface.core.layer_inputs import ShardedInputs
 from parallel_plans.huggingface.selecting.compressed import PooledKeys
 from tests.lab.counted import counted
 from tests.pool import Pool

@@ -58,17 +58,23 @@ def indexers_of(model: nn.Module) -> list[Any]:
     return [x for x in model.modules() if updates.intersection(names_in_forward(x))]
 
 
-def give_index(indexer: Any, layer: Any, keys: Tensor) -> None:
+def give_index(indexer: Any, layer: Any, keys: Tensor, padding: Tensor | None = None) -> None:
     """Give the keys of an index, `(B, S, D)`, to a layer of a stock cache.
 
-    With pools they are the rows that a cache keeps for them.
+    With pools they are the rows that a cache keeps for them. `padding` is the number of padding
+    tokens before each row, `(B,)`.
     """
     if (form := form_of(indexer)) is not None:
         batch, num_tokens, _ = keys.shape
-        layer.update_indexer(keys[..., : form.stock_row(indexer)])
-        if form.is_turned:  # rows begin at position 0
-            places = torch.arange(num_tokens, device=keys.device)
-            setattr(layer, POSITIONS_OF_INDEX, places.expand(3, batch, -1))
+        places = torch.arange(num_tokens, device=keys.device).expand(batch, -1)
+        if padding is not None:
+            places = places - padding.to(keys.device).unsqueeze(-1)
+        keys = keys[..., : form.stock_row(indexer)]
+        if form.is_turned:
+            setattr(layer, POSITIONS_OF_INDEX, places.clamp(min=0).expand(3, -1, -1))
+        else:  # the last number of a row says what is no padding
+            keys = torch.cat([keys[..., :-1], (places >= 0).unsqueeze(-1).to(keys)], -1)
+        layer.update_indexer(keys)
     elif hasattr(layer, UPDATE):
         layer.update_indexer(keys)
     else:

@@ -41,8 +41,11 @@ def test_ways_to_generate(
 ) -> None:
     ways = {"DeepSeek-V3.2": OF_DEEPSEEK, "MiniMax M3": OF_BLOCKS}.get(family, SOME)
     ways = OF_POOLS if family in {**CHOOSES_POOLS, **BESIDE_POOLS} else ways
+    if family in CHOOSES_POOLS:
+        ways += ("left padded",)
     if request.config.getoption("--all-cases"):
-        ways = tuple(x for x in WAYS if family in SELECTING or not x.startswith("left padded"))
+        padded = {**SELECTING, **CHOOSES_POOLS}
+        ways = tuple(x for x in WAYS if family in padded or not x.startswith("left padded"))
     pool.run(world_size, check_ways, family, ways)
 
 

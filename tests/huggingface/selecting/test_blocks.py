@@ -1,4 +1,4 @@
-"""Models whose layers choose blocks equal the stock model, where rows are one document each."""
+"""Models whose layers choose blocks or pools equal the stock model, in rows where that is right."""
 
 from __future__ import annotations
 
@@ -111,13 +111,20 @@ def refused_batches() -> dict[str, dict[str, Tensor]]:
     }
 
 
+SERVED: dict[str, set[str]] = {
+    "GLM-5-Next": {"padded left"},
+    "Qwen4-Exp": {"packed", "padded left", "from 5", "cu_seq_lens_q", "seq_idx", "other positions"},
+}
+"""Of whole batches, where pools begin with the tokens of a row, or of each document."""
+
+
 def refusals(family: str) -> None:
     """On every rank, whole and sharded: no rank waits, so the same model goes on."""
-    model = planned(family, layout="zigzag")
+    model, served = planned(family, layout="zigzag"), SERVED.get(family, set())
     mesh = model.context_parallel_sharding.axis.mesh
     for name, batch in refused_batches().items():
-        whole_only = family in READ_WHOLE
-        for given in (batch,) if whole_only else (batch, shards(batch, mesh)):
+        whole = () if name in served else (batch,)
+        for given in whole if family in READ_WHOLE else (*whole, shards(batch, mesh)):
             with pytest.raises(ValueError, match=r"each row must be one document") as raised:
                 model(**given)
             if "_" in name:
@@ -127,10 +134,13 @@ def refusals(family: str) -> None:
         cache = ContextParallelCache(model)
         model(plain["input_ids"], cache=cache)
         late = {"position_ids": torch.full((2, 1), 24), "cache": cache}
-        for more in (late, {"attention_mask": refused_mask(), "cache": cache}):
+        padded = {"attention_mask": refused_mask(), "cache": cache}
+        for more in (late,) if served else (late, padded):
             with pytest.raises(ValueError, match="each row must be one document"):
                 model(plain["input_ids"][:, :1], **more)
         assert cache.get_seq_length() == 23
+        if served:
+            return
         with pytest.raises(ValueError, match="each row must be one document"):
             model.generate(
                 plain["input_ids"], attention_mask=refused_mask()[:, 1:], max_new_tokens=2
@@ -163,6 +173,10 @@ def test_are_whole(monkeypatch: pytest.MonkeyPatch, block: int) -> None:
     axes = torch.stack([index, index * 0, index * 0, index * 0])
     assert are_whole(mask, axes)
     assert not are_whole(mask, axes.flip(2))
+    late = torch.tensor([[1, 1, 0, 1, 2]])
+    assert are_whole(None, late, padding=torch.tensor([2]))
+    assert not are_whole(None, late, padding=torch.tensor([1]))
+    assert are_whole(None, late[:, 3:], begin=3, padding=torch.tensor([2]))
     assert are_whole(mask, axes[1:])
 
 

@@ -93,7 +93,14 @@ def check_lengths(family: str) -> None:
         assert torch.equal(ours.generate(prompt, **how), expected), length
 
 
-@pytest.mark.parametrize("family", [*CHOOSES_POOLS, *BESIDE_POOLS])
+@pytest.mark.parametrize(
+    "family",
+    [
+        *CHOOSES_POOLS,
+        *BESIDE_POOLS,
+        *(pytest.param(family, marks=pytest.mark.repeats) for family in CHOOSES_BLOCKS),
+    ],
+)
 def test_prompts_that_end_within_a_pool(pool: Pool, family: str) -> None:
     pool.run(3, check_lengths, family)
 

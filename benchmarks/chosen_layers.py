@@ -2,10 +2,10 @@
 
 Run ``python benchmarks/chosen_layers.py``: it starts the processes itself, prints a table, and
 writes it with every single time to ``benchmarks/results``. With ``--quick`` it takes few tokens and
-writes to ``out`` instead. A model has one layer of a kind, and heads and widths are few, so that the
-stock code, which makes masks and scores of all pairs, fits into memory. What is chosen is as in the
-large models: 2,048 tokens, 512 pools of 4 tokens, all pools of 128, 16 blocks of 128. Every process
-has one thread. Where there are fewer cores than ranks, compare CPU time: that of the slowest rank.
+writes to ``out`` instead. A model has one layer of a kind, and few heads, so that the stock code,
+which makes masks and scores of all pairs, fits into memory. What is chosen is as in the large
+models: 2,048 tokens, 512 pools of 4 tokens, all pools of 128, 16 blocks of 128. Every process has
+one thread. Where there are fewer cores than ranks, compare CPU time: that of the slowest rank.
 """
 
 import time
@@ -130,11 +130,11 @@ def table(stock: list[Measurement], ours: list[Measurement]) -> Table:
 
 def report(console: Console, stock: list[Measurement], ours: list[Measurement]) -> None:
     """Print what was measured, in Markdown."""
+    version = transformers.__version__
     console.print(
-        "\nForward and backward of a model of one layer, batch 1, 2 heads, float32, gloo, zigzag, one "
-        f"thread a\nprocess; {NUM_RANKS} ranks next to one process of transformers "
-        f"{transformers.__version__}. Seconds of CPU are those of the slowest rank;\nratios are ours "
-        "by stock.\n"
+        "\nForward and backward of a model of one layer, batch 1, 2 heads, float32, gloo, zigzag, "
+        f"one\nthread a process; {NUM_RANKS} ranks next to one process of transformers {version}.\n"
+        "Seconds of CPU are those of the slowest rank; ratios are ours by stock.\n"
     )
     console.print(table(stock, ours))
 

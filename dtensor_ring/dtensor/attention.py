@@ -150,9 +150,9 @@ def ring_attention(
         key_runs: the positions of each rank's local keys, such as `ShardedCache.key_runs`, in the
             form of `runs`. Then `runs` are the positions of the queries, which are the last tokens
             of the same sequence, such as a new append step. Ranks may hold any number of either, or
-            none. Mask, boundaries and slices are in positions of the sequence. With slices, keys may
-            be those of another sequence, such as pools of tokens, see `Slices.pools`: then `runs`
-            may be left out, and the layout of the axis says where queries are.
+            none. Mask, boundaries and slices are in positions of the sequence. With slices, keys
+            may be those of another sequence, such as pools of tokens, see `Slices.pools`: then
+            `runs` may be left out, and the layout of the axis says where queries are.
         strategy: how this attention is made parallel, see `SequenceAxis`; by default the axis's.
             So layers with windows may use a different one.
         dropout_p: the probability that a weight is dropped after the softmax; others are divided by

@@ -7,7 +7,7 @@ same documents share calls, and a document that fills its row needs nothing of t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
@@ -194,7 +194,7 @@ def columns_in(runs: Tensor, begin: int, end: int) -> slice:
 
 
 def joined_choices(
-    parts: list[tuple[RowDocument, slice, Tensor]], shape: tuple[int, int], device: torch.device
+    parts: list[tuple[RowDocument, slice, Tensor]], shape: Sequence[int], device: torch.device
 ) -> Tensor:
     """Return what the queries of a rank choose, int32 `(B, L, K)`, -1 for none.
 

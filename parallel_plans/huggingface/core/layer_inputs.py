@@ -146,7 +146,8 @@ class ShardedInputs:
         mesh, size = self.axis.mesh, pools.size
         keys = pools.keys(self._own(rows, 1), mesh, **self._order).unsqueeze(1)
         if chosen is None:
-            how = {"runs": self.runs} if self.runs is not None else {"seq_len": self.seq_len}
+            how: dict[str, Any] = {"runs": self.runs}
+            how |= {"seq_len": self.seq_len} if self.runs is None else {}
             how["key_runs"] = pool_runs(mesh.size(), size, **self._order)
             how |= {"slices": Slices.pools(self.num_keys, size), "strategy": "ring"}
             return self.axis.attention_with_lse(query, keys, keys, scale=scale, **how)

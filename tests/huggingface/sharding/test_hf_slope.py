@@ -94,10 +94,10 @@ def measured(family: str, kind: str, is_local: bool, call: Callable[..., None] =
 
 @torch.no_grad()
 def choose_first(model: Any) -> None:
-    """Make scores of an index equal: of many keys, queries choose more that other queries do not."""
-    for name, x in model.named_parameters():
-        if "indexer" in name:
-            x.zero_()
+    """Make scores of an index equal: else, of more keys, queries choose more different ones."""
+    indexed = [x for name, x in model.named_parameters() if "indexer" in name]
+    for x in indexed:
+        x.zero_()
 
 
 def _none(bits: Tensor, length: int) -> Tensor:

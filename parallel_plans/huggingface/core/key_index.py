@@ -152,7 +152,7 @@ def runs_of(layout: Layout, num_ranks: int, seq_len: int) -> Tensor:
 
     >>> from dtensor_ring import ZigZag
     >>> runs_of(ZigZag(), 2, 8).tolist()
-    [[[0, 2], [6, 2]], [[2, 4], [0, 0]]]
+    [[[0, 2], [6, 2]], [[2, 2], [4, 2]]]
     """
     rows = [
         [

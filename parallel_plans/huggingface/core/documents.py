@@ -62,11 +62,10 @@ class Starts(NamedTuple):
         rows = self.table[self.table[:, 2] != 0, 0]
         return len(rows) == len(rows.unique())
 
-    def of_pools(self, seq_len: int) -> Tensor | None:
-        """Return boundaries of documents without padding, see `DocumentBounds.pools`."""
+    def of_pools(self, bounds: Tensor, seq_len: int) -> Tensor | None:
+        """Return, of boundaries, those without padding, see `DocumentBounds.pools`."""
         if self.by_positions:
-            is_whole = len(self.table) == self.num_rows
-            return None if is_whole else self.boundaries(seq_len)
+            return None if len(self.table) == self.num_rows else bounds
         tokens = self.table[self.table[:, 2] != 0]
         # Padding after the tokens is seen by none of them, so it may be in their document.
         first = torch.full((self.num_rows,), seq_len).scatter(0, tokens[:, 0], tokens[:, 1])
@@ -312,7 +311,7 @@ def _by_starts(
     # Masks by padding hold in all layers, masks by positions in some.
     others = None if starts.by_positions and not for_all else bounds
     within = starts.chunk_boundaries(chunks, seq_len)
-    pools = starts.of_pools(seq_len)
+    pools = starts.of_pools(bounds, seq_len)
     return DocumentBounds(bounds, others, within, has_axes=has_axes, pools=pools)
 
 

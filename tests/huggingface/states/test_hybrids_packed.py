@@ -27,7 +27,6 @@ PACKED = {
     ("LFM2", 4, 2),
     ("Mamba 2", 4, 2),
     ("Inkling 2", 4, 2),
-    ("Qwen4-Exp", 3, 1),
     ("Qwen4-Exp", 4, 2),
 }
 """Family, ranks and rows of the default run."""

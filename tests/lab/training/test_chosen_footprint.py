@@ -62,7 +62,7 @@ def _step(family: str) -> dict[str, int]:
         pytest.param("GLM-5", {3}, {TOPK}, marks=pytest.mark.repeats),
         ("MiniMax M3", {1, 2}, {TOPK, None}),
         ("DeepSeek-V4", {1, 3}, {10, None}),
-        ("Qwen4-Exp", {1}, {TOPK}),
+        pytest.param("Qwen4-Exp", {1}, {TOPK}, marks=pytest.mark.repeats),
     ],
 )
 def test_messages_are_those_of_a_step(

@@ -342,9 +342,9 @@ class Choice(NamedTuple):
     def of_pools(cls, query: Tensor, rows: Tensor, call: Call, pool_size: int) -> Choice:
         """Return the choice of pools that end before a query."""
         request = call.request(query.shape[0])
-        how = {"strategy": as_strategy(SEEN, request.world_size)}
-        how |= {"slices": Slices.pools(request.seq_len, pool_size)}
-        request = request_of_keys(request, pool_size)._replace(**how)
+        ended = Slices.pools(request.seq_len, pool_size)
+        strategy = as_strategy(SEEN, request.world_size)
+        request = request_of_keys(request, pool_size)._replace(strategy=strategy, slices=ended)
         seen, positions = request.plan(query, rows), positions_of_keys(request)
         return cls(call, seen, seen, positions, positions)
 

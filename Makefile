@@ -77,6 +77,7 @@ bench: $(VENV)/.installed ## measure the ring, masks, routes, strategies, calls,
 	$(VENV)/bin/python benchmarks/strategies.py $(ARGS)
 	$(VENV)/bin/python benchmarks/exchange.py $(ARGS)
 	$(VENV)/bin/python benchmarks/selected.py $(ARGS)
+	$(VENV)/bin/python benchmarks/chosen_layers.py $(ARGS)
 	$(VENV)/bin/python benchmarks/calls.py $(ARGS)
 	$(VENV)/bin/python benchmarks/frames.py $(ARGS)
 	$(VENV)/bin/python benchmarks/planning.py $(ARGS)

@@ -37,7 +37,7 @@ Blocks that move from a pool to another one, on other ranks:
 Tensors that some ranks have alike, for others:
     `copy_whole`.
 Pools of tokens, as an index over windows of them has for keys:
-    `pool_tokens`, `whole_pools`, `pools_before`.
+    `pool_tokens`, `whole_pools`, `pools_before`, `pool_runs`.
 Layouts for models with layers that carry a state:
     `Hybrid`, `HybridComparison`, `compare_hybrid_layouts`, `stays_from`.
 A model without weights, for the command `estimate`:
@@ -84,7 +84,7 @@ from dtensor_ring.planning.layout import Layout, Padded
 from dtensor_ring.planning.run_table import as_layout, layout_names
 from dtensor_ring.planning.strategy import check_strategy
 from dtensor_ring.quantised.kept_tokens import KeptTokens, format_named, no_tokens
-from dtensor_ring.selected.pools import pool_tokens, pools_before, whole_pools
+from dtensor_ring.selected.pools import pool_runs, pool_tokens, pools_before, whole_pools
 from dtensor_ring.transport.transport import axis_group_options
 
 __all__ = [
@@ -143,6 +143,7 @@ __all__ = [
     "number_layer",
     "numbered",
     "output_mesh",
+    "pool_runs",
     "pool_tokens",
     "pools_before",
     "positions_of",

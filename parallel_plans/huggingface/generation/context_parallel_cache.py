@@ -126,7 +126,8 @@ class ContextParallelCache(Cache):
                 layer.update(*pair)
             if index is not None:
                 self._refuse_axes(self._indexers[number])
-                give_index(self._indexers[number], layer, index)
+                padding = self.memory.left_padding
+                give_index(self._indexers[number], layer, index, padding)
             for (kind, state_idx), x in self._states_of(number).items():
                 if kind == "recurrent":
                     layer.update_recurrent_state(x, state_idx)

@@ -20,7 +20,7 @@ from dtensor_ring import BlockPool, Mask, PagedBatch, PagedCache, SequenceAxis
 from dtensor_ring.extension import BlockCopy, PagedPrefill, PooledSequence
 from parallel_plans.huggingface.core.attention_function import RingInputs
 from parallel_plans.huggingface.core.documents import DocumentBounds
-from parallel_plans.huggingface.core.layer_inputs import KeyIndex
+from parallel_plans.huggingface.core.key_index import KeyIndex
 from parallel_plans.huggingface.core.positions import counter_of, length_dependent
 from parallel_plans.huggingface.core.versions import cache_name
 from parallel_plans.huggingface.probing.probe import ROUTER_LOGITS

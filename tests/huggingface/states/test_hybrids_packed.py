@@ -8,10 +8,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.dense import largest
-from tests.families import HYBRIDS, VOCABULARY, small_model
+from tests.families import HYBRIDS as ALL_HYBRIDS
+from tests.families import VOCABULARY, small_model
 from tests.huggingface.states.hybrids import LAYOUT, gradients, planned
 from tests.pool import Pool
 
+HYBRIDS = (*ALL_HYBRIDS, "Qwen4-Exp")
+"""Also with an index of pools, which begin with each document."""
 NO_STATE = "Granite 4, attention only"
 UNSERVED = {
     NO_STATE: "no layer has a state, and its masks do not know positions",
@@ -24,6 +27,7 @@ PACKED = {
     ("LFM2", 4, 2),
     ("Mamba 2", 4, 2),
     ("Inkling 2", 4, 2),
+    ("Qwen4-Exp", 4, 2),
 }
 """Family, ranks and rows of the default run."""
 

@@ -6,6 +6,8 @@ A test that is named without a case stands for the first of its cases and for a 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import combinations
+from typing import Any
 from zlib import crc32
 
 import pytest
@@ -230,6 +232,37 @@ def sampled(items: Sequence[pytest.Item], sample: str) -> list[pytest.Item]:
         if is_case or (test in names and stands):
             kept.append(item)
         seen.add(test)
+    return kept
+
+
+def without_repeats(items: Sequence[pytest.Item]) -> list[pytest.Item]:
+    """Those without the mark `repeats`; of a test with the mark `pairs`, cases that pair all values.
+
+    Two values of different parameters, which meet in some case, meet in one that is kept.
+    """
+    products: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("pairs"):
+            products.setdefault(_test(item), []).append(item)
+    covering = {id(item) for cases in products.values() for item in _covering(cases)}
+    return [
+        item
+        for item in items
+        if not item.get_closest_marker("repeats")
+        and (id(item) in covering or not item.get_closest_marker("pairs"))
+    ]
+
+
+def _covering(cases: Sequence[Any]) -> list[Any]:
+    """Cases in which all pairs of values occur: the next is one that has most of what is left."""
+    pairs = {
+        case: frozenset(combinations(((k, id(x)) for k, x in case.callspec.params.items()), 2))
+        for case in cases
+    }
+    left, kept = frozenset().union(*pairs.values()), []
+    while left:
+        kept.append(max(pairs, key=lambda case: len(pairs[case] & left)))
+        left -= pairs.pop(kept[-1])
     return kept
 
 

@@ -82,16 +82,13 @@ def test_images_equal_the_stock_model(pool: Pool, family: str) -> None:
     check(pool, 2, family, "zigzag", SAMPLE)
 
 
+@pytest.mark.needs("--all-images")
 @pytest.mark.parametrize(
     ("world_size", "layout"),
     [(2, "zigzag"), (2, "contiguous"), (2, "balanced"), (4, "zigzag"), (4, "contiguous")],
 )
 @pytest.mark.parametrize("family", FAMILIES)
-def test_all_cases(
-    pool: Pool, request: pytest.FixtureRequest, family: str, world_size: int, layout: str
-) -> None:
-    if not request.config.getoption("--all-images"):
-        pytest.skip("make test ARGS=--all-images")
+def test_all_cases(pool: Pool, family: str, world_size: int, layout: str) -> None:
     check(pool, world_size, family, layout, CASES)
 
 

@@ -236,7 +236,7 @@ def sampled(items: Sequence[pytest.Item], sample: str) -> list[pytest.Item]:
 
 
 def without_repeats(items: Sequence[pytest.Item]) -> list[pytest.Item]:
-    """Those without the mark `repeats`; of a test with the mark `pairs`, cases that pair all values.
+    """Those without the mark `repeats`; of tests with the mark `pairs`, cases that pair values.
 
     Two values of different parameters, which meet in some case, meet in one that is kept.
     """

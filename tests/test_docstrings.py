@@ -26,6 +26,9 @@ from tests.pool import Pool
 from tests.surface import members
 from tests.test_public import PUBLIC
 
+PARTS = 8
+"""Of the examples, which are tests of their own: many have a group of processes each."""
+
 
 def test_docstrings() -> None:
     for name, thing in PUBLIC.items():
@@ -59,17 +62,22 @@ def test_examples_are_where_they_help() -> None:
     assert set(PUBLIC) <= documented
 
 
-@pytest.mark.parametrize("name", _examples())
-def test_example(pool: Pool, name: str) -> None:
-    pool.run(1, _check_example, name)
+@pytest.mark.parametrize("part", range(PARTS))
+def test_examples(pool: Pool, part: int) -> None:
+    pool.run(1, _check_examples, part)
 
 
-def _check_example(name: str) -> None:
-    test = _examples()[name]
+def _check_examples(part: int) -> None:
+    """Every so many of them, in one process."""
+    for name in sorted(_examples())[part::PARTS]:
+        _check_example(_examples()[name])
+
+
+def _check_example(test: doctest.DocTest) -> None:
     test.globs.update(_namespace())
     output = io.StringIO()
     results = doctest.DocTestRunner().run(test, out=output.write)
-    assert results.attempted
+    assert results.attempted, test.name
     assert not results.failed, output.getvalue()
 
 

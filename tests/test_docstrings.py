@@ -5,14 +5,12 @@ from __future__ import annotations
 import doctest
 import importlib
 import inspect
-import io
 import pkgutil
 from functools import cache
 from tempfile import TemporaryDirectory
 from types import ModuleType
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -25,9 +23,6 @@ from parallel_plans import huggingface
 from tests.pool import Pool
 from tests.surface import members
 from tests.test_public import PUBLIC
-
-PARTS = 8
-"""Of the examples, which are tests of their own: many have a group of processes each."""
 
 
 def test_docstrings() -> None:
@@ -62,23 +57,17 @@ def test_examples_are_where_they_help() -> None:
     assert set(PUBLIC) <= documented
 
 
-@pytest.mark.parametrize("part", range(PARTS))
-def test_examples(pool: Pool, part: int) -> None:
-    pool.run(1, _check_examples, part)
+def test_examples(pool: Pool) -> None:
+    """Each in a process group of its own, as many make meshes."""
+    failed = [name for name in _examples() if not all(pool.run(1, _is_right, name))]
+    assert not failed, "what is printed above differs"
 
 
-def _check_examples(part: int) -> None:
-    """Every so many of them, in one process."""
-    for name in sorted(_examples())[part::PARTS]:
-        _check_example(_examples()[name])
-
-
-def _check_example(test: doctest.DocTest) -> None:
+def _is_right(name: str) -> bool:
+    test = _examples()[name]
     test.globs.update(_namespace())
-    output = io.StringIO()
-    results = doctest.DocTestRunner().run(test, out=output.write)
-    assert results.attempted, test.name
-    assert not results.failed, output.getvalue()
+    results = doctest.DocTestRunner().run(test)
+    return bool(results.attempted) and not results.failed
 
 
 def _namespace() -> dict[str, Any]:

@@ -20,7 +20,7 @@ SEAMS = {
         "test_distributed_checkpoint_goes_on",
         "test_lora",
         "test_mixed_precision",
-        "test_ten_steps_of_fsdp_equal_one_process",
+        "test_steps_of_fsdp_equal_one_process",
         "test_tensor_parallelism_beside_it",
     ],
     "huggingface/generation/test_generate.py": [
@@ -59,7 +59,7 @@ SEAMS = {
     ],
     "huggingface/vision/test_images.py": [
         "test_images_equal_the_stock_model",
-        "test_ten_steps_of_fsdp_equal_one_process",
+        "test_steps_of_fsdp_equal_one_process",
     ],
     "huggingface/vision/test_images_compiled.py": ["test_whole_model_in_one_graph"],
     "huggingface/vision/test_images_sharded.py": ["test_equals_one_process"],
@@ -72,7 +72,7 @@ SEAMS = {
         "test_mesh_of_a_config",
         "test_mixed_precision_and_saving",
     ],
-    "huggingface/trainers/test_trainer_steps.py": ["test_ten_steps_equal_one_process"],
+    "huggingface/trainers/test_trainer_steps.py": ["test_steps_equal_one_process"],
     "huggingface/trainers/test_trl.py": [
         "test_head_projects_own_tokens_only",
         "test_trains_and_reports_as_one_process",
@@ -182,9 +182,7 @@ OLDEST = {
     "huggingface/test_families.py": [
         "test_family_equals_the_stock_model[Gemma 3-4]",
     ],
-    "huggingface/test_families_trained.py": [
-        "test_ten_steps_of_fsdp_equal_one_process[full-calls1]"
-    ],
+    "huggingface/test_families_trained.py": ["test_steps_of_fsdp_equal_one_process[full-calls1]"],
     "huggingface/generation/test_generate.py": ["test_ways_to_generate[Llama-2]"],
     "decode/test_decode_compile.py": [
         "test_a_hundred_steps_compile_twice_at_most",

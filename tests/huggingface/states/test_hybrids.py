@@ -179,7 +179,7 @@ DELTA_RULES = ("Qwen3-Next", "Qwen3.5", "OLMo hybrid", "Kimi Linear")
 
 
 @pytest.mark.parametrize("family", DELTA_RULES)
-def test_ten_steps_do_not_amplify_rounding(family: str) -> None:
+def test_steps_do_not_amplify_rounding(family: str) -> None:
     """Weights that differ by rounding train alike, so that a larger difference is one of steps."""
     (losses, weights), (expected, stock) = (
         trained_from(family, noise) for noise in (torch.finfo(torch.float32).eps / 2, 0.0)
@@ -191,7 +191,7 @@ def test_ten_steps_do_not_amplify_rounding(family: str) -> None:
 
 
 def trained_from(family: str, noise: float) -> tuple[list[float], dict[str, Tensor]]:
-    """Losses and weights of ten steps, from weights with relative noise."""
+    """Losses and weights of some steps, from weights with relative noise."""
     model = small_model(family, **CALM).train()
     with torch.no_grad():
         for x in model.parameters():
@@ -207,7 +207,7 @@ def train_in_place(family: str, name: str, changes: dict[str, Any]) -> dict[str,
 
 @pytest.mark.needs("--all-hybrids")
 @pytest.mark.parametrize("family", ["Granite 4", "Qwen3-Next", "LFM2"])
-def test_ten_steps_of_two_runs_of_a_rank(pool: Pool, family: str) -> None:
+def test_steps_of_two_runs_of_a_rank(pool: Pool, family: str) -> None:
     """Under FSDP2, with checkpointing."""
     changes = CALM if family in DELTA_RULES else {}
     for found in pool.run(4, train_in_place, family, "full", changes):
@@ -221,7 +221,7 @@ def test_ten_steps_of_two_runs_of_a_rank(pool: Pool, family: str) -> None:
 )
 @pytest.mark.parametrize("name", ["none", "full"])
 @pytest.mark.parametrize("family", ["Granite 4", "Nemotron-H", "LFM2", *DELTA_RULES])
-def test_ten_steps_of_fsdp_equal_one_process(pool: Pool, family: str, name: str) -> None:
+def test_steps_of_fsdp_equal_one_process(pool: Pool, family: str, name: str) -> None:
     changes = CALM if family in DELTA_RULES else {}
     for found in pool.run(4, train_both, family, CHECKPOINTING[name], LAYOUT, changes):
         assert found["loss"] < 1e-5, found

@@ -98,7 +98,7 @@ MUTANTS = [
     ("planning/run_table.py", "starts[1:] < ends[:-1]", "starts[1:] <= ends[:-1]"),
     ("planning/run_table.py", "if self.begin > begin:", "if self.begin >= begin:"),
     ("planning/sweep.py", 'keys.ends - lags, "left"', 'keys.ends + lags, "left"'),
-    ("planning/sweep.py", "line = 1 + int(table[:, :4].max", "line = int(table[:, :4].max"),
+    ("planning/sweep.py", "np.clip(table[:, 4:], -line, line)", "np.clip(table[:, 4:], 0, line)"),
     ("planning/ranges.py", "cuts[at + 1] - ids * line", "cuts[at + 1] + ids * line"),
     ("planning/builders.py", ".right != 0:", ".right == 0:"),
     ("compute/merge.py", "(so_far - lse).sigmoid_()", "(so_far + lse).sigmoid_()"),

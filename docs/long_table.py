@@ -66,6 +66,7 @@ def _by_machine() -> Iterator[str]:
 
 
 def by_part() -> Iterator[str]:
+    """The last table."""
     yield ""
     yield table_row("Llama 3 8B, 8 GPUs of 80 GB, GiB", *(name for name, _ in PARTS))
     yield table_row("---", *["---:"] * len(PARTS))

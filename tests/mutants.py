@@ -18,8 +18,8 @@ from tempfile import TemporaryDirectory
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = "dtensor_ring"
-SECONDS = 300
-"""After which the tests of a mutant have noticed it: they hang."""
+SECONDS = 900
+"""After which the tests of a mutant hang, which notices it, too."""
 OF = {
     "planning/tile.py": "tile query_slices intervals travel",
     "planning/slices.py": "slices rows documents overlap builders slices_refused",
@@ -40,8 +40,8 @@ OF = {
     "compute/ordered.py": "exact sinks ../fixed_order",
     "transport/rotation.py": "rotation packet buffers streams ../played",
     "transport/quantised_rotation.py": "quantised_rotation buffers",
-    "transport/transport.py": "policy process_group ../agreement/checked_transport ../agreement/late_records",
-    "agreement/checked_transport.py": "checked_transport late_records record_group ../faults/nccl_alone",
+    "transport/transport.py": "policy process_group ../agreement/late_records",
+    "agreement/checked_transport.py": "checked_transport late_records ../faults/nccl_alone",
     "agreement/call_record.py": "record record_group checked_transport group_state",
     "ring.py": "played fixed_order",
     "balanced/balanced.py": "balanced cost",
@@ -114,21 +114,9 @@ MUTANTS = [
     ("compute/accumulate.py", "or not (is_last or first", "or not (is_last and first"),
     ("compute/accumulate.py", ".view(1, -1, 1) - saved.lse)", ".view(1, -1, 1) + saved.lse)"),
     (
-        "compute/accumulate.py",
-        "and len(self._partials) > MAX_PARTIALS",
-    ),
-    (
-        "compute/execute.py",
-        "len(step.tiles) * shape[0] > FEWEST",
-    ),
-    (
         "compute/execute.py",
         "length(x.rows) == length(x.cols) for x in (last, tile)",
         "length(x.rows) != length(x.cols) for x in (last, tile)",
-    ),
-    (
-        "compute/execute.py",
-        "joins_tiles or kernel.has_segments",
     ),
     (
         "compute/memory.py",
@@ -178,10 +166,6 @@ MUTANTS = [
     ),
     ("balanced/work.py", "owners[1:] != owners[:-1]", "owners[1:] == owners[:-1]"),
     (
-        "balanced/work.py",
-        "int(self._room[rank]) - self._kept[rank]",
-    ),
-    (
         "quantised/block_scales.py",
         "(blocks - means.float()) * is_token",
         "(blocks - means.float())",
@@ -209,7 +193,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="", help="only files whose path has this")
     given = parser.parse_args()
-
+    importlib.import_module("torch._inductor")  # processes inherit what all tests import first
     survivors, num_tried = [], 0
     for file, old, new in MUTANTS:
         if file.startswith(given.only):
@@ -226,9 +210,8 @@ def _is_killed(file: str, old: str, new: str) -> bool:
         copy = Path(folder, PACKAGE)
         shutil.copytree(ROOT / PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
         text = (copy / file).read_text()
-        assert text.count(old) == 1, f"{old!r} occurs {text.count(old)} times in {file}"
         (copy / file).write_text(text.replace(old, new))
-        child = get_context("fork").Process(target=_run, args=(folder, _tests(file)))
+        child = get_context("fork").Process(target=_run, args=(folder, files_of(file)))
         child.start()
         child.join(SECONDS)
         if child.is_alive():
@@ -237,7 +220,7 @@ def _is_killed(file: str, old: str, new: str) -> bool:
         return child.exitcode != 0
 
 
-def _tests(file: str) -> list[str]:
+def files_of(file: str) -> list[str]:
     folder = (ROOT / "tests" / file).parent
     return [
         str(folder / Path(name).parent / f"test_{Path(name).name}.py") for name in OF[file].split()

@@ -111,7 +111,7 @@ tile_grids = st.lists(
 
 @settings(max_examples=examples(300))
 @given(tile_grids, st.integers(1, 3))
-def testcoalesced_tiles_cover_the_same(grid: list[tuple[int, int]], size: int) -> None:
+def test_coalesced_tiles_cover_the_same(grid: list[tuple[int, int]], size: int) -> None:
     """Squares of a grid: causal ones on the diagonal, full ones below it."""
     squares = [
         Tile(

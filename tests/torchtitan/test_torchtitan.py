@@ -1,7 +1,7 @@
 """torchtitan's trainer with rings, against itself with dense attention and no shards of a sequence.
 
-What is compared are the loss and the norm of the gradient at each of three steps, whose last has momentum, and each
-parameter's gradient at the first, from one seed of weights, on packed documents.
+What is compared are the loss and the norm of the gradient at each of three steps, whose last has
+momentum, and each parameter's gradient at the first, from one seed of weights, on packed documents.
 """
 
 from __future__ import annotations
@@ -216,14 +216,14 @@ REPEATED = {
     "not checkpointed": "counted by test_rings_of_a_step",
     "deepseek_v3": 'as "several heads, experts, balanced"',
     "experts, all ranks": 'as "several heads, experts, balanced"',
-    "experts, heads": 'as "several heads, experts, balanced", and heads as "typechecked, accumulated"',
+    "experts, heads": 'as "several heads, experts, balanced" and "typechecked, accumulated"',
     "gpt_oss, experts": 'as "several heads, experts, balanced"',
     "experts, pipeline": 'as "pipeline" and "several heads, experts, balanced"',
     "gpt_oss, pipeline": 'as "pipeline"',
     "experts": 'as "several heads, experts, balanced"',
     "several heads, balanced": 'as "several heads, experts, balanced"',
     "several heads": "shards are those of one head, and heads are tested by token",
-    "several heads, striped": 'as "several heads, experts, balanced", and heads are tested by token',
+    "several heads, striped": 'as "several heads, experts, balanced", heads are tested by token',
     "several heads, partial dtensor": 'as "several heads, experts, balanced" and "partial dtensor"',
     "several heads, full dtensor": 'as "override, full dtensor, strategies"',
     "checkpointed": 'as "override, contiguous", and counted by test_rings_of_a_step',

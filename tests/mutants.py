@@ -41,7 +41,7 @@ OF = {
     "transport/rotation.py": "rotation packet buffers streams ../played",
     "transport/quantised_rotation.py": "quantised_rotation buffers",
     "transport/transport.py": "policy process_group ../agreement/late_records",
-    "agreement/checked_transport.py": "checked_transport late_records ../faults/nccl_alone",
+    "agreement/checked_transport.py": "checked_transport late_records ../decode/decode_messages",
     "agreement/call_record.py": "record record_group checked_transport group_state",
     "ring.py": "played fixed_order",
     "balanced/balanced.py": "balanced cost",
@@ -143,11 +143,6 @@ MUTANTS = [
     ),
     ("transport/transport.py", "dtype is None or dtype in QUANTISED", "dtype in QUANTISED"),
     ("agreement/checked_transport.py", "first_bytes <= MAX_PAYLOAD", "first_bytes > MAX_PAYLOAD"),
-    (
-        "agreement/checked_transport.py",
-        "if state.late is not None and not keeps_tags",
-        "if state.late is not None and keeps_tags",
-    ),
     (
         "agreement/call_record.py",
         "if not (one[name] and other[name]):",

@@ -90,6 +90,7 @@ def errors(family: str, folder: str) -> list[float]:
     return found
 
 
+@pytest.mark.needs("--all-hybrids", but=lambda family: family in FAMILIES or family not in HYBRIDS)
 @pytest.mark.parametrize(
     "family",
     [
@@ -98,12 +99,7 @@ def errors(family: str, folder: str) -> list[float]:
         *(x for x in HYBRIDS if x not in FAMILIES),
     ],
 )
-def test_sharded_and_loaded_equals_one_process(
-    pool: Pool, request: pytest.FixtureRequest, tmp_path: Path, family: str
-) -> None:
-    is_more = family in HYBRIDS and family not in FAMILIES
-    if is_more and not request.config.getoption("--all-hybrids"):
-        pytest.skip("make test ARGS=--all-hybrids")
+def test_sharded_and_loaded_equals_one_process(pool: Pool, tmp_path: Path, family: str) -> None:
     for found in pool.run(2, errors, family, str(tmp_path)):
         assert len(found) > 5
         assert largest(found) < 1e-5, found

@@ -11,11 +11,11 @@ PACKAGED := out/packaged
 SOURCES := dtensor_ring parallel_plans
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-oldest test-newest lint format docs package bench census soak border gpu-check findings clean
+.PHONY: help demo test test-oldest test-newest lint format docs package bench census soak border mutants gpu-check findings clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
-	@echo '  ARGS="..." is passed on to demo, test, test-oldest, test-newest, bench, census, soak, border and gpu-check.'
+	@echo '  ARGS="..." is passed on to demo, test, test-oldest, test-newest, bench, census, soak, border, mutants and gpu-check.'
 	@echo '  PYTHON=python3.x chooses the interpreter of new environments.'
 	@echo '  GPU_PYTHON=python3 makes gpu-check use another environment than .venv; RANKS=8 starts 8 ranks.'
 
@@ -77,6 +77,7 @@ bench: $(VENV)/.installed ## measure the ring, masks, routes, strategies, calls,
 	$(VENV)/bin/python benchmarks/strategies.py $(ARGS)
 	$(VENV)/bin/python benchmarks/exchange.py $(ARGS)
 	$(VENV)/bin/python benchmarks/selected.py $(ARGS)
+	$(VENV)/bin/python benchmarks/chosen_layers.py $(ARGS)
 	$(VENV)/bin/python benchmarks/calls.py $(ARGS)
 	$(VENV)/bin/python benchmarks/frames.py $(ARGS)
 	$(VENV)/bin/python benchmarks/planning.py $(ARGS)
@@ -98,6 +99,9 @@ soak: $(VENV)/.installed ## random calls and failures for 10 minutes; ARGS="--mi
 
 border: $(VENV)/.installed ## 2,000 random programs of users against the stock model; ARGS="--programs 200" for some
 	$(VENV)/bin/python -m tests.border.fuzz $(ARGS)
+
+mutants: $(VENV)/.installed ## wrong changes of the core, each of which a test must notice; ARGS="--only planning" for some
+	$(VENV)/bin/python -m tests.mutants $(ARGS)
 
 gpu-check: ## check and measure a GPU, ten minutes a run, with what is installed; ARGS=--dry-run lists the steps
 	@PYTHONPATH=.$${PYTHONPATH:+:$$PYTHONPATH} $(GPU_PYTHON) \

@@ -45,7 +45,7 @@ def lines() -> Iterator[str]:
     for name, config in MODELS.items():
         yield from _by_setting(name, config)
     yield from _by_machine()
-    yield from _by_part()
+    yield from by_part()
 
 
 def _by_setting(name: str, config: dict[str, Any]) -> Iterator[str]:
@@ -65,7 +65,8 @@ def _by_machine() -> Iterator[str]:
         yield table_row(name, *(_tokens(found(config, 8, x).rows[-1]) for x in MACHINES))
 
 
-def _by_part() -> Iterator[str]:
+def by_part() -> Iterator[str]:
+    """The last table."""
     yield ""
     yield table_row("Llama 3 8B, 8 GPUs of 80 GB, GiB", *(name for name, _ in PARTS))
     yield table_row("---", *["---:"] * len(PARTS))

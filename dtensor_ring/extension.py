@@ -31,13 +31,13 @@ Keys and values that a plan keeps by itself, as they are or in eight bits:
     `KeptTokens`, `format_named`, `no_tokens`.
 Sequences of a paged pool, prompts of some that are prefilled by the ring, and how many of their
 tokens are rounded together:
-    `BlockCopy`, `PagedPrefill`, `PooledSequence`, `unit_of`.
+    `BlockCopy`, `PagedPrefill`, `PooledSequence`, `prompt_layout`, `unit_of`.
 Blocks that move from a pool to another one, on other ranks:
     `MovedTokens`, `PagedHandOver`, `moving_blocks`, `group_beside`, `end_calls`.
 Tensors that some ranks have alike, for others:
     `copy_whole`.
 Pools of tokens, as an index over windows of them has for keys:
-    `pool_tokens`, `whole_pools`, `pools_before`.
+    `pool_tokens`, `whole_pools`, `pools_before`, `pool_runs`.
 Layouts for models with layers that carry a state:
     `Hybrid`, `HybridComparison`, `compare_hybrid_layouts`, `stays_from`.
 A model without weights, for the command `estimate`:
@@ -57,7 +57,7 @@ from dtensor_ring.compute.dropout import Dropout, draw_seed, dropout_factors, nu
 from dtensor_ring.compute.kernels import Kernel, Launch, Problem, Saved, Scores, check_kernel
 from dtensor_ring.compute.memory import positions_of
 from dtensor_ring.decode.cache import CacheUsage
-from dtensor_ring.decode.op import MAX_QUERIES
+from dtensor_ring.decode.call import MAX_QUERIES
 from dtensor_ring.decode.plan import append_runs
 from dtensor_ring.decode.whole import check_same_state
 from dtensor_ring.dtensor.annotation import axis_group, axis_mesh, tokens_of
@@ -79,12 +79,12 @@ from dtensor_ring.ops.checks import NotPickled, check_strided, name_layer, withi
 from dtensor_ring.ops.nodes import autocast_dtype, register_gradient
 from dtensor_ring.paged.blocks import BlockCopy, PooledSequence
 from dtensor_ring.paged.page_memory import unit_of
-from dtensor_ring.paged.prefill import PagedPrefill
+from dtensor_ring.paged.prefill import PagedPrefill, prompt_layout
 from dtensor_ring.planning.layout import Layout, Padded
 from dtensor_ring.planning.run_table import as_layout, layout_names
 from dtensor_ring.planning.strategy import check_strategy
 from dtensor_ring.quantised.kept_tokens import KeptTokens, format_named, no_tokens
-from dtensor_ring.selected.pools import pool_tokens, pools_before, whole_pools
+from dtensor_ring.selected.pools import pool_runs, pool_tokens, pools_before, whole_pools
 from dtensor_ring.transport.transport import axis_group_options
 
 __all__ = [
@@ -143,9 +143,11 @@ __all__ = [
     "number_layer",
     "numbered",
     "output_mesh",
+    "pool_runs",
     "pool_tokens",
     "pools_before",
     "positions_of",
+    "prompt_layout",
     "receive_state",
     "register_gradient",
     "send_state",

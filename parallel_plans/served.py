@@ -35,4 +35,9 @@ def serve(model: str, mesh: Mapping[str, int], **options: Any) -> int:
     from parallel_plans.huggingface.server.launch import launch
     from parallel_plans.huggingface.server.rank import ServerOptions
 
-    return launch(ServerOptions(model, mesh["cp"], **options))
+    try:
+        given = ServerOptions(model, mesh["cp"], **options)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    return launch(given)

@@ -19,7 +19,7 @@ from hypothesis import settings
 from torch._inductor import config as inductor
 
 from tests.pool import Pool, start_server
-from tests.samples import SAMPLES, sampled
+from tests.samples import SAMPLES, sampled, without_repeats
 
 SIGNATURES = re.compile(r"^def test_\w+\((.*?)\) ->", re.MULTILINE | re.DOTALL)
 
@@ -59,8 +59,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:
-    seed = config.option.fuzz_seed
-    return [] if seed is None else [f"random attentions: again by --fuzz-seed {seed}"]
+    seed, lines = config.option.fuzz_seed, []
+    if not torch.cuda.is_available():
+        lines.append("no CUDA device: what needs one is deselected")
+    return lines if seed is None else [*lines, f"random attentions: again by --fuzz-seed {seed}"]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -113,9 +115,9 @@ def _is_without(code: str, processes: str) -> bool:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    kept = list(items)
+    kept = [item for item in items if _is_asked_for(item, config)]
     if not config.getoption("--all-cases"):
-        kept = [item for item in kept if not _is_marked(item, "repeats")]
+        kept = without_repeats(kept)
     if sample := config.getoption("--sample"):
         kept = sampled(kept, sample)
     if processes := config.getoption("--processes"):
@@ -126,8 +128,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if _is_marked(item, "gpu"):
             item.add_marker(pytest.mark.filterwarnings("default"))  # packages have theirs
-            if not torch.cuda.is_available():
-                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -146,6 +146,17 @@ def pytest_collection_finish() -> None:
     """Whoever collects garbage looks at what tests made, not at all that was imported: a second."""
     gc.freeze()
     gc.enable()
+
+
+def _is_asked_for(item: pytest.Item, config: pytest.Config) -> bool:
+    """Whether the machine has the device of a test, and the options ask for its case."""
+    if _is_marked(item, "gpu") and not torch.cuda.is_available():
+        return False
+    needs = item.get_closest_marker("needs")
+    if needs is None or any(map(config.getoption, needs.args)):
+        return True
+    always, case = needs.kwargs.get("but"), getattr(item, "callspec", None)
+    return always is not None and always(**case.params)
 
 
 def _is_marked(item: pytest.Item, mark: str) -> bool:

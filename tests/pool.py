@@ -107,12 +107,12 @@ class Pool:
             shutil.rmtree(self._folder)
         self._workers = []
 
-    def _start(self) -> None:
-        if self._workers:
-            return
-        self._folder = mkdtemp()
+    def _start(self, world_size: int) -> None:
+        """Start the workers that are missing; a world may be larger than the pool was so far."""
+        if not self._workers:
+            self._folder = mkdtemp()
         context = starting()
-        for _ in range(self._size):
+        for _ in range(len(self._workers), max(self._size, world_size)):
             ours, theirs = context.Pipe()
             where = theirs, self._store.port, Path(self._folder)
             process = context.Process(target=_serve, args=where, daemon=True)
@@ -123,7 +123,7 @@ class Pool:
     def _ask(
         self, world_size: int, function: Callable[..., Any], args: tuple[Any, ...], timeout: float
     ) -> list[tuple[Any, str | None]]:
-        self._start()
+        self._start(world_size)
         self._num_runs += 1
         place = Place(f"run {self._num_runs}", world_size)
         for rank, (_, pipe) in enumerate(self._workers[:world_size]):

@@ -6,6 +6,8 @@ A test that is named without a case stands for the first of its cases and for a 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import combinations
+from typing import Any
 from zlib import crc32
 
 import pytest
@@ -18,7 +20,7 @@ SEAMS = {
         "test_distributed_checkpoint_goes_on",
         "test_lora",
         "test_mixed_precision",
-        "test_ten_steps_of_fsdp_equal_one_process",
+        "test_steps_of_fsdp_equal_one_process",
         "test_tensor_parallelism_beside_it",
     ],
     "huggingface/generation/test_generate.py": [
@@ -57,7 +59,7 @@ SEAMS = {
     ],
     "huggingface/vision/test_images.py": [
         "test_images_equal_the_stock_model",
-        "test_ten_steps_of_fsdp_equal_one_process",
+        "test_steps_of_fsdp_equal_one_process",
     ],
     "huggingface/vision/test_images_compiled.py": ["test_whole_model_in_one_graph"],
     "huggingface/vision/test_images_sharded.py": ["test_equals_one_process"],
@@ -70,7 +72,7 @@ SEAMS = {
         "test_mesh_of_a_config",
         "test_mixed_precision_and_saving",
     ],
-    "huggingface/trainers/test_trainer_steps.py": ["test_ten_steps_equal_one_process"],
+    "huggingface/trainers/test_trainer_steps.py": ["test_steps_equal_one_process"],
     "huggingface/trainers/test_trl.py": [
         "test_head_projects_own_tokens_only",
         "test_trains_and_reports_as_one_process",
@@ -180,9 +182,7 @@ OLDEST = {
     "huggingface/test_families.py": [
         "test_family_equals_the_stock_model[Gemma 3-4]",
     ],
-    "huggingface/test_families_trained.py": [
-        "test_ten_steps_of_fsdp_equal_one_process[full-calls1]"
-    ],
+    "huggingface/test_families_trained.py": ["test_steps_of_fsdp_equal_one_process[full-calls1]"],
     "huggingface/generation/test_generate.py": ["test_ways_to_generate[Llama-2]"],
     "decode/test_decode_compile.py": [
         "test_a_hundred_steps_compile_twice_at_most",
@@ -230,6 +230,37 @@ def sampled(items: Sequence[pytest.Item], sample: str) -> list[pytest.Item]:
         if is_case or (test in names and stands):
             kept.append(item)
         seen.add(test)
+    return kept
+
+
+def without_repeats(items: Sequence[pytest.Item]) -> list[pytest.Item]:
+    """Those without the mark `repeats`; of tests with the mark `pairs`, cases that pair values.
+
+    Two values of different parameters, which meet in some case, meet in one that is kept.
+    """
+    products: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("pairs"):
+            products.setdefault(_test(item), []).append(item)
+    covering = {id(item) for cases in products.values() for item in _covering(cases)}
+    return [
+        item
+        for item in items
+        if not item.get_closest_marker("repeats")
+        and (id(item) in covering or not item.get_closest_marker("pairs"))
+    ]
+
+
+def _covering(cases: Sequence[Any]) -> list[Any]:
+    """Cases in which all pairs of values occur: the next is one that has most of what is left."""
+    pairs = {
+        case: frozenset(combinations(((k, id(x)) for k, x in case.callspec.params.items()), 2))
+        for case in cases
+    }
+    left, kept = frozenset().union(*pairs.values()), []
+    while left:
+        kept.append(max(pairs, key=lambda case: len(pairs[case] & left)))
+        left -= pairs.pop(kept[-1])
     return kept
 
 

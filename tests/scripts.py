@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import os
 import runpy
+import signal
 import socket
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import wait
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -33,7 +34,7 @@ class Ended(NamedTuple):
     code: int | None
     printed: str
     errors: str
-    left: list[str]
+    left: list[int]
 
 
 def run_script(
@@ -82,6 +83,31 @@ def run_launcher(
     return ended
 
 
+@contextmanager
+def running_launcher(
+    module: str, *argv: object, timeout: float = 100
+) -> Iterator[tuple[Any, Callable[[], str]]]:
+    """A launcher that runs until it is told to end: its process, and what it has printed so far.
+
+    Args:
+        module: see `run_launcher`.
+        argv: its arguments.
+        timeout: in seconds, in which it ends once it is told to.
+    """
+    with TemporaryDirectory() as folder:
+        file = Path(folder, "0")
+        job = Job(module, [str(x) for x in argv], None, {}, file, "")
+        process = starting().Process(target=_run, args=(job,))
+        process.start()
+        try:
+            yield process, lambda: _read(file, ".out")
+            process.join(timeout)
+        finally:
+            for pid in session(process.pid):
+                os.kill(pid, signal.SIGKILL)
+            process.join()
+
+
 def run_launchers(
     commands: Mapping[str, Sequence[str]],
     cwd: Path | None = None,
@@ -115,7 +141,7 @@ def _run_all(jobs: list[Any], timeout: float, hosts: Sequence[str] | None = None
             process.start()
         _join(processes, timeout)
         return [
-            Ended(x.exitcode, _read(file, ".out"), _read(file, ".err"), _session(x.pid))
+            Ended(x.exitcode, _read(file, ".out"), _read(file, ".err"), session(x.pid))
             for x, file in zip(processes, files, strict=True)
         ]
 
@@ -163,13 +189,13 @@ def _join(processes: list[Any], timeout: float) -> None:
         process.join()
 
 
-def _session(leader: int) -> list[str]:
+def session(leader: int) -> list[int]:
     """The processes of a session."""
     found = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):  # it has ended
-            _, _, _, session = path.read_text().rpartition(")")[2].split()[:4]
-            found += [path.parent.name] * (session == str(leader))
+            _, _, _, number = path.read_text().rpartition(")")[2].split()[:4]
+            found += [int(path.parent.name)] * (number == str(leader))
     return found
 
 

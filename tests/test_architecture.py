@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 
@@ -61,17 +62,22 @@ def test_picture_has_the_order_of_imports() -> None:
     assert all(min(upper) > max(lower) for upper, lower in pairwise(ranks))
 
 
-@pytest.mark.parametrize("page", PAGES, ids=_name)
-def test_pages_name_files_that_exist(page: Path) -> None:
+def _missing(page: Path) -> Iterator[str]:
+    """Files, pages and titles that a page names, and that are not there."""
     text = page.read_text()
     for name in re.findall(r"`([\w./]+\.py)[:`]", text):
         is_bare = page not in NOTES and "/" not in name  # a path begins at the root
         named = [x for x in FILES if x == name or (is_bare and x.endswith(f"/{name}"))]
-        assert named or (page.parent / name).exists(), name
+        if not named and not (page.parent / name).exists():
+            yield f"{page}: {name}"
     for link, anchor in re.findall(r"\]\(([\w./]*)(#[\w-]*)?\)", text):
         target = page.parent / link if link else page
-        assert target.exists(), link
-        assert not anchor or anchor[1:] in _anchors(target), anchor
+        if not target.exists() or (anchor and anchor[1:] not in _anchors(target)):
+            yield f"{page}: {link}{anchor}"
+
+
+def test_pages_name_files_that_exist() -> None:
+    assert not [missing for page in PAGES for missing in _missing(page)]
 
 
 def _anchors(page: Path) -> set[str]:
@@ -79,19 +85,22 @@ def _anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in titles}
 
 
-@pytest.mark.parametrize("note", NOTES, ids=_name)
-def test_folder_has_a_note(note: Path) -> None:
-    text = note.read_text()
-    assert len(text.splitlines()) <= 20
-    assert text.startswith(f"# {_name(note.parent)}\n")
-    assert re.search(r"(?m)^Read `[\w./]+` first", text)
-    assert re.search(r"(?m)^Words \(", text)
-    assert re.search(r"(?m)^May import: ", text)
+def test_each_folder_has_a_note() -> None:
+    for note in NOTES:
+        text = note.read_text()
+        assert len(text.splitlines()) <= 20, note
+        assert text.startswith(f"# {_name(note.parent)}\n"), note
+        for begin in (r"Read `[\w./]+` first", r"Words \(", "May import: "):
+            assert re.search(f"(?m)^{begin}", text), (note, begin)
 
 
-@pytest.mark.parametrize("folder", FOLDERS, ids=_name)
-def test_notes_say_what_is_imported(folder: Path) -> None:
+def test_notes_say_what_is_imported() -> None:
     """Folders and files of the same package; `test_code` has what plans import of the other."""
+    assert not [unsaid for folder in FOLDERS for unsaid in _unsaid(folder)]
+
+
+def _unsaid(folder: Path) -> Iterator[str]:
+    """Imports of a folder that its note does not allow."""
     allowed = (folder / "README.md").read_text().partition("May import: ")[2]
     if allowed.startswith("all "):
         return
@@ -101,4 +110,5 @@ def test_notes_say_what_is_imported(folder: Path) -> None:
             place, is_root = _name(other.parent), other.parent == ROOT / package
             if other.parent != folder and place.startswith(package):
                 known = _name(other) if is_root else f"{place.removeprefix(f'{package}/')}/"
-                assert f"`{known}`" in allowed, f"{name} imports {known}"
+                if f"`{known}`" not in allowed:
+                    yield f"{name} imports {known}"

@@ -46,6 +46,7 @@ def fake_gpu(traffic: Traffic | None = None) -> Iterator[None]:
         yield
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("order", [TOKEN_MAJOR, HEAD_MAJOR], ids=["token-major", "head-major"])
 @pytest.mark.parametrize("name", ["cuda_flash", "cudnn"])
 @pytest.mark.parametrize("ring", RINGS.values(), ids=list(RINGS))

@@ -47,7 +47,6 @@ from dtensor_ring.planning.run_table import as_layout
 from dtensor_ring.planning.strategy import as_strategy, why_not
 
 GROUPS, STEPS = measured()["groups"], measured()["steps"]
-NUMBERS = range(len(GROUPS))
 EXAMPLE = Setting(
     source="example",
     machine="h100",
@@ -71,34 +70,34 @@ def _values() -> list[Value]:
     return values_of(measured(), json.loads(SIMULATED.read_text()))
 
 
-@pytest.mark.parametrize("number", NUMBERS)
-def test_a_group_is_well_formed(number: int) -> None:
-    content, setting = measured(), setting_of(GROUPS[number])
-    source = content["sources"][setting.source]
-    assert source["link"].startswith("https://")
-    assert all(source[name] for name in ("title", "read"))
-    assert machine_of(setting.machine, setting.kernel).kernels
-    assert setting.mask in MASKS
-    assert set(setting.counts) <= {"order", "value"}
-    assert setting.unit in (*RATES, "time over all-gather", "time over the first")
-    for value in GROUPS[number]["values"]:
-        strategy = as_strategy(value["strategy"], setting.gpus)
-        assert why_not(strategy, *setting.heads) is None
-        assert as_layout(value["layout"])
-        assert value["value"] > 0
-        assert set(value) <= {"strategy", "layout", "value", "copies", "enters_once"}
+def test_groups_are_well_formed() -> None:
+    content = measured()
+    for number, group in enumerate(GROUPS):
+        setting = setting_of(group)
+        source = content["sources"][setting.source]
+        assert source["link"].startswith("https://"), number
+        assert all(source[name] for name in ("title", "read")), number
+        assert machine_of(setting.machine, setting.kernel).kernels, number
+        assert setting.mask in MASKS, number
+        assert set(setting.counts) <= {"order", "value"}, number
+        assert setting.unit in (*RATES, "time over all-gather", "time over the first"), number
+        for value in group["values"]:
+            strategy = as_strategy(value["strategy"], setting.gpus)
+            assert why_not(strategy, *setting.heads) is None, number
+            assert as_layout(value["layout"]), number
+            assert value["value"] > 0, number
+            assert set(value) <= {"strategy", "layout", "value", "copies", "enters_once"}, number
 
 
-@pytest.mark.parametrize("number", range(len(STEPS)))
-def test_a_table_of_steps_is_well_formed(number: int) -> None:
-    content, table = measured(), STEPS[number]
-    assert table["source"] in content["sources"]
-    assert machine_of(table["machine"], table["kernel"]).kernels
-    assert table["unit"] in (FLOPS, OVER_FIRST)
-    for setting, value in zip(step_settings(table), table["values"], strict=True):
-        assert setting.model in MODELS
-        assert as_strategy(value["strategy"], setting.mesh[1])
-        assert value["value"] > 0
+def test_tables_of_steps_are_well_formed() -> None:
+    for number, table in enumerate(STEPS):
+        assert table["source"] in measured()["sources"], number
+        assert machine_of(table["machine"], table["kernel"]).kernels, number
+        assert table["unit"] in (FLOPS, OVER_FIRST), number
+        for setting, value in zip(step_settings(table), table["values"], strict=True):
+            assert setting.model in MODELS, number
+            assert as_strategy(value["strategy"], setting.mesh[1]), number
+            assert value["value"] > 0, number
 
 
 def test_at_least_five_sources() -> None:
@@ -121,7 +120,7 @@ def _near(found: list[float], kept: list[float]) -> bool:
     return found == pytest.approx(kept, rel=1e-3)
 
 
-@pytest.mark.parametrize("number", [0, 5, 14, 30, NUMBERS[-3]])
+@pytest.mark.parametrize("number", [0, 5, 14, 30, len(GROUPS) - 3])
 def test_what_is_kept_is_what_is_simulated(number: int) -> None:
     kept = json.loads(SIMULATED.read_text())
     assert _near(simulated(GROUPS[number]), kept["adapted"][number])

@@ -33,7 +33,7 @@ from examples.torchtitan_cpu import all_to_all_over_gloo, sum_over_gloo, use_cpu
 
 RING = "parallel_plans.torchtitan"
 NUM_LAYERS = 2
-NUM_HEADS = 3
+NUM_HEADS = 2
 """Of multi-token prediction: some documents are shorter."""
 WINDOW = 8
 WRAPPERS = re.compile(r"\b(_checkpoint_wrapped_module|_orig_mod)\.")
@@ -114,7 +114,7 @@ def arguments(run: Run, folder: Path) -> list[str]:
     return [
         *("--module", module, "--config", name, f"--hf_assets_path={folder}"),
         *("--dataloader.dataset=c4_test", f"--dataloader.dataset_path={folder}/data"),
-        *("--training.seq_len=64", "--training.local_batch_size=4", "--training.steps=4"),
+        *("--training.seq_len=64", "--training.local_batch_size=4", "--training.steps=3"),
         *("--training.mixed_precision_param=float32", "--debug.seed=0", *run.flags),
     ]
 

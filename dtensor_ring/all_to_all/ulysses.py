@@ -116,8 +116,8 @@ class HeadExchange:
                 "key_runs say the lengths of what is exchanged, which a compiler has to know: "
                 f"leave this attention uncompiled, or use another strategy than {place.strategy!r}"
             )
-        seq_len = call.request(batch).seq_len  # with `key_runs`, both belong to one sequence
-        return (runs, key_runs), (seq_len, seq_len)
+        request = call.request(batch)
+        return (runs, key_runs), (request.seq_len, request.key_seq_len)
 
     def _args_of(self, place: Place, runs: Tensor | None, seq_len: Length | None) -> AllToAllArgs:
         """Return the options of an exchange of tensors with these runs and this global length."""

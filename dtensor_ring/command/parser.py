@@ -296,6 +296,8 @@ def _add_serve(commands: argparse._SubParsersAction[Any]) -> None:
     command.add_argument("--max-open", type=number, default=256, help=text)
     text = "seconds that open answers may take after SIGTERM: 30"
     command.add_argument("--drain-seconds", type=float, default=30.0, help=text)
+    text = "seconds that a rank waits for another one, longer than any step: 120"
+    command.add_argument("--rank-timeout", type=float, default=120.0, help=text)
     text = "of the first answer that samples without one of its own"
     command.add_argument("--seed", type=number, help=text)
 

@@ -11,14 +11,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from dtensor_ring.compute.accumulate import add_sinks
-from dtensor_ring.decode.op import (
+from dtensor_ring.decode.call import (
     DecodeBatch,
     DecodeCall,
     DecodePlace,
     checked_decode,
-    decode_op,
     flatten_decode,
 )
+from dtensor_ring.decode.op import decode_op
 from dtensor_ring.decode.plan import DecodeRequest
 from dtensor_ring.dtensor import call_check
 from dtensor_ring.dtensor.annotation import annotation_of, axis_group, config_of_call

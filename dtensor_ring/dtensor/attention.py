@@ -150,7 +150,9 @@ def ring_attention(
         key_runs: the positions of each rank's local keys, such as `ShardedCache.key_runs`, in the
             form of `runs`. Then `runs` are the positions of the queries, which are the last tokens
             of the same sequence, such as a new append step. Ranks may hold any number of either, or
-            none. Mask, boundaries and slices are in positions of the sequence.
+            none. Mask, boundaries and slices are in positions of the sequence. With slices, keys
+            may be those of another sequence, such as pools of tokens, see `Slices.pools`: then
+            `runs` may be left out, and the layout of the axis says where queries are.
         strategy: how this attention is made parallel, see `SequenceAxis`; by default the axis's.
             So layers with windows may use a different one.
         dropout_p: the probability that a weight is dropped after the softmax; others are divided by
@@ -274,7 +276,7 @@ def placed_shards(
             "over; or pass DTensors, see shard_sequence"
         )
     group = axis_group(mesh)
-    if batch.key_runs is not None:  # the layout of the axis is not used
+    if batch.key_runs is not None and batch.runs is not None:  # the layout is not used
         config = annotation_of(group).config_or_default
         return config.place(group.group_name, None, None, strategy), config.kernel
     config, size = config_of_call(group, batch.runs is not None), group.size()

@@ -278,8 +278,9 @@ class SequenceAxis:
             check_strategy(strategy)
         mask = call_check.mask_of(mask, slices)
         batch = call_check.batch_of(cu_seqlens, key_cu_seqlens, runs, slices, key_runs)
-        if seq_len is not None and (dtensor_of(query) is not None or key_runs is not None):
-            has_own = "query is a DTensor" if key_runs is None else "key_runs are given"
+        has_runs = key_runs is not None and runs is not None
+        if seq_len is not None and (dtensor_of(query) is not None or has_runs):
+            has_own = "runs and key_runs are given" if has_runs else "query is a DTensor"
             raise ValueError(
                 f"seq_len is for local shards of a whole sequence, and {has_own}, which say it; "
                 "leave it out"
@@ -296,7 +297,7 @@ class SequenceAxis:
         if relative_bias is not None:
             query = with_bias(query, relative_bias)
         lengths: tuple[int | None, int | None] = (None, None)
-        if key_runs is None:  # with `key_runs`, the layout is not used
+        if not has_runs:  # else the layout is not used
             self._config.check_runs(runs is not None)
             lengths = query.shape[2] * self._size, key.shape[2] * self._size
         if seq_len is not None:

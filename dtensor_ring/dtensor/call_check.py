@@ -19,7 +19,7 @@ from dtensor_ring.agreement.group_state import group_state_of
 from dtensor_ring.all_to_all.ulysses import as_autocast
 from dtensor_ring.compute.dropout import draw_seed
 from dtensor_ring.compute.kernels import Scores, available_kernels, check_kernel
-from dtensor_ring.decode.op import DecodeCall
+from dtensor_ring.decode.call import DecodeCall
 from dtensor_ring.dtensor.annotation import axis_group, group_of
 from dtensor_ring.dtensor.choice import chosen
 from dtensor_ring.dtensor.dispatch import local_call, ring_of_call

@@ -96,7 +96,8 @@ def chosen(call: Call, query: Tensor, value: Tensor) -> Call:
     if place.strategy != AUTO:
         return call
     is_compiling = is_traced(query)
-    if place.seq_len is None or (is_compiling and call.batch.runs is not None):
+    has_key_runs = place.seq_len is None or call.batch.key_runs is not None
+    if has_key_runs or (is_compiling and call.batch.runs is not None):
         return call._replace(place=place._replace(strategy=Strategy.default))
     batch, num_heads, _, head_dim = query.shape
     _, num_key_heads, _, value_head_dim = value.shape

@@ -14,14 +14,14 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from dtensor_ring.all_to_all.ulysses import is_exchanged, ulysses_attention, ulysses_backward
 from dtensor_ring.compute.kernels import Scores
 from dtensor_ring.compute.memory import order_of, strides
-from dtensor_ring.decode.op import (
+from dtensor_ring.decode.call import (
     DECODE_LEAVES,
     DecodeCall,
     DecodePlace,
-    decode_op,
     flatten_decode,
     unflatten_decode,
 )
+from dtensor_ring.decode.op import decode_op
 from dtensor_ring.dtensor.annotation import axis_mesh
 from dtensor_ring.dtensor.choice import chosen
 from dtensor_ring.dtensor.placement import (

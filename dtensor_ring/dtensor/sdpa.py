@@ -12,7 +12,8 @@ from torch._ops import OpOverload
 from torch.distributed.tensor import DTensor, Shard
 
 from dtensor_ring.compute.kernels import Scores
-from dtensor_ring.decode.op import MAX_QUERIES, NO_GRADIENT, DecodeBatch, DecodeCall, DecodePlace
+from dtensor_ring.decode.call import MAX_QUERIES, DecodeBatch, DecodeCall, DecodePlace
+from dtensor_ring.decode.op import NO_GRADIENT
 from dtensor_ring.dtensor import dispatch
 from dtensor_ring.dtensor.call_check import scores_of
 from dtensor_ring.dtensor.placement import SEQUENCE, on_annotated_axis, without

@@ -340,8 +340,7 @@ class Call(NamedTuple):
         """Return the layouts of queries and keys, and their global lengths."""
         batch, place = self.batch, self.place
         if batch.key_runs is not None:
-            queries, keys = self._sequence_runs(batch.key_runs)
-            return queries, keys, keys.end, keys.end
+            return self._with_key_runs(run_table(batch.key_runs, "key_runs"))
         seq_len, key_seq_len = place.seq_len, place.key_seq_len
         assert seq_len is not None and key_seq_len is not None, "DTensors have said them by now"
         # The named layout only says that it belongs to a batch; the runs are the layout.
@@ -352,22 +351,30 @@ class Call(NamedTuple):
         spec: Any = place.layout
         return as_layout(spec), None, seq_len, key_seq_len
 
-    def _sequence_runs(self, key_runs: Tensor) -> tuple[RunTable, RunTable]:
-        """Return the runs of queries and keys in one sequence that ends with the queries."""
-        batch = self.batch
-        if batch.runs is None or batch.key_cu_seqlens is not None:
-            found = "no runs" if batch.runs is None else "key_cu_seqlens, which are another's"
+    def _with_key_runs(self, keys: RunTable) -> tuple[Layout, RunTable, int, int]:
+        """Return what `_layouts` does, for keys that have runs of their own.
+
+        Both are of one sequence that ends with the queries, or slices say what is seen of another.
+        """
+        batch, seq_len = self.batch, self.place.seq_len
+        is_known = batch.runs is not None or (batch.slices is not None and seq_len is not None)
+        if not is_known or batch.key_cu_seqlens is not None:
+            found = "key_cu_seqlens, which are another's" if is_known else "no runs"
             raise ValueError(
                 "key_runs say which positions of a sequence the keys have, and runs those of the "
                 f"queries, whose boundaries are cu_seqlens; got {found}"
             )
-        queries, keys = run_table(batch.runs), run_table(key_runs, "key_runs")
-        if queries.end != keys.end:
+        if batch.runs is None:
+            spec: Any = self.place.layout
+            assert seq_len is not None, "checked above"
+            return as_layout(spec), keys, seq_len, keys.end
+        queries = run_table(batch.runs)
+        if queries.end != keys.end and batch.slices is None:
             raise ValueError(
                 f"queries are the last tokens of the keys' sequence, but runs end at {queries.end} "
-                f"and key_runs at {keys.end}"
+                f"and key_runs at {keys.end}; slices say what is seen of keys of another sequence"
             )
-        return queries, keys
+        return queries, keys, queries.end, keys.end
 
     def select(
         self,

@@ -402,7 +402,7 @@ def _visible_pairs(query: Tensor, key: Tensor, call: Call) -> int:
     num_parts = call.group.size() // call.strategy.heads if is_placed else 1
     num_queries, num_keys = _lengths(query, key, call, num_parts)
     # With `key_runs`, the queries are the last tokens of a longer sequence.
-    begin = 0 if call.batch.key_runs is None else num_keys - num_queries
+    begin = 0 if call.batch.key_runs is None else max(0, num_keys - num_queries)
     slices = call.slices(batch) if is_known else None
     if slices is None:
         documents = call.documents(batch) if is_known else (None, None)

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dtensor_ring.compute.kernels.kernel import Problem, Scores
 from dtensor_ring.decode.api import merge_ranks, placed
-from dtensor_ring.decode.op import DecodeBatch, DecodeCall
+from dtensor_ring.decode.call import DecodeBatch, DecodeCall
 from dtensor_ring.dtensor.annotation import axis_group
 from dtensor_ring.dtensor.call_check import as_flag, scores_of
 from dtensor_ring.ops.checks import called_from, check_strided

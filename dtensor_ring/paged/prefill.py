@@ -17,11 +17,13 @@ from torch import Tensor
 
 from dtensor_ring.compute.memory import Numbers
 from dtensor_ring.paged.api import PagedCache, check_current, check_new_tokens
+from dtensor_ring.paged.block_pool import BlockPool
 from dtensor_ring.paged.blocks import PooledSequence
 from dtensor_ring.paged.plan import slots_of
-from dtensor_ring.planning.layout import Serpentine
+from dtensor_ring.planning.layout import Layout, Serpentine
 from dtensor_ring.planning.mask import Mask
 from dtensor_ring.planning.ranges import Span, as_count, length
+from dtensor_ring.planning.run_table import RunTable
 from dtensor_ring.planning.slice_tables import UNBOUNDED, stacked
 from dtensor_ring.planning.slices import Slices, slices_of
 
@@ -168,6 +170,40 @@ def _joined(table: np.ndarray) -> np.ndarray:
     joined = table[firsts]
     joined[:, 1] = table[np.append(firsts[1:], len(table)) - 1, 1]
     return joined
+
+
+def prompt_layout(pool: BlockPool, chunks: Sequence[tuple[PooledSequence, int]]) -> Layout:
+    """Return where a pool keeps the next tokens of prompts, counted one prompt after another.
+
+    With it `relayout` brings tokens of a prefill into an order that layers other than attention
+    need, and back.
+
+    Args:
+        pool: the pool.
+        chunks: sequences, whose first `num_written` tokens were committed, and the number of
+            tokens after those, of each.
+
+    Raises:
+        TypeError: if an argument has the wrong type.
+        ValueError: if a sequence is not in the pool, or has fewer tokens, or there is none.
+
+    >>> pool = BlockPool(num_blocks=4, block=2, world_size=2)
+    >>> chunks = [(pool.add([5, 6, 7]), 3), (pool.add([8, 9]), 2)]
+    >>> [prompt_layout(pool, chunks).positions(rank, 2, seq_len=5) for rank in range(2)]
+    [[0, 1, 3, 4], [2]]
+    """
+    if not isinstance(pool, BlockPool):
+        raise TypeError(f"pool must be a BlockPool, got {pool!r}")
+    runs, start = [], 0
+    for sequence, num_tokens in chunks:
+        pool.check(sequence)
+        begin = sequence.num_written
+        end = begin + as_count("num_tokens", num_tokens, 1, len(sequence) - begin)
+        runs.append(pool.dealing.runs(begin, end) + np.array([start - begin, 0]))
+        start += num_tokens
+    if not runs:
+        raise ValueError("a step has tokens of one sequence or several, got no chunks")
+    return RunTable(np.concatenate(runs, axis=1))
 
 
 class PagedPrefill:

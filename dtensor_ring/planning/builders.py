@@ -258,6 +258,31 @@ class Builders:
             ends=builder_inputs.edges("ends", ends),
         )
 
+    @classmethod
+    def pools(cls, num_tokens: int, size: int) -> Self:
+        """Build what tokens see of keys that are pools of `size` tokens each.
+
+        Key k is a pool of the tokens from `k * size` on. q sees k iff the pool ends at or before q.
+        Tokens after the last whole pool are in none (DeepSeek-V4's heavily compressed layers).
+
+        Args:
+            num_tokens: tokens of the sequence, in which queries have their positions.
+            size: tokens of a pool.
+
+        Raises:
+            ValueError: if a number is negative, `size` is 0, or there are too many pools.
+            TypeError: if one is not an integer.
+
+        >>> print(Slices.pools(5, size=2))
+        ..
+        #.
+        #.
+        ##
+        ##
+        """
+        size = as_count("size", size, 1)
+        return cls.of_tables(slice_tables.pool_table(as_count("num_tokens", num_tokens), size))
+
 
 class PartBuilders:
     """Builds slices for sequences that consist of parts."""

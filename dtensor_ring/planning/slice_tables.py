@@ -141,6 +141,15 @@ def block_diffusion_table(lengths: np.ndarray) -> np.ndarray:
     return np.concatenate([table_of(*ranges, UNBOUNDED, UNBOUNDED) for ranges in parts])
 
 
+def pool_table(num_tokens: int, size: int) -> np.ndarray:
+    """Return the table of tokens that see the pools of `size` tokens which end before them."""
+    number = np.arange(num_tokens // size)
+    check_count(len(number))
+    begins = (number + 1) * size - 1  # a token is the last of one pool, and sees that
+    ends = np.minimum(begins + size, num_tokens)
+    return table_of((begins, ends), (np.zeros_like(number), number + 1), UNBOUNDED, UNBOUNDED)
+
+
 def bounds_of(lengths: np.ndarray) -> np.ndarray:
     """Return the boundaries of consecutive parts that begin at 0."""
     return np.append(0, np.cumsum(lengths, dtype=np.int64))

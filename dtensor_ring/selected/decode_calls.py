@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from dtensor_ring.decode.api import placed
-from dtensor_ring.decode.op import DecodeBatch, DecodeCall, flatten_decode
+from dtensor_ring.decode.call import DecodeBatch, DecodeCall, flatten_decode
 from dtensor_ring.dtensor import call_check
 from dtensor_ring.ops.checks import called_by_user
 from dtensor_ring.planning.mask import Mask

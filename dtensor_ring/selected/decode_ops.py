@@ -20,7 +20,7 @@ from dtensor_ring.agreement.checked_transport import checked_transport
 from dtensor_ring.compute.accumulate import add_sinks
 from dtensor_ring.compute.memory import empty, in_order, order_of
 from dtensor_ring.compute.trace import Label
-from dtensor_ring.decode.op import (
+from dtensor_ring.decode.call import (
     AGREE,
     DECODE_LEAVES,
     DECODE_SCHEMA,

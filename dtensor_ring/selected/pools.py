@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -154,6 +155,41 @@ def pools_before(
     # The last pool comes last, and stands before the first one of the sequence.
     start, count = now.numbers[rank, 0].tolist()
     return found.roll(1, 1) if start == 0 and count else found
+
+
+def pool_runs(
+    num_ranks: int,
+    size: int,
+    *,
+    layout: Layout | str | None = None,
+    runs: Tensor | None = None,
+    seq_len: int | None = None,
+) -> Tensor:
+    """Return the numbers of the pools of each rank, as `key_runs` of an attention to all pools.
+
+    With `Slices.pools`, which say what a token sees of them, no list of pools is stored.
+
+    Args:
+        num_ranks: the number of ranks.
+        size: tokens of a pool.
+        layout: the layout of the tokens, see `whole_pools`.
+        runs: in place of a layout, see `whole_pools`.
+        seq_len: the number of tokens of all ranks; not with `runs`.
+
+    Returns:
+        Start and length of runs, int32 `(W, R, 2)`.
+
+    Raises:
+        TypeError: if an argument has a wrong type.
+        ValueError: if the layout cannot shard the length.
+
+    Example:
+        >>> pool_runs(2, 4, layout="contiguous", seq_len=14).tolist()
+        [[[0, 1]], [[1, 2]]]
+    """
+    size, num_ranks = as_count("size", size, 1), as_count("num_ranks", num_ranks, 1)
+    order, length = _order(layout, runs, seq_len)
+    return torch.from_numpy(pool_numbers(order, num_ranks, length, size).numbers.astype(np.int32))
 
 
 def _order(

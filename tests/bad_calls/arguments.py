@@ -181,6 +181,7 @@ BUILDERS: dict[str, Right] = {
         "mask": BANDS_ONLY,
     },
     "per_query": {"begins": just([0, 2]), "ends": just([2, 5])},
+    "pools": {"num_tokens": just(0, 9), "size": just(1, 4)},
     "block_causal": LENGTHS | {"num_earlier": just(None, 1)},
     "block_diffusion": LENGTHS,
     "tree": {"parents": just([-1, 0]), **LENGTHS},

@@ -176,7 +176,9 @@ def outputs(cell: Cell) -> tuple[Any, Tensor, tuple[Tensor, Tensor]]:
     """The output of the planned model, that of the stock model, and a weight of each."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
     # In double: what is not rounded alike would sort, and round, otherwise.
-    ours, stock = (families.small_model(*MODELS[cell.model]).double() for _ in range(2))
+    # One layer makes an output like that of many; a hybrid has one of each kind.
+    few = {} if cell.model == "hybrid" else {"num_hidden_layers": 1}
+    ours, stock = (families.small_model(*MODELS[cell.model], **few).double() for _ in range(2))
     parallelize_module(ours, mesh, context_parallel_plan(ours, cell.layout))
     tokens = torch.arange(2 * cell.length).view(2, cell.length) % 29 + 2
     derive, kept = DERIVED[cell.derived], []

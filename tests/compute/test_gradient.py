@@ -13,6 +13,7 @@ ALL = (slice(None), slice(None), slice(None))
 SOME = (slice(0, 1), slice(None), slice(1, 3))
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     "regions", [[], [ALL], [SOME], [ALL, SOME], [SOME, ALL, SOME]], ids=lambda r: str(len(r))

@@ -63,6 +63,7 @@ def test_identity(first: bool, seen: bool) -> None:
     torch.testing.assert_close((out, lse), block, rtol=0, atol=0)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("number", [torch.inf, -torch.inf, 3e38], ids=str)
 @pytest.mark.parametrize("first", [True, False], ids=["first", "last"])

@@ -26,6 +26,7 @@ def tiles_of(num_rows: int, num_cols: int, batch: int) -> list[Tile]:
     return [*tiles, upper, *(Tile(upper.rows, upper.cols, FULL, row) for row in range(1, batch))]
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("order", [1, -1], ids=["whole first", "whole last"])
 @pytest.mark.parametrize("with_sinks", [False, True], ids=["", "sinks"])

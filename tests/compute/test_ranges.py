@@ -31,6 +31,7 @@ def test_packed_columns(cols: Cols, dtype: torch.dtype) -> None:
     assert torch.equal(packed, x[:, :, indices_of(cols)].to(dtype))
 
 
+@pytest.mark.pairs
 @EACH
 @pytest.mark.parametrize("num_written", [0, 30, 64])
 @pytest.mark.parametrize("num_sums", [1, 2])

@@ -85,6 +85,7 @@ def check(
     torch.testing.assert_close(lse.double(), whole, rtol=4 * eps, atol=8 * eps, equal_nan=True)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("where", WHERE)
 @pytest.mark.parametrize("jump", JUMPS)
@@ -97,6 +98,7 @@ def test_one_by_one(jump: str, where: str, dtype: torch.dtype) -> None:
         check(partials[:2], dtype, some, room)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("number", [inf, -inf, nan])
 @pytest.mark.parametrize("which", range(5))

@@ -75,6 +75,7 @@ SEEN = {
 }
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("seen", SEEN)

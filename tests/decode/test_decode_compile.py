@@ -16,7 +16,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.flop_counter import FlopCounterMode
 
 from dtensor_ring import Mask, SequenceAxis, ShardedCache, ZigZag, decode_attention
-from dtensor_ring.decode.op import DecodeBatch, DecodeCall, DecodePlace, decode_op, flatten_decode
+from dtensor_ring.decode.call import DecodeBatch, DecodeCall, DecodePlace, flatten_decode
+from dtensor_ring.decode.op import decode_op
 from dtensor_ring.planning.slices import Slices
 from tests.decode.test_decode_op import options_of
 from tests.decoding import Decode

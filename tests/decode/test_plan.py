@@ -43,6 +43,12 @@ def test_rows_of_one_length_share_their_tiles() -> None:
         assert {tile.batch for tile in step.tiles} == batches
 
 
+def test_queries_after_all_keys_see_those_in_their_window() -> None:
+    """Two queries, after as many keys as one table of slices has."""
+    step = decode_step(Contiguous(), Mask.sliding(5), 0, 1, 1024, (1024,), 2)
+    assert sum(tile.area for tile in step.tiles) == 5 + 4
+
+
 def test_keys_with_gaps() -> None:
     step = decode_step(Striped(), Mask.causal(), 1, 4, 64, (60,), 4)
     assert {tile.mask for tile in step.tiles} == {Mask.full()}

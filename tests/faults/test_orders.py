@@ -48,6 +48,7 @@ ORDERS = {
 }
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("world_size", [2, 3], ids="{} ranks".format)
 @pytest.mark.parametrize("way", ["plain", "DTensors", "SDPA"])
 @pytest.mark.parametrize("name", ORDERS)

@@ -54,7 +54,7 @@ def sharded(family: str, folder: str) -> Any:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
     model = on_meta(family)
     parallelize_module(model, mesh, context_parallel_plan(model))
-    layers = model.base_model.layers
+    layers = model.get_decoder().layers
     # FSDP wants layers with the same weights in one group.
     for group in [[*layers]] if family == "Zamba" else layers:
         fully_shard(group, mesh=mesh)
@@ -90,12 +90,16 @@ def errors(family: str, folder: str) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, *(x for x in HYBRIDS if x not in FAMILIES)])
-def test_sharded_and_loaded_equals_one_process(
-    pool: Pool, request: pytest.FixtureRequest, tmp_path: Path, family: str
-) -> None:
-    if family not in FAMILIES and not request.config.getoption("--all-hybrids"):
-        pytest.skip("make test ARGS=--all-hybrids")
+@pytest.mark.needs("--all-hybrids", but=lambda family: family in FAMILIES or family not in HYBRIDS)
+@pytest.mark.parametrize(
+    "family",
+    [
+        *FAMILIES,
+        pytest.param("GLM-5-Next", marks=pytest.mark.repeats),
+        *(x for x in HYBRIDS if x not in FAMILIES),
+    ],
+)
+def test_sharded_and_loaded_equals_one_process(pool: Pool, tmp_path: Path, family: str) -> None:
     for found in pool.run(2, errors, family, str(tmp_path)):
         assert len(found) > 5
         assert largest(found) < 1e-5, found

@@ -151,6 +151,7 @@ def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quantised_rotation, "BLOCK_SIZE", 5)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("layout", ["contiguous", "striped", "zigzag"])
 @pytest.mark.parametrize("seen", SEEN)
 @EVERY

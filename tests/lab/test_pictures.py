@@ -21,6 +21,7 @@ COMMAND = ["schedule", *(word for pair in OPTIONS.items() for word in pair)]
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda x: x.spec)
 @pytest.mark.parametrize(
     ("mask", "documents"),

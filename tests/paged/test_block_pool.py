@@ -130,6 +130,15 @@ def test_out_of_blocks_says_what_is_needed() -> None:
     BlockPool(5, 2, 2).add(range(18))
 
 
+def test_a_block_that_is_not_full_has_room_in_a_full_pool() -> None:
+    pool = BlockPool(2, block=2)
+    held = filled(pool, range(3))
+    pool.append(held, [3])
+    assert len(held) == 4
+    with pytest.raises(OutOfBlocks, match=r"needed \(1,\), free \(0,\)"):
+        pool.append(held, [4])
+
+
 def test_blocks_that_are_hit_do_not_count_as_evictable() -> None:
     pool = BlockPool(2, block=1)
     pool.free(filled(pool, [1, 2]))

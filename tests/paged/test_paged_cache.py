@@ -39,6 +39,7 @@ CASES = {
 }
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("world_size", range(1, 5))
 @pytest.mark.parametrize("kernel", ["in_place", "gathered"])
 @pytest.mark.parametrize("name", CASES)

@@ -252,5 +252,15 @@ def shared_prefix(draw: st.DrawFn) -> Built:
     return Built(made, (45, 45), sees)
 
 
-KINDS = (documents, prefix, blocks, global_tokens, bottom_right, per_query)
+@st.composite
+def pools(draw: st.DrawFn) -> Built:
+    num_tokens, size = draw(st.integers(0, LARGEST)), draw(st.integers(1, 9))
+
+    def sees(query: int, key: int) -> bool:
+        return query < num_tokens and (key + 1) * size - 1 <= query
+
+    return Built(Slices.pools(num_tokens, size), (LARGEST, LARGEST), sees)
+
+
+KINDS = (documents, prefix, blocks, global_tokens, bottom_right, per_query, pools)
 KINDS += (block_causal, block_diffusion, tree, shared_prefix)

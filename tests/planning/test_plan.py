@@ -125,6 +125,7 @@ def test_every_visible_pair_is_covered_once(ring: Ring) -> None:
     assert not wrong, f"[batch, query, key] of pairs not covered as often as visible: {wrong}"
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("layout", FEW_RUNS, ids=lambda layout: layout.name)
 @pytest.mark.parametrize("mask", [CAUSAL, FULL], ids=["causal", "full"])
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5])

@@ -84,6 +84,7 @@ BATCHES = {
 }
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("documents", BATCHES.values(), ids=list(BATCHES))
 @pytest.mark.parametrize("mask", MASKS, ids=str)
 @pytest.mark.parametrize("layout", [*LAYOUTS, None], ids=lambda x: x.spec if x else "balanced")

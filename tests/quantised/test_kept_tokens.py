@@ -49,6 +49,7 @@ def tensors(x: KeptTokens) -> list[Tensor]:
     return [y for y in found if y is not None]
 
 
+@pytest.mark.pairs
 @every_kind
 @every_format
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -67,6 +68,7 @@ def test_one_by_one_is_at_once(
     assert torch.equal(whole.read(), expected.read())
 
 
+@pytest.mark.pairs
 @every_kind
 @every_format
 @pytest.mark.parametrize("length", [0, 10, 63, 64, 65, 100, 128, 150, 200, 300])
@@ -103,6 +105,7 @@ def test_long_texts_are_read_in_parts(kind: str, name: str | None) -> None:
         assert torch.equal(kept(x, name, kind, [1]).read(), expected.read())
 
 
+@pytest.mark.pairs
 @every_kind
 @every_format
 @pytest.mark.parametrize("num_tokens", [0, 63, 64, 150])

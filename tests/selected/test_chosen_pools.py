@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from dtensor_ring import (
     Mask,
     SequenceAxis,
+    Slices,
     decode_select_keys,
     select_keys,
     selected_attention,
@@ -22,6 +23,7 @@ from dtensor_ring import (
 from dtensor_ring.extension import (
     append_runs,
     as_layout,
+    pool_runs,
     pool_tokens,
     pools_before,
     whole_pools,
@@ -165,15 +167,18 @@ def test_wrong_calls(pool: Pool) -> None:
     pool.run(1, wrong_calls)
 
 
-def attention_of_rank(spec: str, length: int, size: int) -> None:
-    """To overlapping pools by their numbers, with the gradients of all that they are made of."""
+def attention_of_rank(spec: str, length: int, size: int, sees_all: bool = False) -> None:
+    """To overlapping pools by their numbers, with the gradients of all that they are made of.
+
+    Or to all that end before a query, by a mask of positions and without a list.
+    """
     world_size, rank = dist.get_world_size(), dist.get_rank()
     mesh, layout = init_device_mesh("cpu", (world_size,)), as_layout(spec)
-    SequenceAxis(mesh, spec)
+    axis = SequenceAxis(mesh, spec)
     length = layout.dealt_length(length, world_size)
     mine = layout.positions(rank, world_size, length)
     generator = torch.Generator().manual_seed(length)
-    shapes = (2, 4, length, DIM), (2, length, DIM), (4,)
+    shapes = (2, 6, length, DIM), (2, length, DIM), (6,)
     whole = [torch.randn(*x, generator=generator).double().requires_grad_() for x in shapes]
     local = [whole[0].detach()[:, :, mine], whole[1].detach()[:, mine], whole[2].detach()]
     local = [x.clone().requires_grad_() for x in local]
@@ -188,11 +193,17 @@ def attention_of_rank(spec: str, length: int, size: int) -> None:
     dense_keys = (pools.mean(2) + shifted.sum(2).repeat(1, 1, 2)).unsqueeze(1)
     ended = (torch.arange(length).unsqueeze(1) + 1) // size
     chosen = torch.arange(length // size).repeat(2, length, 1)
-    chosen = chosen.masked_fill((chosen >= ended) | (chosen % 3 == 1), -1).int()
-    how: dict[str, Any] = {"mesh": mesh, "pool_size": size, "seq_len": length, "return_lse": True}
-    found = selected_attention(
-        local[0], keys, DIM, chosen[:, mine], scale=0.7, sinks=local[2], **how
-    )
+    is_left_out = (chosen % 3 == 1) & (not sees_all)
+    chosen = chosen.masked_fill((chosen >= ended) | is_left_out, -1).int()
+    how: dict[str, Any] = {"scale": 0.7, "sinks": local[2], "seq_len": length}
+    if sees_all:
+        how["key_runs"] = pool_runs(world_size, size, **where)
+        how["slices"] = Slices.pools(length, size)
+        how["strategy"] = "ulysses" if world_size == 3 else None
+        found = axis.attention_with_lse(local[0], keys, keys, **how)
+    else:
+        how |= {"mesh": mesh, "pool_size": size, "return_lse": True}
+        found = selected_attention(local[0], keys, DIM, chosen[:, mine], **how)
     expected = dense(whole[0], dense_keys, dense_keys, chosen.unsqueeze(1), 0.7, whole[2])
     factors = torch.randn(expected[0].shape, generator=generator).double(), torch.arange(length)
     for ours, theirs in zip(found, expected, strict=True):
@@ -218,8 +229,11 @@ def attention_of_rank(spec: str, length: int, size: int) -> None:
         (1, "zigzag", 12, 3),
     ],
 )
-def test_attention_to_pools(pool: Pool, world_size: int, spec: str, length: int, size: int) -> None:
-    pool.run(world_size, attention_of_rank, spec, length, size)
+@pytest.mark.parametrize("sees_all", [False, True])
+def test_attention_to_pools(
+    pool: Pool, world_size: int, spec: str, length: int, size: int, sees_all: bool
+) -> None:
+    pool.run(world_size, attention_of_rank, spec, length, size, sees_all)
 
 
 def messages(size: int) -> tuple[int, int]:

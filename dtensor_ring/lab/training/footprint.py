@@ -34,8 +34,9 @@ from dtensor_ring.ops.checks import unit_stride
 from dtensor_ring.ops.options import Call, group_named, unflatten
 from dtensor_ring.ops.ring_op import ring_backward_op, ring_op
 from dtensor_ring.planning.mask import Mask
-from dtensor_ring.planning.plan import Plan, Step
+from dtensor_ring.planning.plan import Plan, Step, plan
 from dtensor_ring.planning.ranges import length
+from dtensor_ring.planning.slices import Slices
 from dtensor_ring.planning.strategy import as_strategy
 from dtensor_ring.planning.tile import FULL, Tile
 from dtensor_ring.ring import ring_backward, ring_forward
@@ -45,7 +46,13 @@ from dtensor_ring.selected.listed_attention import (
     queries_at_once,
 )
 from dtensor_ring.selected.moved_keys import Moved, SelectedKeys
-from dtensor_ring.selected.op import positions_of_keys, select_op, selected_backward_op, selected_op
+from dtensor_ring.selected.op import (
+    positions_of_keys,
+    request_of_keys,
+    select_op,
+    selected_backward_op,
+    selected_op,
+)
 from dtensor_ring.selected.plan import ALL, KeyPositions
 from dtensor_ring.selected.run import IndexQueries, KeyChoice, ring_select, rows_at_once
 from dtensor_ring.states.op import scan_op
@@ -202,8 +209,14 @@ class Footprint(Storages):
         self._choices[result.untyped_storage()._cdata] = choice
         self._add((query, key, *rest), lambda: choice.loop(query, key, *rest))
 
+    def _choice(self, query: Tensor, rows: Tensor, selected: Tensor, rest: Sequence[Any]) -> Choice:
+        """Return which keys an attention may choose, given the arguments of its op."""
+        if rest[3] > 1:
+            return Choice.of_pools(query, rows, unflatten(tuple(rest[4:])), rest[3])
+        return self._choices[selected.untyped_storage()._cdata]
+
     def _attend_selected(self, query: Tensor, rows: Tensor, selected: Tensor, *rest: Any) -> None:
-        choice = self._choices[selected.untyped_storage()._cdata]
+        choice = self._choice(query, rows, selected, rest)
         heads, dims = (query.shape[1], rows.shape[1]), (query.shape[3], rest[1] - rest[0])
         mask, width = choice.call.scores.mask, selected.shape[3]
         self.attentions[Attention(heads, dims, mask, choice.plan.num_steps, width)] += 1
@@ -215,8 +228,8 @@ class Footprint(Storages):
         self, grad_out: Tensor, grad_lse: Any, query: Tensor, rows: Tensor, *rest: Any
     ) -> None:
         selected, begin, end, route, pool_size, out, lse, *options = rest
-        choice = self._choices[selected.untyped_storage()._cdata]
         how = begin, end, route, pool_size, *options
+        choice = self._choice(query, rows, selected, how)
         self._send(choice.moved(rows, selected.shape[3], how)[1])
         saved = Saved(grad_out, out, lse, grad_lse)
         self._add(
@@ -299,33 +312,41 @@ def _scan(
 
 
 class Choice(NamedTuple):
-    """A call of the selection op: which keys its queries may choose.
+    """Which keys queries may choose, by an index, or of pools by their numbers.
 
     Attributes:
         call: the options of the op.
-        plan: the plan of the index keys.
+        plan: the plan of the index keys; of pools that have none, that of `seen`.
         seen: the plan of the route that brings what queries see and no more.
+        index: the index keys of all ranks.
         positions: the keys of all ranks.
     """
 
     call: Call
     plan: Plan
     seen: Plan
+    index: KeyPositions
     positions: KeyPositions
 
     @classmethod
     def of(cls, query: Tensor, key: Tensor, *rest: Any) -> Choice:
-        """Return the choice of a call, given the arguments of the op."""
-        if rest[4] > 1:
-            raise ValueError(
-                "its index chooses pools of tokens, which an estimate does not count; measure a "
-                "step of the model"
-            )
-        call = unflatten(rest[5:])
+        """Return the choice of a call of the selection op, given its arguments."""
+        call, pool_size = unflatten(rest[5:]), rest[4]
         request = call.request(query.shape[0])
-        direct = request._replace(strategy=as_strategy(SEEN, request.world_size))
-        plans = request.plan(query, key), direct.plan(query, key)
-        return cls(call, *plans, positions_of_keys(request))
+        indexed = request_of_keys(request, pool_size)
+        seen = plan(*request._replace(strategy=as_strategy(SEEN, request.world_size)))
+        index = positions_of_keys(indexed)
+        return cls(call, indexed.plan(query, key), seen, index, positions_of_keys(request))
+
+    @classmethod
+    def of_pools(cls, query: Tensor, rows: Tensor, call: Call, pool_size: int) -> Choice:
+        """Return the choice of pools that end before a query."""
+        request = call.request(query.shape[0])
+        ended = Slices.pools(request.seq_len, pool_size)
+        strategy = as_strategy(SEEN, request.world_size)
+        request = request_of_keys(request, pool_size)._replace(strategy=strategy, slices=ended)
+        seen, positions = request.plan(query, rows), positions_of_keys(request)
+        return cls(call, seen, seen, positions, positions)
 
     def moved(self, rows: Tensor, num_chosen: int, rest: Sequence[Any]) -> tuple[Cost, Cost]:
         """Return the messages of chosen keys, forward and backward.
@@ -340,13 +361,13 @@ class Choice(NamedTuple):
 
     def loop(self, query: Tensor, key: Tensor, *rest: Any) -> Cost:
         """Run the loop of the selection, with one chunk of queries for each tile."""
-        weights, k, block_size, local_blocks, _ = rest[:5]
-        choice = KeyChoice(k, self.call.scores.scale, block_size, local_blocks)
+        weights, k, *how = rest[:5]
+        choice = KeyChoice(k, self.call.scores.scale, *how)
         of_rows = query.new_empty(query.shape[2], dtype=torch.int32)
         own = IndexQueries(query, weights, of_rows)
         steps = tuple(_one_chunk(step, query) for step in self.plan.steps)
         shorter, transport = replace(self.plan, steps=steps), Recorder()
-        ring_select(own, key, shorter, choice, self.positions, transport)
+        ring_select(own, key, shorter, choice, self.index, transport)
         return transport.cost
 
 
@@ -391,9 +412,9 @@ def _all_keys(
     query: Tensor, rows: Tensor, rest: Sequence[Any], ring: str
 ) -> tuple[SelectedKeys, Moved, Call]:
     """Return what moves keys, and the keys of all ranks, whose places no content decides."""
-    begin, end, _, _, *options = rest
+    begin, end, _, pool_size, *options = rest
     call = unflatten(tuple(options))
-    request = call.request(query.shape[0])
+    request = request_of_keys(call.request(query.shape[0]), pool_size)
     shape, positions = (query.shape[3], (begin, end)), positions_of_keys(request)
     keys = SelectedKeys(rows, shape, positions, request.rank, NullTransport(), ring)
     return keys, keys.moved(query.new_empty(0, dtype=torch.int32), ALL), call

@@ -45,7 +45,7 @@ class Pools(Protocol):
     """Keys that are pools of tokens, which a layer sees beside those of tokens."""
 
     def attend(
-        self, query: Tensor, inputs: InputsWithPools, positions: Tensor, scale: float | None
+        self, query: Tensor, inputs: InputsWithPools, scale: float | None
     ) -> tuple[Tensor, Tensor] | None:
         """Return `out` and `lse` of attention to pools; `None` if there are no pools."""
 
@@ -176,7 +176,7 @@ def _with_pools(
     Sinks take part in that to tokens, which a query always sees.
     """
     found = [inputs.attend_with_lse(*states, **how)]
-    of_pools = pools.attend(states[0], ring.pools or inputs, ring.indices, how["scale"])
+    of_pools = pools.attend(states[0], ring.pools or inputs, how["scale"])
     if of_pools is not None:
         found.append(of_pools)
     return merge_attention(found)[0]

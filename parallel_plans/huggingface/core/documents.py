@@ -62,6 +62,16 @@ class Starts(NamedTuple):
         rows = self.table[self.table[:, 2] != 0, 0]
         return len(rows) == len(rows.unique())
 
+    def of_pools(self, bounds: Tensor, seq_len: int) -> Tensor | None:
+        """Return, of boundaries, those without padding, see `DocumentBounds.pools`."""
+        if self.by_positions:
+            return None if len(self.table) == self.num_rows else bounds
+        tokens = self.table[self.table[:, 2] != 0]
+        # Padding after the tokens is seen by none of them, so it may be in their document.
+        first = torch.full((self.num_rows,), seq_len).scatter(0, tokens[:, 0], tokens[:, 1])
+        bounds = torch.stack([first, torch.full_like(first, seq_len)], 1).int()
+        return bounds if first.any() else None
+
     def boundaries(self, seq_len: int) -> Tensor:
         """Return `cu_seqlens`, int32 on the CPU, `(D+1,)` for one row, else `(B, D+1)`.
 
@@ -188,6 +198,8 @@ class DocumentBounds:
         chunks: boundaries of chunks, by chunk size; chunks count from the start of a document.
         runs: the runs of each rank, see `sequence_runs`, if the layout belongs to the batch.
         has_axes: whether the documents were found in positions of several axes.
+        pools: boundaries of the documents with which pools begin, without padding; `None` if each
+            row is one document from its first token on.
     """
 
     packed: Tensor | None = None
@@ -195,6 +207,7 @@ class DocumentBounds:
     chunks: dict[int, Tensor] = field(default_factory=dict)
     runs: Tensor | None = None
     has_axes: bool = False
+    pools: Tensor | None = None
 
     def of(self, layer_mask: LayerMask) -> tuple[Tensor | None, Mask]:
         """Return boundaries and mask for a layer."""
@@ -298,7 +311,8 @@ def _by_starts(
     # Masks by padding hold in all layers, masks by positions in some.
     others = None if starts.by_positions and not for_all else bounds
     within = starts.chunk_boundaries(chunks, seq_len)
-    return DocumentBounds(bounds, others, within, has_axes=has_axes)
+    pools = starts.of_pools(bounds, seq_len)
+    return DocumentBounds(bounds, others, within, has_axes=has_axes, pools=pools)
 
 
 def _traced(
@@ -354,9 +368,10 @@ def cached_documents(
         return found.clamp(0, end - begin).int()
 
     bounds = bounded(padding)
+    pools = None if left_padding is None else bounds[..., 1:]
     steps = {chunk: chunk * torch.arange(-(-end // chunk) + 1) for chunk in chunks}
     within = {chunk: bounded(padding + x) for chunk, x in steps.items()}
-    return DocumentBounds(bounds, bounds, within)
+    return DocumentBounds(bounds, bounds, within, pools=pools)
 
 
 def left_padding(attention_mask: Tensor, num_tokens: int) -> Tensor | None:
@@ -408,7 +423,7 @@ def _by_boundaries(
         starts = torch.zeros(seq_len + 1, dtype=torch.bool, device=cu_seqlens.device)
         starts = starts.index_fill(0, cu_seqlens.long(), True)[:seq_len].unsqueeze(0)
         within = _within(starts, chunks, None)
-    return DocumentBounds(bounds, bounds, within)
+    return DocumentBounds(bounds, bounds, within, pools=bounds)
 
 
 def _within(starts: Tensor, chunks: Set[int], positions: Tensor | None) -> dict[int, Tensor]:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
 
@@ -13,102 +12,24 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dtensor_ring import (
     SequenceAxis,
+    Slices,
     decode_attention,
     decode_select_keys,
     decode_selected_attention,
     select_keys,
     selected_attention,
 )
-from dtensor_ring.extension import pools_before, whole_pools
+from dtensor_ring.extension import pool_runs
 from parallel_plans.huggingface.core.documents import DocumentBounds
-
-
-@dataclass(frozen=True, eq=False)
-class KeyPools:
-    """Pools of tokens that an index has for keys, counted from the start of the row.
-
-    Attributes:
-        size: tokens of a pool.
-        key_of: returns the keys of pools, `(B, P, D)`, of the rows of their tokens,
-            `(B, P, size, R)`, and of what `for_next` returned of the pools before them.
-        for_next: returns what the key of the next pool takes of the rows of a pool; `None` if
-            pools do not overlap.
-    """
-
-    size: int
-    key_of: Callable[..., Tensor]
-    for_next: Callable[[Tensor], Tensor] | None = None
-
-    def keys(self, rows: Tensor, mesh: DeviceMesh | None, **where: Any) -> Tensor:
-        """Return the keys of the pools whose last token this rank has, `(B, P, D)`.
-
-        Args:
-            rows: the rows of its tokens, `(B, C, R)`.
-            mesh: the axis; `None` if this rank has all tokens.
-            where: which tokens ranks have, see `whole_pools`.
-        """
-        if mesh is None:
-            number = rows.shape[1] // self.size
-            tokens = rows[:, : number * self.size].unflatten(1, (number, self.size))
-        else:
-            tokens = whole_pools(rows, mesh, self.size, **where)
-        if self.for_next is None:
-            return self.key_of(tokens)
-        before = self.for_next(tokens)
-        if mesh is None:
-            return self.key_of(tokens, before.roll(1, 1))
-        return self.key_of(tokens, pools_before(before, mesh, self.size, **where))
-
-    def index_keys(self, rows: Tensor, mesh: DeviceMesh | None, **where: Any) -> Tensor:
-        """Return `keys` of an index, whose products are in float32."""
-        keys = self.keys(rows, mesh, **where)
-        # Narrower keys travel as they are.
-        return keys.float() if keys.dtype is torch.float64 else keys
-
-
-@dataclass(frozen=True, eq=False)
-class KeyIndex:
-    """An index by which queries choose keys: the best by a sum over heads of rectified products.
-
-    Without weights each head chooses its own, by plain products. Keys may be chosen by blocks.
-
-    This is not a tuple: fully_shard moves the tensors in a layer's tuples to the device.
-
-    Attributes:
-        query: queries of this rank, `(B, L, heads, D)`.
-        keys: keys of this rank, `(B, C, D)`; with pools, what their keys are made of.
-        weights: weights of the heads, `(B, L, heads)`, or `None`.
-        k: how many keys, blocks or pools each query chooses.
-        scale: the factor of the products.
-        block_size: how many keys are chosen as one, by the best of them.
-        local_blocks: how many blocks up to that of a query it always chooses.
-        pools: how keys are made of several tokens; `None` if each token has one.
-    """
-
-    query: Tensor
-    keys: Tensor
-    weights: Tensor | None
-    k: int
-    scale: float
-    block_size: int = 1
-    local_blocks: int = 0
-    pools: KeyPools | None = None
-
-    def scores(self) -> Tensor:
-        """Return the scores of all pools of one rank for all its queries, `(B, L, P)`."""
-        assert self.pools is not None and self.weights is not None
-        keys = self.pools.index_keys(self.keys, None).to(self.query.dtype)
-        products = self.scale * torch.einsum("blhd,bpd->blhp", self.query, keys)
-        return (products.relu() * self.weights.unsqueeze(-1)).sum(2)
-
-    def of(self, num_keys: int) -> dict[str, Any]:
-        """Return how queries choose among so many keys, as arguments of a selection."""
-        if self.pools is not None:
-            size = self.pools.size
-            k = max(1, min(self.k, num_keys // size))
-            return {"k": k, "scale": self.scale, "pool_size": size}
-        blocks = {"block_size": self.block_size, "local_blocks": self.local_blocks}
-        return {"k": min(self.k, -(-num_keys // self.block_size)), "scale": self.scale} | blocks
+from parallel_plans.huggingface.core.key_index import (
+    KeyIndex,
+    KeyPools,
+    columns_in,
+    documents_of_rows,
+    joined_choices,
+    runs_in,
+    runs_of,
+)
 
 
 class LayerInputs(Protocol):
@@ -159,9 +80,17 @@ class InputsWithPools(LayerInputs, Protocol):
         ...
 
     def attend_pools(
-        self, query: Tensor, rows: Tensor, pools: KeyPools, chosen: Tensor, scale: float | None
+        self,
+        query: Tensor,
+        rows: Tensor,
+        pools: KeyPools,
+        chosen: Tensor | None,
+        scale: float | None,
     ) -> tuple[Tensor, Tensor]:
-        """Return attention to pools that are keys and values, by their numbers, and its lse."""
+        """Return attention to pools that are keys and values, and its lse.
+
+        `chosen` are their numbers, `(B, L, K)`; without them a query sees all that end before it.
+        """
         ...
 
 
@@ -203,11 +132,26 @@ class ShardedInputs:
         return _num_keys(self.key_runs) if self.seq_len is None else self.seq_len
 
     def attend_pools(
-        self, query: Tensor, rows: Tensor, pools: KeyPools, chosen: Tensor, scale: float | None
+        self,
+        query: Tensor,
+        rows: Tensor,
+        pools: KeyPools,
+        chosen: Tensor | None,
+        scale: float | None,
     ) -> tuple[Tensor, Tensor]:
-        """Return attention to pools that are keys and values, by their numbers, and its lse."""
-        keys = pools.keys(self._own(rows, 1), self.axis.mesh, **self._order).unsqueeze(1)
-        how = self._where | {"mesh": self.axis.mesh, "scale": scale, "pool_size": pools.size}
+        """Return attention to pools that are keys and values, and its lse.
+
+        `chosen` are their numbers, `(B, L, K)`; without them a query sees all that end before it.
+        """
+        mesh, size = self.axis.mesh, pools.size
+        keys = pools.keys(self._own(rows, 1), mesh, **self._order).unsqueeze(1)
+        if chosen is None:
+            how: dict[str, Any] = {"runs": self.runs}
+            how |= {"seq_len": self.seq_len} if self.runs is None else {}
+            how["key_runs"] = pool_runs(mesh.size(), size, **self._order)
+            how |= {"slices": Slices.pools(self.num_keys, size), "strategy": "ring"}
+            return self.axis.attention_with_lse(query, keys, keys, scale=scale, **how)
+        how = self._where | {"mesh": mesh, "scale": scale, "pool_size": size}
         return selected_attention(query, keys, keys.shape[3], chosen, return_lse=True, **how)
 
     @property
@@ -228,11 +172,30 @@ class ShardedInputs:
         They are `(B, L, K)`, or for each head of the index `(B, G, L, K)`.
         Keys of an index take the axis's route, so `strategy` is ignored.
         """
+        if index.pools is not None and self.documents.pools is not None:
+            return self._select_by_document(index, self.documents.pools)
         how = index.of(self.num_keys) | self._where | seen
         keys = self._own(index.keys, 1)
         if index.pools is not None:
             keys = index.pools.index_keys(keys, self.axis.mesh, **self._order)
         return select_keys(index.query, keys, index.weights, mesh=self.axis.mesh, **how)
+
+    def _select_by_document(self, index: KeyIndex, bounds: Tensor) -> Tensor:
+        """Return what `select` does, where pools begin with each document."""
+        mesh, rank = self.axis.mesh, self.axis.mesh.get_local_rank()
+        runs = self.runs
+        if runs is None:
+            runs = runs_of(self.axis.layout, mesh.size(), self.num_keys)
+        key_runs = runs if self.key_runs is None else self.key_runs
+        parts = []
+        for document in documents_of_rows(bounds, len(index.query)):
+            rows, *place = document
+            queries, keys = (columns_in(x[rank], *place) for x in (runs, key_runs))
+            inside = {"runs": runs_in(runs, *place), "key_runs": runs_in(key_runs, *place)}
+            inputs = ShardedInputs(self.axis, None, DocumentBounds(), **inside)
+            chosen = inputs.select(index.part(rows, queries, keys))
+            parts.append((document, queries, chosen))
+        return joined_choices(parts, index.query.shape[:2], index.query.device)
 
     def attend_selected(
         self, query: Tensor, key: Tensor, value: Tensor | int, chosen: Tensor, **scores: Any
@@ -320,14 +283,31 @@ class DecodeInputs:
         return _num_keys(self.key_runs)
 
     def attend_pools(
-        self, query: Tensor, rows: Tensor, pools: KeyPools, chosen: Tensor, scale: float | None
+        self,
+        query: Tensor,
+        rows: Tensor,
+        pools: KeyPools,
+        chosen: Tensor | None,
+        scale: float | None,
     ) -> tuple[Tensor, Tensor]:
-        """Return attention to pools that are keys and values, by their numbers, and its lse."""
+        """Return attention to pools that are keys and values, and its lse.
+
+        `chosen` are their numbers, `(B, M, K)`; without them a query sees all that end before it.
+        """
+        if chosen is None:
+            chosen = self._ended_pools(query, pools.size)
         own = rows.narrow(1, 0, self.num_columns)
         keys = pools.keys(own, self.mesh, runs=self.key_runs).unsqueeze(1)
         how: dict[str, Any] = {"key_runs": self.key_runs, "mesh": self.mesh, "agree": self.agree}
         how |= {"scale": scale, "pool_size": pools.size}
         return decode_selected_attention(query, keys, keys.shape[3], chosen, return_lse=True, **how)
+
+    def _ended_pools(self, query: Tensor, size: int) -> Tensor:
+        """Return the numbers of the pools that end before each query, `(B, M, P)`, -1 for none."""
+        num_keys, (batch, _, num_queries, _) = self.num_keys, query.shape
+        at = torch.arange(num_keys - num_queries, num_keys, device=query.device).unsqueeze(-1)
+        numbers = torch.arange(num_keys // size, dtype=torch.int32, device=query.device)
+        return numbers.masked_fill(numbers >= (at + 1) // size, -1).repeat(batch, 1, 1)
 
     def _check(self, key: Tensor) -> None:
         """Refuse fewer keys than the cache has."""
@@ -340,12 +320,30 @@ class DecodeInputs:
 
     def select(self, index: KeyIndex, strategy: str | None = None, **seen: Any) -> Tensor:
         """Return the positions that the queries choose, the same on all ranks."""
+        if index.pools is not None and self.documents.pools is not None:
+            return self._select_by_document(index, self.documents.pools)
         keys = index.keys.narrow(1, 0, self.num_columns)
         how = index.of(self.num_keys) | seen
         how |= {"key_runs": self.key_runs, "mesh": self.mesh}
         if index.pools is not None:
             keys = index.pools.index_keys(keys, self.mesh, runs=self.key_runs)
         return decode_select_keys(index.query, keys, index.weights, **how)
+
+    def _select_by_document(self, index: KeyIndex, bounds: Tensor) -> Tensor:
+        """Return what `select` does, where pools begin with the last document of each row."""
+        rank = 0 if self.mesh is None else self.mesh.get_local_rank()
+        end, parts, every = self.num_keys, [], slice(None)
+        for document in documents_of_rows(bounds, len(index.query)):
+            if document.end == end:
+                runs = runs_in(self.key_runs, document.begin, end)
+                keys = columns_in(self.key_runs[rank], document.begin, end)
+                columns = keys.stop - keys.start
+                inputs = replace(
+                    self, documents=DocumentBounds(), key_runs=runs, num_columns=columns
+                )
+                part = index.part(document.rows, every, keys)
+                parts.append((document, every, inputs.select(part)))
+        return joined_choices(parts, index.query.shape[:2], index.query.device)
 
     def attend_selected(
         self, query: Tensor, key: Tensor, value: Tensor | int, chosen: Tensor, **scores: Any

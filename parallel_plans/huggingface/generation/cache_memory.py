@@ -29,7 +29,7 @@ from parallel_plans.huggingface.core.layer_inputs import (
     ShardedInputs,
 )
 from parallel_plans.huggingface.core.positions import LastTokens
-from parallel_plans.huggingface.generation.saved_parts import Pair, of_part, windows_of
+from parallel_plans.huggingface.generation.saved_parts import PADDING, Pair, of_part, windows_of
 from parallel_plans.huggingface.states import state_steps
 
 
@@ -265,16 +265,16 @@ class CacheMemory:
         indexed: Sequence[int] = (),
     ) -> None:
         self.axis, self.seq_len, self.batch = axis, 0, -1
+        self.left_padding: Tensor | None = None  # of each row
         self._kv_dtype = kv_dtype
         self._sizes, self._chunks, self._decode_tokens = sizes, chunks, decode_tokens
         self._layout = _layout_of_runs(axis)
         self._new: NewTokens | None = None
         full = [i for i in kept if not sizes[i]]
-        how = len(full), self._layout, block, kv_dtype
-        self._shards = ShardedCache(axis.mesh, *how) if full else None
+        how = self._layout, block
+        self._shards = ShardedCache(axis.mesh, len(full), *how, kv_dtype) if full else None
         self._layers = dict(zip(full, self._shards or (), strict=True))
-        how = len(indexed), self._layout, block
-        self._index = ShardedCache(axis.mesh, *how) if indexed else None
+        self._index = ShardedCache(axis.mesh, len(indexed), *how) if indexed else None
         self._indexes = dict(zip(indexed, self._index or (), strict=True))
         self._sharded = tuple(x for x in (self._shards, self._index) if x is not None)
         self._windows = {i: WindowCache(size, kv_dtype) for i in kept if (size := sizes[i])}
@@ -360,7 +360,7 @@ class CacheMemory:
             for cache in self._sharded:
                 cache.crop(new.end)
         self._hold(appended)
-        self.seq_len, self.batch = new.end, rows
+        self.seq_len, self.batch, self.left_padding = new.end, rows, new.left_padding
 
     def _take_back(self, new: NewTokens) -> None:
         for cache in self._sharded:
@@ -413,12 +413,13 @@ class CacheMemory:
     def state_dict(self) -> dict[str, Any]:
         """Return what all layers keep, whole on every rank, on the CPU."""
         state: dict[str, Any] = {"seq_len": self.seq_len, "batch": self.batch}
-        state |= {"kv_dtype": str(self._kv_dtype)}
+        state["kv_dtype"] = str(self._kv_dtype)
         for name, cache in self._parts().items():
             state |= {f"{name}.{key}": x for key, x in cache.state_dict().items()}
         for number, window in self._windows.items():
             names = f"window.{number}.keys", f"window.{number}.values"
             state |= {x: y.cpu() for x, y in zip(names, window.read() or (), strict=False)}
+        state |= {} if self.left_padding is None else {PADDING: self.left_padding.cpu()}
         return state | {f"state.{x}": y for x, y in state_steps.named(self.states).items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -443,6 +444,7 @@ class CacheMemory:
                 window.load((pair[0].to(mesh.device_type), pair[1].to(mesh.device_type)))
         self.states = state_steps.unnamed(of_part(state, "state"), mesh.device_type)
         self.seq_len, self.batch = state["seq_len"], state["batch"]
+        self.left_padding = state.get(PADDING)
 
     def _parts(self) -> dict[str, ShardedCache]:
         """Return the sharded caches by name."""
@@ -473,6 +475,8 @@ class CacheMemory:
             cache.select(rows)
         self._hold(selected)
         self.states = state_steps.rows_of(self.states, rows)
+        if self.left_padding is not None:
+            self.left_padding = self.left_padding[rows.cpu()]
         self.batch = len(rows)
 
     def _hold(self, pairs: list[KeptPair | None]) -> None:
@@ -485,7 +489,7 @@ class CacheMemory:
             cache.reset()
         for window in self._windows.values():
             window.hold(None)
-        self.seq_len, self.batch, self.states = 0, -1, {}
+        self.seq_len, self.batch, self.states, self.left_padding = 0, -1, {}, None
 
 
 def _layout_of_runs(axis: SequenceAxis, other: str = "zigzag") -> Layout:

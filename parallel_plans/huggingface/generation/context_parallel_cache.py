@@ -99,10 +99,7 @@ class ContextParallelCache(Cache):
         self._not_pickled = NotPickled(NO_PICKLE)  # first: pickle reads attributes in order
         self.sharding, self._config = found[0], model.config
         self._stateful: list[Any] = stateful_layers(model)
-        # Layers that share an attention tell it only in the call which of them it is.
-        numbered = all(getattr(x, "layer_idx", 0) is not None for x in attention_layers(model))
-        has_states = bool(self._stateful) and numbered and keeps_states(self._stateful)
-        stock, owners, sizes = _stock_layers(model, has_states)
+        stock, owners, sizes, has_states = _stock_layers(model)
         kept = self._kept = sorted({x for x in owners if type(stock[x]) not in STATES})
         axis, chunks = self.sharding.axis, self.sharding.chunks
         self._indexers = {x.layer_idx: x for x in indexers_of(model)}
@@ -129,7 +126,8 @@ class ContextParallelCache(Cache):
                 layer.update(*pair)
             if index is not None:
                 self._refuse_axes(self._indexers[number])
-                give_index(self._indexers[number], layer, index)
+                padding = self.memory.left_padding
+                give_index(self._indexers[number], layer, index, padding)
             for (kind, state_idx), x in self._states_of(number).items():
                 if kind == "recurrent":
                     layer.update_recurrent_state(x, state_idx)
@@ -313,24 +311,32 @@ def pooled_cache(model: Any, memory: Any) -> tuple[Cache, list[int]]:
 
     Returns:
         The cache, and for each layer the number of the layer whose keys it uses, among those that
-        keep any.
+        keep any; -1 if it has states alone.
 
     Raises:
         ValueError: if a layer keeps anything other than keys and values.
     """
-    stock, owners, sizes = _stock_layers(model)
-    kept = sorted({*owners})
+    stock, owners, sizes, has_states = _stock_layers(model)
+    kept = sorted({x for x in owners if type(stock[x]) not in STATES})
     layers: list[Any] = [
-        x if isinstance(x, DummyLayer) else KeptLayer(memory, i, sizes[i])
+        x if isinstance(x, DummyLayer) else KeptLayer(memory, i, sizes[i], has_states)
         for i, x in enumerate(stock)
     ]
-    return Cache(layers=layers), [kept.index(x) for x in owners]
+    return Cache(layers=layers), [kept.index(x) if x in kept else -1 for x in owners]
 
 
-def _stock_layers(model: Any, has_states: bool = False) -> tuple[list[Any], list[int], list[int]]:
+def _has_kept_states(model: Any) -> bool:
+    """Return whether layers of a model have states, and a cache can keep all of them."""
+    layers = stateful_layers(model)
+    # Layers that share an attention tell it only in the call which of them it is.
+    numbered = all(getattr(x, "layer_idx", 0) is not None for x in attention_layers(model))
+    return bool(layers) and numbered and keeps_states(layers)
+
+
+def _stock_layers(model: Any) -> tuple[list[Any], list[int], list[int], bool]:
     """Return the layers of a stock cache, whose keys each layer uses, and how many it sees.
 
-    With `has_states`, layers may keep states, alone or beside keys.
+    The last result is whether layers keep states, alone or beside keys.
 
     A layer without a cache of its own uses that of the last layer before it of its type. It sees
     the last tokens, as many as its window has; 0 stands for all tokens.
@@ -341,6 +347,7 @@ def _stock_layers(model: Any, has_states: bool = False) -> tuple[list[Any], list
     indexed = {x.layer_idx for x in (*indexers_of(model), *compressing_layers(model))}
     owners: list[int] = []
     of_type: dict[str, int] = {}
+    has_states = _has_kept_states(model)
     for number, layer in enumerate(layers):
         kind = types[number] if number < len(types) else ""
         known = (*kept_whole(), DynamicSlidingWindowLayer, DummyLayer)
@@ -355,4 +362,5 @@ def _stock_layers(model: Any, has_states: bool = False) -> tuple[list[Any], list
         if not isinstance(layer, DummyLayer):
             of_type[kind] = number
         owners.append(of_type.get(kind, 0))
-    return layers, owners, [getattr(layers[x], "sliding_window", 0) for x in owners]
+    sizes = [getattr(layers[x], "sliding_window", 0) for x in owners]
+    return layers, owners, sizes, has_states

@@ -37,7 +37,12 @@ from parallel_plans.huggingface.core.versions import (
     cache_name,
     with_cache,
 )
-from parallel_plans.huggingface.core.whole_rows import WHOLE_ROWS, check_whole_rows
+from parallel_plans.huggingface.core.whole_rows import (
+    ROW,
+    WHOLE_ROWS,
+    check_one_document,
+    check_whole_rows,
+)
 from parallel_plans.huggingface.generation.cache_memory import NewTokens
 from parallel_plans.huggingface.probing.probe import ROUTER_LOGITS
 from parallel_plans.huggingface.sharding.agreement import described
@@ -169,10 +174,12 @@ def call_with_cache(
     padding = None if mask is None else left_padding(mask, past + num_tokens)
     positions = sharding.positions(batch, past, mask)
     batch, kept = replace(batch, positions=positions, seen=seen), None
-    if sharding.counts_places:
+    if sharding.counts_places == ROW:
         if padding is not None:
             raise ValueError(WHOLE_ROWS)
         check_whole_rows(None, positions, past)
+    elif sharding.counts_places:
+        check_one_document(None, positions, past, padding)
     num_kept = batch.others.get(LOGITS_TO_KEEP, 0)
     with (
         memory.appending(tokens, padding, num_kept) as (new, inputs),

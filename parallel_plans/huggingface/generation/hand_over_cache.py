@@ -53,12 +53,14 @@ class _Content(NamedTuple):
         seq_len, batch: tokens and rows.
         windows: the number of tensors of keys, and of values, of each window; none if it is empty.
         states: the module, kind and index of each state.
+        padding: the number of padding tokens before each row; none if no row has any.
     """
 
     seq_len: int
     batch: int
     windows: tuple[tuple[int, ...], ...]
     states: tuple[tuple[int, str, int], ...]
+    padding: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, memory: CacheMemory) -> _Content:
@@ -66,7 +68,8 @@ class _Content(NamedTuple):
         held = [x.appended() or () for x in memory._windows.values()]
         windows = tuple(tuple(len(x.tensors()) for x in pair) for pair in held)
         states = tuple((n, *key) for n, layer in memory.states.items() for key in layer)
-        return cls(memory.seq_len, memory.batch, windows, states)
+        padding = () if memory.left_padding is None else tuple(memory.left_padding.tolist())
+        return cls(memory.seq_len, memory.batch, windows, states, padding)
 
 
 def hand_over_cache(
@@ -117,6 +120,7 @@ def hand_over_cache(
             _fill(taken, content, found)
     if taken is not None:
         taken.seq_len, taken.batch = content.seq_len, content.batch
+        taken.left_padding = torch.tensor(content.padding) if content.padding else None
 
 
 def _agreed(told: Sequence[Any]) -> tuple[_Layers, _Content]:

@@ -8,6 +8,8 @@ from typing import Any
 from torch import Tensor
 
 Pair = tuple[Tensor, Tensor]
+# The name of the number of padding tokens before each row, in a state of rows that have some.
+PADDING = "left_padding"
 
 
 def of_part(state: dict[str, Any], name: str) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from parallel_plans.huggingface.core.layer_inputs import KeyIndex
+from parallel_plans.huggingface.core.key_index import KeyIndex
 from parallel_plans.huggingface.selecting.selection import Selection
 
 # Other ranks have more keys, so an indexer reads this as their number.

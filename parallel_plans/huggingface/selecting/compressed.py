@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from parallel_plans.huggingface.core.layer_inputs import InputsWithPools, KeyIndex, KeyPools
+from parallel_plans.huggingface.core.key_index import KeyIndex, KeyPools
+from parallel_plans.huggingface.core.layer_inputs import InputsWithPools
 from parallel_plans.huggingface.selecting.pools import random_input, rotation_of
 
 # The parts of a compressor, and of the index that one may have.
@@ -74,25 +75,20 @@ class PooledKeys:
         return TokensAndPools(*args[0])
 
     def attend(
-        self, query: Tensor, inputs: InputsWithPools, positions: Tensor, scale: float | None
+        self, query: Tensor, inputs: InputsWithPools, scale: float | None
     ) -> tuple[Tensor, Tensor] | None:
         """Return `out` and `lse` of the pools that each query sees; `None` if there are none.
 
         Args:
             query: this rank's queries, `(B, N, L, H)`.
             inputs: which queries and keys the ranks have.
-            positions: the positions of the queries, `(L,)`.
             scale: the factor of the scores.
         """
-        size, number = self.pools.size, inputs.num_keys // self.pools.size
-        if not number:
+        if inputs.num_keys < self.pools.size:
             return None
-        if self.index is None:
-            ended = ((positions + 1) // size).unsqueeze(-1)
-            chosen = torch.arange(number, dtype=torch.int32, device=query.device)
-            chosen = chosen.masked_fill(chosen >= ended, -1).repeat(len(query), 1, 1)
-        else:
-            chosen = _pools_in(inputs.select(self.index), size)
+        chosen = None
+        if self.index is not None:
+            chosen = _pools_in(inputs.select(self.index), self.pools.size)
         return inputs.attend_pools(query, self.rows, self.pools, chosen, scale)
 
 

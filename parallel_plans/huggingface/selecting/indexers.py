@@ -21,8 +21,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from parallel_plans.huggingface.core.layer_inputs import KeyIndex
+from parallel_plans.huggingface.core.key_index import KeyIndex
 from parallel_plans.huggingface.core.versions import names_in_forward, parameter_of_cache
+from parallel_plans.huggingface.core.whole_rows import DOCUMENTS, ROW, TOKENS
 from parallel_plans.huggingface.selecting.block_scores import (
     BlockScores,
     CountedPlaces,
@@ -57,17 +58,23 @@ def indexers_of(model: nn.Module) -> list[Any]:
     return [x for x in model.modules() if updates.intersection(names_in_forward(x))]
 
 
-def give_index(indexer: Any, layer: Any, keys: Tensor) -> None:
+def give_index(indexer: Any, layer: Any, keys: Tensor, padding: Tensor | None = None) -> None:
     """Give the keys of an index, `(B, S, D)`, to a layer of a stock cache.
 
-    With pools they are the rows that a cache keeps for them.
+    With pools they are the rows that a cache keeps for them. `padding` is the number of padding
+    tokens before each row, `(B,)`.
     """
     if (form := form_of(indexer)) is not None:
         batch, num_tokens, _ = keys.shape
-        layer.update_indexer(keys[..., : form.stock_row(indexer)])
-        if form.is_turned:  # rows begin at position 0
-            places = torch.arange(num_tokens, device=keys.device)
-            setattr(layer, POSITIONS_OF_INDEX, places.expand(3, batch, -1))
+        places = torch.arange(num_tokens, device=keys.device).expand(batch, -1)
+        if padding is not None:
+            places = places - padding.to(keys.device).unsqueeze(-1)
+        keys = keys[..., : form.stock_row(indexer)]
+        if form.is_turned:
+            setattr(layer, POSITIONS_OF_INDEX, places.clamp(min=0).expand(3, -1, -1))
+        else:  # the last number of a row says what is no padding
+            keys = torch.cat([keys[..., :-1], (places >= 0).unsqueeze(-1).to(keys)], -1)
+        layer.update_indexer(keys)
     elif hasattr(layer, UPDATE):
         layer.update_indexer(keys)
     else:
@@ -90,9 +97,15 @@ def choose_pools(model: nn.Module) -> bool:
     return any(form_of(x) is not None for x in indexers_of(model))
 
 
-def count_places(model: nn.Module) -> bool:
-    """Return whether layers have blocks or pools, which count places in the row."""
-    return choose_blocks(model) or choose_pools(model) or bool(compressing_layers(model))
+def count_places(model: nn.Module) -> str | None:
+    """Return from where on layers with blocks or pools count places: `ROW`, `TOKENS`, `DOCUMENTS`.
+
+    `None` stands for a model without such layers.
+    """
+    if choose_blocks(model) or compressing_layers(model):
+        return ROW
+    found = {form.counted for x in indexers_of(model) if (form := form_of(x)) is not None}
+    return next((x for x in (TOKENS, DOCUMENTS) if x in found), None)
 
 
 def selecting_layers(model: Any) -> list[Any]:

@@ -22,8 +22,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from parallel_plans.huggingface.core.layer_inputs import KeyIndex, KeyPools
+from parallel_plans.huggingface.core.key_index import KeyIndex, KeyPools
 from parallel_plans.huggingface.core.versions import parameter_of_cache
+from parallel_plans.huggingface.core.whole_rows import DOCUMENTS, TOKENS
 from parallel_plans.huggingface.selecting.selection import Selection
 
 # How an attention module makes a mask of what its indexer chooses.
@@ -45,6 +46,8 @@ class PoolForm(NamedTuple):
         tokens: returns what each query chooses of what that forward returns, `(L, L)`.
         stock_row: returns how many first numbers of a row a stock cache keeps.
         is_turned: whether keys are rotated by positions, which a stock cache keeps, too.
+        counted: the token from which on pools are counted: the first of a row, `TOKENS`, or of each
+            document in it, `DOCUMENTS`.
     """
 
     parts: tuple[str, ...]
@@ -54,6 +57,7 @@ class PoolForm(NamedTuple):
     tokens: Callable[[Tensor], Tensor]
     stock_row: Callable[[Any], int]
     is_turned: bool
+    counted: str
 
 
 def _by_gates(indexer: Any, hidden_states: Tensor, q_resid: Tensor, **_: Any) -> KeyIndex:
@@ -157,6 +161,7 @@ FORMS = (
         _listed,
         lambda indexer: 2 * indexer.head_dim + 1,
         False,
+        TOKENS,
     ),
     PoolForm(
         ("index_qk_proj", "q_layernorm", "k_layernorm", "compress_ratio", "block_topk"),
@@ -166,6 +171,7 @@ FORMS = (
         lambda mask: mask[0, 0],
         lambda indexer: indexer.index_head_dim,
         True,
+        DOCUMENTS,
     ),
 )
 

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from parallel_plans.huggingface.core.layer_inputs import KeyIndex, LayerInputs
+from parallel_plans.huggingface.core.key_index import KeyIndex
+from parallel_plans.huggingface.core.layer_inputs import LayerInputs
 
 # The method that expands the latents of all tokens, and what attention needs beside it.
 EXPAND = "expand_kv"

@@ -35,6 +35,7 @@ class Service:
         requests: the open requests.
         max_length: the largest number of tokens of a prompt and its answer.
         ends: the tokens that end an answer.
+        stops: the strings that end one, beside those that are asked for.
         metrics: what is counted.
         encoding: the one thread on which prompts become tokens: tokenizers of transformers are not
             for several.
@@ -46,6 +47,7 @@ class Service:
     requests: OpenRequests
     max_length: int
     ends: frozenset[int]
+    stops: tuple[str, ...]
     metrics: ServerMetrics
     encoding: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))
     numbers: Any = field(default_factory=count)
@@ -130,7 +132,7 @@ class Answer:
         self._outcome: str | None = "cancelled"
         self._begin, self._is_first = time.monotonic(), True
         decode = _decoder(service.tokenizer)
-        stops = asked.stops
+        stops = [*asked.stops, *service.stops]
         self._texts = [StreamText(decode, x.prompt, stops) for x in asks for _ in x.sample_ids]
         self._names = [name for x in asks for name in x.sample_ids]
         self.choices = [AnswerChoice() for _ in self._names]

@@ -4,7 +4,7 @@ Note [One word a step]: requests come in on the first rank only. Before each ste
 is new to the other ranks, as JSON in a tensor of bytes: requests to add, requests to cancel, and
 whether the server ends. Then all ranks make the same calls of the batch. While there is nothing to
 do, the first rank sleeps and says so every `HEARTBEAT` seconds, so that no wait reaches its time
-limit, and a rank that died is found.
+limit. Then all ranks meet, as they do in a step: a rank that died, or hangs, is found.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ class Engine:
 
         Raises:
             RingError: if a rank raised.
-            RuntimeError: if a rank died.
+            RuntimeError: if a rank died, or did not answer in time.
         """
         while True:
             said = b"" if self._desk is None else self._desk.word(self._batch).to_bytes()
@@ -153,6 +153,8 @@ class Engine:
             if word.is_end:
                 return
             refused = self._apply(word)
+            if not self._batch.has_requests():
+                dist.barrier(self._group)
             outputs = self._batch.step()
             if self._desk is not None:
                 self._desk.hand_out(self._batch, outputs, refused)
@@ -182,6 +184,9 @@ class FrontDesk:
         inbox: requests (`AskedTokens`), ids of samples to cancel (`str`), and `None` to end.
         publish: takes what a step has for samples, and numbers for metrics, if there are new ones.
         drain_seconds: how long open requests may take once the server is to end.
+
+    Attributes:
+        since: when the last step began, by the monotonic clock.
     """
 
     def __init__(
@@ -193,7 +198,7 @@ class FrontDesk:
         self._inbox, self._publish, self._drain_seconds = inbox, publish, drain_seconds
         self._num_sent: dict[str, int] = {}
         self._end_at: float | None = None
-        self._look_at = 0.0
+        self._look_at, self.since = 0.0, time.monotonic()
 
     def word(self, batch: ContinuousBatch) -> Word:
         """Return what came in since the last one; wait if there is nothing else to do."""
@@ -204,6 +209,7 @@ class FrontDesk:
         with suppress(Empty):
             while True:
                 self._take(self._inbox.get_nowait(), word)
+        self.since = time.monotonic()
         if self._end_at is not None:
             word.is_end = not self._num_sent or time.monotonic() >= self._end_at
         return word

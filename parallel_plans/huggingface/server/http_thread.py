@@ -48,6 +48,10 @@ class HttpThread:
         assert loop is not None, "it has started"
         loop.call_soon_threadsafe(function, *args)
 
+    def call_later(self, seconds: float, function: Callable[..., Any], *args: Any) -> None:
+        """Call a function on the thread, on which this runs, too, after so long."""
+        asyncio.get_running_loop().call_later(seconds, function, *args)
+
 
 class _Server(uvicorn.Server):
     """Says when it listens, and on which loop."""

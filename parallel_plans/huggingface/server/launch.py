@@ -2,8 +2,8 @@
 
 Under torchrun the ranks are there already. Else each one is a process of its own, all of them on
 this machine. Signals that end the command go to the first rank, which lets open requests end and
-then says so to the others. If a rank dies, the first one answers what is open by an error, and all
-of them end.
+then says so to the others. If a rank dies, or does not answer within `rank_timeout`, the first one
+answers what is open by an error, and all of them end.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ GRACE_SECONDS = 15
 def launch(options: ServerOptions) -> int:
     """Serve until a signal ends it, and return the exit status: 0, or 1 if a rank failed."""
     if dist.is_torchelastic_launched():
-        dist.init_process_group()
+        dist.init_process_group(timeout=options.group_timeout)
         return _served(options)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     context = _starting()
@@ -62,7 +62,8 @@ def start_rank(rank: int, port: int, options: ServerOptions) -> None:
     if not torch.accelerator.is_available():
         torch.set_num_threads(max(1, torch.get_num_threads() // options.num_ranks))
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    dist.init_process_group(store=store, rank=rank, world_size=options.num_ranks)
+    how = {"rank": rank, "world_size": options.num_ranks, "timeout": options.group_timeout}
+    dist.init_process_group(store=store, **how)
     sys.exit(_served(options))
 
 

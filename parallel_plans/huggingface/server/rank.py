@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import socket
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from parallel_plans.huggingface.plan import context_parallel_plan
 from parallel_plans.huggingface.server.engine import (
+    HEARTBEAT,
     AskedTokens,
     Engine,
     EngineLook,
@@ -29,8 +31,13 @@ from parallel_plans.huggingface.server.engine import (
 from parallel_plans.huggingface.server.open_requests import OpenRequests
 from parallel_plans.huggingface.serving.continuous_batch import ContinuousBatch
 
-# How long a rank waits for another one at a word: longer than any step takes.
-WORD_MINUTES = 10
+# Seconds after which groups fail, once clients were told that a rank hangs: what notices it first
+# may end the process, as NCCL's watchdog does.
+SPARE_SECONDS = 5
+# Seconds between two looks at what the engine does.
+WATCH_EVERY = 0.5
+# Minutes that ranks wait for the one that is the last to have loaded its weights.
+LOADING_MINUTES = 60
 
 
 @dataclass(frozen=True)
@@ -52,6 +59,7 @@ class ServerOptions:
         max_requests: the largest number of answers that are generated at a time.
         max_open: the largest number of answers that are open, with those that wait.
         drain_seconds: how long open requests may take when the server is to end.
+        rank_timeout: seconds that a rank waits for another one; no step may take longer.
         seed: of the first answer that samples without a seed of its own; by default drawn.
     """
 
@@ -69,7 +77,25 @@ class ServerOptions:
     max_requests: int = 64
     max_open: int = 256
     drain_seconds: float = 30.0
+    rank_timeout: float = 120.0
     seed: int | None = None
+
+    def __post_init__(self) -> None:
+        """Check the time limit.
+
+        Raises:
+            ValueError: if ranks that wait would reach it.
+        """
+        if self.rank_timeout <= 2 * HEARTBEAT:
+            raise ValueError(
+                f"rank_timeout must be more than {2 * HEARTBEAT:g} s, as ranks that wait hear "
+                f"from the first one each {HEARTBEAT:g} s; got {self.rank_timeout:g}"
+            )
+
+    @property
+    def group_timeout(self) -> timedelta:
+        """Return how long messages between ranks may take."""
+        return timedelta(seconds=self.rank_timeout + SPARE_SECONDS)
 
 
 def bound_socket(host: str, port: int) -> socket.socket:
@@ -100,13 +126,13 @@ def run_rank(options: ServerOptions, ready: Callable[[FirstRank], None] | None =
 
     Raises:
         OSError: on the first rank, if it cannot listen.
-        RuntimeError: if a rank failed, or died.
+        RuntimeError: if a rank failed, died, or did not answer in time.
     """
     is_first = dist.get_rank() == 0
     listening = bound_socket(options.host, options.port) if is_first else None
-    words = dist.new_group(backend="gloo", timeout=timedelta(minutes=WORD_MINUTES))
-    assert isinstance(words, dist.ProcessGroup), "all ranks are in it"
     model, tokenizer = loaded(options)
+    words = _cpu_group(options.group_timeout)
+    stops = taken_stops(model)
     how = _batch_options(options, model.device, _shared_seed(words, options.seed))
     batch = model.init_continuous_batching(None, how)
     if listening is None:
@@ -114,8 +140,15 @@ def run_rank(options: ServerOptions, ready: Callable[[FirstRank], None] | None =
         with handled(lambda *_: None):
             Engine(batch, words, None).run()
     else:
-        first = FirstRank(options, model, tokenizer, listening, batch)
+        first = FirstRank(options, model, tokenizer, listening, batch, stops)
         first.run(words, ready or announced)
+
+
+def _cpu_group(timeout: timedelta) -> dist.ProcessGroup:
+    """Return a group of all ranks on CPUs, whose messages may take so long."""
+    made = dist.new_group(backend="gloo", timeout=timeout)
+    assert isinstance(made, dist.ProcessGroup), "all ranks are in it"
+    return made
 
 
 def announced(first: FirstRank) -> None:
@@ -124,18 +157,21 @@ def announced(first: FirstRank) -> None:
 
 
 def loaded(options: ServerOptions) -> tuple[Any, Any]:
-    """Return the model under its plan, and its tokenizer."""
+    """Return the model under its plan, and its tokenizer, once all ranks have loaded them."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if device is not None:
         torch.accelerator.set_device_index(dist.get_node_local_rank(fallback_rank=dist.get_rank()))
     kind = "cpu" if device is None else device.type
-    dtype = options.dtype or "auto"
+    dtype, loading = options.dtype or "auto", _cpu_group(timedelta(minutes=LOADING_MINUTES))
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype).eval().to(kind)
+    tokenizer = AutoTokenizer.from_pretrained(options.model)
+    dist.barrier(loading)
+    dist.destroy_process_group(loading)
     mesh = init_device_mesh(kind, (options.num_ranks,), mesh_dim_names=("cp",))
     plan = context_parallel_plan(model, options.layout, cache_dtype=options.cache_dtype)
-    return parallelize_module(model, mesh, plan), AutoTokenizer.from_pretrained(options.model)
+    return parallelize_module(model, mesh, plan), tokenizer
 
 
 def _page_size(options: ServerOptions, device: torch.device) -> int:
@@ -181,6 +217,16 @@ def ends_of(model: Any) -> frozenset[int]:
     return frozenset([] if found is None else [found] if isinstance(found, int) else found)
 
 
+def taken_stops(model: Any) -> tuple[str, ...]:
+    """Return the strings that end an answer by the model's config, and take them out of it.
+
+    The server looks for stop strings in its texts, and `generate` would ask for a tokenizer.
+    """
+    config = model.generation_config
+    found, config.stop_strings = getattr(config, "stop_strings", None), None
+    return (found,) if isinstance(found, str) else tuple(found or ())
+
+
 class FirstRank:
     """The rank that clients speak to: HTTP on a thread beside the engine.
 
@@ -190,6 +236,7 @@ class FirstRank:
         tokenizer: its tokenizer.
         listening: the socket.
         batch: the batch of the engine.
+        stops: strings that end any answer.
 
     Attributes:
         url: where clients find it.
@@ -203,6 +250,7 @@ class FirstRank:
         tokenizer: Any,
         listening: socket.socket,
         batch: ContinuousBatch,
+        stops: tuple[str, ...],
     ) -> None:
         from parallel_plans.huggingface.server.app import Service, make_app
         from parallel_plans.huggingface.server.http_thread import HttpThread
@@ -211,6 +259,7 @@ class FirstRank:
         host, port = listening.getsockname()[:2]
         self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         self.batch, self._options = batch, options
+        self._slow: str | None = None
         self._inbox: SimpleQueue[AskedTokens | str | None] = SimpleQueue()
         self._requests = OpenRequests(self._inbox, options.max_open)
         service = Service(
@@ -219,6 +268,7 @@ class FirstRank:
             requests=self._requests,
             max_length=longest(options, model),
             ends=ends_of(model),
+            stops=stops,
             metrics=ServerMetrics(self._requests),
         )
         self._http = HttpThread(make_app(service), listening)
@@ -231,18 +281,30 @@ class FirstRank:
             ready: called when it listens.
 
         Raises:
-            RuntimeError: if a rank failed, or died. All open requests were told.
+            RuntimeError: if a rank failed, died or hangs. All open requests were told.
         """
         desk = FrontDesk(self._inbox, self._publish, self._options.drain_seconds)
         with handled(self.stop), self._http as http:
+            http.call(self._watch, desk)
             ready(self)
             try:
                 Engine(self.batch, words, desk).run()
+                if self._slow is not None:
+                    raise RuntimeError(self._slow)
             except BaseException as error:
-                message = f"the server failed, ask again later: {first_line(error)}"
-                http.call(self._requests.fail, 500, message)
+                http.call(self._requests.fail, 500, FAILED + first_line(error))
                 raise
             http.call(self._requests.fail, 503, STOPS)
+
+    def _watch(self, desk: FrontDesk) -> None:
+        """Tell all who wait once a step takes too long; the engine fails soon after."""
+        seconds = self._options.rank_timeout
+        if time.monotonic() - desk.since > seconds:
+            self._slow = f"a step took more than {seconds:g} s, so a rank hangs"
+            self._requests.fail(500, FAILED + self._slow)
+            self._inbox.put(None)  # if that step ends nevertheless
+        else:
+            self._http.call_later(WATCH_EVERY, self._watch, desk)
 
     def _publish(self, found: list[SampleTokens], look: EngineLook | None) -> None:
         self._http.call(self._requests.deliver, found, look)
@@ -253,6 +315,7 @@ class FirstRank:
         self._inbox.put(None)
 
 
+FAILED = "the server failed, ask again later: "
 STOPS = "the server stops; ask again when it has started again"
 
 

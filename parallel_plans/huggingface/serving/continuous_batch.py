@@ -25,8 +25,10 @@ from parallel_plans.huggingface.serving.served_request import (
     extend_all,
     generation_output,
     prepare_choice,
+    stop_strings_as_criterion,
 )
 from parallel_plans.huggingface.serving.serving_options import ServingOptions
+from parallel_plans.huggingface.serving.state_slots import KnownStates
 from parallel_plans.huggingface.sharding.sharding import Sharding
 
 SAME_REQUESTS = (
@@ -90,9 +92,8 @@ class ContinuousBatch:
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes of keys and values on this rank."""
-        cache = None if self._parts is None else self._parts[1].memory.cache
-        return 0 if cache is None else cache.num_bytes
+        """Return the bytes of keys, values and states on this rank."""
+        return 0 if self._parts is None else self._parts[1].num_bytes
 
     def has_requests(self) -> bool:
         """Return whether there is anything left to do or to return."""
@@ -159,6 +160,7 @@ class ContinuousBatch:
         drafts, options, config = DraftOptions.take(
             options, self._config, self._model.generation_config
         )
+        options = stop_strings_as_criterion(options, config, self._model.generation_config)
         known: dict[int, TokenChoice] = {}
         prepared = [self._prepared(prompt, options, config, known) for prompt in prompts]
         choices = [x for x in prepared if isinstance(x, TokenChoice)]
@@ -226,10 +228,16 @@ class ContinuousBatch:
         logits = forward.run(parts, [request.held for request in requests])
         scheduler.prefilled(chunks)
         ends = extend_all(requests, logits)
+        if forward.states is not None:
+            forward.states.keep([len(x.tokens) - 1 - x.held.num_written for x in requests])
         scheduler.decoded(requests)
+        self._end_requests(requests, ends)
+
+    def _end_requests(self, requests: Sequence[ServedRequest], ends: Sequence[bool]) -> None:
+        """Give out those of some requests that end."""
         for request, has_ended in zip(requests, ends, strict=True):
             if has_ended:
-                scheduler.remove(request)
+                self._scheduler.remove(request)
                 del self._requests[request.request_id]
                 self._outputs.append(request.output())
 
@@ -244,9 +252,16 @@ class ContinuousBatch:
 
     def _made(self, num_blocks: int) -> tuple[Scheduler, PooledForward]:
         mesh, options = self._sharding.axis.mesh, self._options
-        pool = BlockPool(num_blocks, options.page_size, mesh.size())
+        pool = self._pool(num_blocks, mesh.size())
         sizes = options.max_batch_tokens, options.max_requests_per_batch
         return Scheduler(pool, *sizes), PooledForward(self._model, self._sharding, pool)
+
+    def _pool(self, num_blocks: int, size: int) -> BlockPool:
+        """Return a pool in which prompts are prefilled over so many ranks."""
+        sizes = num_blocks, self._options.page_size, size
+        if self._sharding.passing is None:
+            return BlockPool(*sizes)
+        return KnownStates(*sizes, max_known=2 * self._options.max_requests_per_batch)
 
     def _next_seed(self, is_used: bool) -> int:
         """Return the seed after those of the requests before; draw the first if it is used.

@@ -15,7 +15,11 @@ from torch.distributed.tensor.parallel import parallelize_module
 from dtensor_ring import BlockPool, OutOfBlocks, SequenceAxis
 from dtensor_ring.extension import PooledSequence, axis_group, check_agreement
 from parallel_plans.huggingface.serving.drafts import Drafter, DraftOptions
-from parallel_plans.huggingface.serving.pooled_forward import PooledForward, check_servable
+from parallel_plans.huggingface.serving.pooled_forward import (
+    PooledForward,
+    check_servable,
+    check_whole_weights,
+)
 from parallel_plans.huggingface.serving.served_request import ServedRequest, processed
 from parallel_plans.huggingface.serving.verify import Draft
 from parallel_plans.huggingface.sharding.agreement import facts
@@ -36,7 +40,13 @@ class Drafters:
         plan_of: returns a plan for a stock model.
         max_tokens: the largest number of tokens of a step.
         max_requests: the largest number of requests at once.
+
+    Attributes:
+        axis_of_drafts: the ranks that an assistant with the plan of `axis` runs on; `None` for all.
+            Other ranks never ask for a draft, and have anything there.
     """
+
+    axis_of_drafts: SequenceAxis | None = None
 
     def __init__(
         self,
@@ -71,11 +81,27 @@ class Drafters:
                 return drafter
         if isinstance(assistant := options.assistant, nn.Module):
             planned = checked_assistant(assistant, self._model, self._axis, self._plan_of)
-            found: Drafter | None = ModelDrafter(planned, options, pool, *self._sizes)
+            where = self._axis_of(planned)
+            found: Drafter | None = ModelDrafter(planned, options, pool, *self._sizes, where)
         else:
             found = options.drafter(self._model.get_input_embeddings().weight.shape[0])
         self._made.append((options, found))
         return found
+
+    def _axis_of(self, planned: Any) -> SequenceAxis | None:
+        """Return the ranks that an assistant runs on, if they are not those of its plan.
+
+        Raises:
+            ValueError: on every rank, if ranks have different assistants, or its weights are
+                sharded over all of them.
+        """
+        (sharding,) = shardings_of(planned)
+        if self.axis_of_drafts is None or sharding.axis.mesh.size() == 1:
+            return None
+        check_whole_weights(planned)
+        with torch.no_grad():
+            sharding.agree(planned, {})  # on the weights
+        return self.axis_of_drafts
 
 
 class BegunDraft:
@@ -91,7 +117,8 @@ class BegunDraft:
     """
 
     def __init__(self, request: ServedRequest, sequence: PooledSequence, limit: int) -> None:
-        self.request, self.choice = request, request.choice
+        # Processors may keep a state, and that of the request must not see what is only proposed.
+        self.request, self.choice = request, request.choice.own()
         self.sequence, self.limit = sequence, limit
         self.tokens, self.rows = list[int](), list[Tensor]()
 
@@ -118,6 +145,7 @@ class ModelDrafter(Drafter):
         pool: the pool of the requests, of all ranks.
         max_tokens: the largest number of tokens of a prompt that are computed at once.
         max_requests: the largest number of requests at once.
+        axis: the ranks that it runs on, if they are not all of its plan.
 
     Raises:
         ValueError: if the model cannot run over pooled sequences.
@@ -130,15 +158,16 @@ class ModelDrafter(Drafter):
         pool: BlockPool,
         max_tokens: int,
         max_requests: int,
+        axis: SequenceAxis | None = None,
     ) -> None:
         found = options.of_config(assistant.generation_config)
         self.num_tokens, self.is_adaptive, self._confidence = found
         (sharding,) = shardings_of(assistant)
-        size, block = sharding.axis.mesh.size(), pool.dealing.block
+        size, block = (axis or sharding.axis).mesh.size(), pool.dealing.block
         # Two requests may begin to share a block only once both have written it.
         num_blocks = -(-pool.num_blocks * pool.dealing.world_size // size) + max_requests
         self._pool = BlockPool(num_blocks, block, size)
-        self._forward = PooledForward(assistant, sharding, self._pool)
+        self._forward = PooledForward(assistant, sharding, self._pool, axis)
         self._max_tokens = max_tokens
         self._sequences: dict[int, PooledSequence] = {}
         self._agreed: dict[int, int] = {}  # how many tokens were the request's, by number
@@ -244,12 +273,28 @@ def checked_assistant(
                 f"{dist.get_process_group_ranks(group)}; give both plans the same mesh, or leave "
                 "the assistant without one"
             )
-        check_servable(assistant)
+        _check_assistant(assistant)
         return assistant
     check_agreement(group, facts(assistant, group), SAME_DRAFTS)
     planned = _alone(assistant, axis.mesh.device_type, plan_of)
-    check_servable(planned)
+    _check_assistant(planned)
     return planned
+
+
+def _check_assistant(assistant: Any) -> None:
+    """Refuse a model under a plan that cannot propose tokens.
+
+    Raises:
+        ValueError: naming what it has.
+    """
+    check_servable(assistant)
+    (sharding,) = shardings_of(assistant)
+    if sharding.passing is not None:
+        raise ValueError(
+            f"assistant_model is a {type(assistant).__name__}, whose layers have states: tokens "
+            "that were wrong cannot be taken out of these; take an assistant with attention alone, "
+            "or prompt_lookup_num_tokens"
+        )
 
 
 def _alone(assistant: Any, device_type: str, plan_of: Callable[[Any], Any]) -> Any:

@@ -175,6 +175,8 @@ class DraftOptions:
         if config is not None:
             setattr(config, LOOKUP, None)
         rest.pop("assistant_model", None)
+        if getattr(of_model, LOOKUP, None) is not None:
+            rest[LOOKUP] = None  # as an option it counts more than what the model's config says
         return cls(assistant, *found.values()), rest, config
 
     def of_config(self, config: Any) -> tuple[int, bool, float]:

@@ -8,20 +8,23 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from dtensor_ring import BlockPool, Mask, PagedBatch, PagedCache, SequenceAxis
 from dtensor_ring.extension import BlockCopy, PagedPrefill, PooledSequence
 from parallel_plans.huggingface.core.attention_function import RingInputs
 from parallel_plans.huggingface.core.documents import DocumentBounds
-from parallel_plans.huggingface.core.layer_inputs import KeyIndex
+from parallel_plans.huggingface.core.key_index import KeyIndex
 from parallel_plans.huggingface.core.positions import counter_of, length_dependent
 from parallel_plans.huggingface.core.versions import cache_name
 from parallel_plans.huggingface.probing.probe import ROUTER_LOGITS
+from parallel_plans.huggingface.serving.pooled_states import PooledStates
 from parallel_plans.huggingface.sharding.batch import LOGITS_TO_KEEP, ModelBatch, keywords
 from parallel_plans.huggingface.sharding.sharding import Sharding
 
@@ -52,6 +55,8 @@ class PooledMemory:
         is_running: whether the model is running on new tokens.
         kind: the number of heads, the head dims of keys and values, and the dtype of what is kept;
             `None` before the first forward.
+        last: the number of the layer that wrote its new tokens, and has not attended yet: layers
+            may share an attention, which does not know which of them it is.
         written: called with the number of each layer, among those that keep keys, once it has
             written its new tokens; `None` if nobody asks.
     """
@@ -64,6 +69,7 @@ class PooledMemory:
         self.cache: PagedCache | None = None
         self.kept, self.expands = (0, 0), True
         self.kind: tuple[int, int, int, torch.dtype] | None = None
+        self.last: int | None = None
         self.written: Callable[[int], None] | None = None
         self.step: PooledStep | None = None
         self.key_runs = torch.empty(0)
@@ -74,15 +80,20 @@ class PooledMemory:
         if self.cache is None:
             self.allocate((key.shape[1], key.shape[3], value.shape[3], key.dtype), key.device)
         assert self.cache is not None
-        found = self.step.append(self.cache, self.numbers[layer], key, value)
+        self.last = self.numbers[layer]
+        found = self.step.append(self.cache, self.last, key, value)
         if self.written is not None:
-            self.written(self.numbers[layer])
+            self.written(self.last)
         return found
+
+    def append_index(self, layer: int, keys: Tensor) -> Tensor:
+        """Refuse layers whose index chooses keys: blocks of the pool keep no keys of an index."""
+        raise ValueError(NO_INDEX)
 
     @property
     def num_layers(self) -> int:
         """Return the number of layers that keep keys."""
-        return max(self.numbers) + 1
+        return max(self.numbers, default=-1) + 1
 
     def allocate(self, kind: tuple[int, int, int, torch.dtype], device: torch.device) -> None:
         """Allocate the memory for keys and values of a `kind`."""
@@ -283,8 +294,13 @@ class PooledInputs:
         ignored.
 
         Raises:
-            ValueError: if the model made a mask of its own for these tokens.
+            ValueError: if the model made a mask of its own for these tokens, or adds a bias.
         """
+        if scores.get("relative_bias") is not None:
+            raise ValueError(
+                "layers that add a bias by distance are not served from a pool, whose kernels take "
+                "none; call generate"
+            )
         if "slices" in scores:
             raise ValueError(
                 "the model makes a mask of its own for each batch, which generate_batch over a "
@@ -293,7 +309,10 @@ class PooledInputs:
         memory = self.memory
         assert memory.step is not None and memory.cache is not None, "outside of a forward"
         memory.expands = (key.shape[1], key.shape[3]) != memory.kept
-        return memory.step.attend(memory.numbers[self.layer], query, key, value, **scores)
+        number, memory.last = memory.last, None
+        if number is None:  # the keys are those of an earlier layer
+            number = memory.numbers[self.layer]
+        return memory.step.attend(number, query, key, value, **scores)
 
     def select(self, index: KeyIndex, strategy: str | None = None, **seen: Any) -> Tensor:
         """Refuse layers whose index chooses keys: blocks of the pool keep no keys of an index."""
@@ -327,6 +346,7 @@ class PooledForward:
 
     Attributes:
         memory: the keys and values on this rank.
+        states: the states on this rank; `None` if no layer has one.
 
     Raises:
         ValueError: if the model cannot run over pooled sequences.
@@ -346,6 +366,17 @@ class PooledForward:
         cache, self.memory.numbers = pooled_cache(model, self.memory)
         self._inputs = tuple(PooledInputs(self.memory, i) for i in range(len(cache.layers)))
         self._cache = {cache_name(model): cache}
+        self.states: PooledStates | None = None
+        if sharding.passing is not None:
+            mesh = self.memory.axis.mesh
+            self.states = PooledStates(sharding.passing, mesh, pool, model.device)
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the bytes of keys, values and states on this rank."""
+        cache, states = self.memory.cache, self.states
+        found = 0 if cache is None else cache.num_bytes
+        return found if states is None else found + states.num_bytes
 
     def run(
         self, chunks: Sequence[tuple[PooledSequence, int]], decoding: Sequence[PooledSequence]
@@ -368,7 +399,9 @@ class PooledForward:
         step = steps[0] if len(steps) == 1 else MixedTokens(*steps)
         # Without `decoding` no logits: the last token of a prompt is decoded.
         none = torch.empty(0, dtype=torch.int64, device=device)
-        return self._run(step, num_decoded or none)[0]
+        lengths, states = [len(x.tokens) for x in steps], self.states
+        with nullcontext() if states is None else states.running(chunks, decoding, lengths):
+            return self._run(step, num_decoded or none)[0]
 
     def copy(self, copies: Sequence[BlockCopy]) -> None:
         """Copy blocks that sequences do not share from now on."""
@@ -390,7 +423,7 @@ class PooledForward:
             with torch.compiler.set_stance("force_eager"):
                 return self._model(**how, **self._cache).logits
         finally:
-            self.memory.step = None
+            self.memory.step = self.memory.last = None
 
 
 def check_servable(model: Any) -> None:
@@ -410,4 +443,19 @@ def check_servable(model: Any) -> None:
         raise ValueError(
             f"{type(model).__name__} has {found}, which generate_batch over a sharded pool does "
             "not support; call generate"
+        )
+
+
+def check_whole_weights(model: Any) -> None:
+    """Refuse weights that ranks of both groups would have to gather together.
+
+    Raises:
+        ValueError: if a weight is a DTensor.
+    """
+    sharded = next((name for name, x in model.named_parameters() if isinstance(x, DTensor)), None)
+    if sharded is not None:
+        raise ValueError(
+            f"{sharded} is sharded over ranks (FSDP2, tensor parallelism), and two groups run the "
+            "model at different times; keep whole weights on each rank, or leave prefill and "
+            "decode out"
         )

@@ -13,7 +13,8 @@ is cut back to those that were right, and only those are committed: no other req
 wait for, a block with a token that was wrong.
 
 Note [Prefixes]: a request waits while another one computes full blocks that both begin with. Then
-it takes them from the pool, so each shared block is computed and kept once.
+it takes them from the pool, so each shared block is computed and kept once. If layers have states,
+the other one's step ends where this one leaves it, see Note [Known states] in `state_slots.py`.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ from dataclasses import dataclass
 from operator import attrgetter
 
 from dtensor_ring import BlockPool, OutOfBlocks
-from dtensor_ring.extension import BlockCopy
+from dtensor_ring.extension import BlockCopy, PooledSequence
 from parallel_plans.huggingface.serving.served_request import ServedRequest
+from parallel_plans.huggingface.serving.state_slots import KnownStates
 
 AGE = attrgetter("number")
 
@@ -62,6 +64,9 @@ class Scheduler:
         pool: the pool of their blocks.
         max_tokens: the largest number of tokens of a step.
         max_requests: the largest number of requests that hold blocks.
+
+    Attributes:
+        states: the pool in which prompts are prefilled, if layers have states.
     """
 
     def __init__(self, pool: BlockPool, max_tokens: int, max_requests: int) -> None:
@@ -70,6 +75,7 @@ class Scheduler:
         self.prefilling: list[ServedRequest] = []
         self.decoding: list[ServedRequest] = []
         self._max_tokens, self._max_requests = max_tokens, max_requests
+        self.states = pool if isinstance(pool, KnownStates) else None
         self._is_held = False  # see Note [Giving way]
 
     @property
@@ -113,20 +119,37 @@ class Scheduler:
         block = self.pool.dealing.block
         for request in self.prefilling:
             theirs = request.held.tokens
-            end = (request.held.num_written // block + 1) * block  # of the block that is next
+            end = (self._num_written(request) // block + 1) * block  # of the block that is next
             if end <= min(len(tokens), len(theirs)) and tokens[:end] == theirs[:end]:
+                if self.states is not None:
+                    self.states.expect(self.source(request), tokens)
                 return True
         return False
 
+    def source(self, request: ServedRequest) -> PooledSequence:
+        """Return the sequence of a request in the pool in which it is prefilled."""
+        return request.held
+
+    def _num_written(self, request: ServedRequest) -> int:
+        """Return how many tokens of a prompt are done."""
+        return request.held.num_written
+
     def chunks(self) -> list[tuple[ServedRequest, int]]:
         """Return the requests that prefill in this step, and how many tokens of each."""
-        found, left = [], self._max_tokens - sum(1 + len(x.drafted) for x in self.decoding)
+        found, left = [], self._max_tokens - self._num_decoded()
         for request in self.prefilling:
-            missing = len(request.held) - request.held.num_written
-            if num_tokens := min(missing, left):
+            sequence = self.source(request)
+            num_tokens = min(len(sequence) - sequence.num_written, left)
+            if num_tokens and self.states is not None:
+                num_tokens = self.states.num_until(sequence, num_tokens)
+            if num_tokens:
                 found.append((request, num_tokens))
                 left -= num_tokens
         return found
+
+    def _num_decoded(self) -> int:
+        """Return how many tokens of a step are not of prompts."""
+        return sum(1 + len(x.drafted) for x in self.decoding)
 
     def prefilled(self, chunks: Iterable[tuple[ServedRequest, int]]) -> None:
         """Commit what was computed. Requests with all of their prompt decode in the next step."""
@@ -137,7 +160,7 @@ class Scheduler:
 
     def _begin_to_decode(self) -> None:
         for request in self.prefilling[:]:
-            if request.held.num_written == len(request.held):
+            if self._num_written(request) == len(request.held):
                 self.prefilling.remove(request)
                 insort(self.decoding, request, key=AGE)
                 self._fork(request)

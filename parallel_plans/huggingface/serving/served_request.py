@@ -5,7 +5,8 @@ from __future__ import annotations
 from array import array
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from copy import copy, deepcopy
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, chain
 from math import inf
@@ -18,7 +19,8 @@ from dtensor_ring.extension import PooledSequence
 from parallel_plans.huggingface.serving.verify import Draft, drawn
 
 # Options of `generate` that choose tokens, beside those of a GenerationConfig.
-FUNCTIONS = ("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn", "tokenizer")
+CRITERIA, STOPS = "stopping_criteria", "stop_strings"
+FUNCTIONS = ("logits_processor", CRITERIA, "prefix_allowed_tokens_fn", "tokenizer")
 # Options of a GenerationConfig that are for one call of `generate`, and the values that ask for
 # nothing.
 ALLOWED = (
@@ -79,6 +81,61 @@ class TokenChoice:
             return None
         return min(lengths, default=inf), frozenset(chain.from_iterable(tokens))
 
+    def own(self) -> TokenChoice:
+        """Return the same for one sequence: processors that read tokens may keep a state of them.
+
+        Raises:
+            ValueError: if a processor of the user's cannot be copied.
+        """
+        from transformers.generation.logits_process import PrefixConstrainedLogitsProcessor
+
+        if self.batch_key is not None:
+            return self
+        found = copy(self.processors)
+        for number, processor in enumerate(found):
+            if type(processor) is not PrefixConstrainedLogitsProcessor:  # it holds a function only
+                found[number] = _copied(processor)
+        return replace(self, processors=found)
+
+
+def _copied(processor: Any) -> Any:
+    try:
+        return deepcopy(processor)
+    except TypeError as error:
+        raise ValueError(
+            f"each request needs its own {type(processor).__name__}, which cannot be copied "
+            f"({error}); give it a __deepcopy__, or call generate for each prompt"
+        ) from error
+
+
+def stop_strings_as_criterion(
+    options: dict[str, Any], config: Any, of_model: Any
+) -> dict[str, Any]:
+    """Return options of `generate` whose stop strings are a criterion, made once for all prompts.
+
+    `generate` drops the tokenizer where it is given a function in place of a way to decode.
+
+    Args:
+        options: options of the call, with a `tokenizer` if there are stop strings.
+        config: a GenerationConfig, or `None`.
+        of_model: the GenerationConfig of the model.
+
+    Raises:
+        ValueError: if there are stop strings, and no tokenizer.
+    """
+    from transformers import StopStringCriteria
+
+    found = dict(options)
+    tokenizer, given = found.pop("tokenizer", None), getattr(config, STOPS, None)
+    stops = found.get(STOPS, getattr(of_model, STOPS, None) if given is None else given)
+    if not stops:
+        return found
+    if tokenizer is None:
+        raise ValueError(f"{STOPS}={stops!r} need the model's tokenizer; give tokenizer=...")
+    criterion = StopStringCriteria(tokenizer, stops)
+    # `None` as an option counts more than what configs say.
+    return found | {STOPS: None, CRITERIA: [*(found.get(CRITERIA) or ()), criterion]}
+
 
 def prepare_choice(
     model: Any, prompt: list[int], generation_config: Any, options: dict[str, Any]
@@ -86,8 +143,8 @@ def prepare_choice(
     """Let `generate` of the model prepare how tokens are chosen after a prompt.
 
     Raises:
-        ValueError: if `generate` refuses an option, or it asks for anything but greedy decoding or
-            sampling.
+        ValueError: if `generate` refuses an option, it asks for anything but greedy decoding or
+            sampling, or a processor cannot be copied.
     """
 
     def keep(
@@ -118,7 +175,7 @@ def prepare_choice(
                 f"{name}={getattr(found.config, name)!r} is not supported by generate_batch over a "
                 "sharded pool; leave it out"
             )
-    return found
+    return found.own()
 
 
 def _check_options(options: dict[str, Any]) -> None:
@@ -136,7 +193,7 @@ def _check_options(options: dict[str, Any]) -> None:
                 f"{name} is not an option of generate_batch, which takes those of a "
                 f"GenerationConfig, and {', '.join(FUNCTIONS)}; got {given!r}"
             )
-    for criterion in options.get("stopping_criteria") or ():
+    for criterion in options.get(CRITERIA) or ():
         if "MaxTime" in type(criterion).__name__:
             raise ValueError("time would stop ranks at different tokens; use max_new_tokens")
 
@@ -173,7 +230,7 @@ class ServedRequest:
         seed: int,
     ) -> None:
         self.request_id, self.number, self.prompt = request_id, number, prompt
-        self.choice, self.logprobs = choice, list[float]()
+        self.choice, self.logprobs = choice.own(), list[float]()
         self.sequence: PooledSequence | None = None
         self.siblings: list[ServedRequest] = []
         self.is_cancelled = False
@@ -245,9 +302,9 @@ class ServedRequest:
         longest, tokens = self.choice.ends
         return len(self._tokens) >= longest or token in tokens
 
-    def note(self, token: int) -> None:
-        """Add the next token, which other ranks chose."""
-        self._tokens.append(token)
+    def note(self, tokens: Sequence[int]) -> None:
+        """Add the next tokens, which other ranks chose."""
+        self._tokens.extend(tokens)
 
     def learn(self, num_accepted: int) -> None:
         """Forget the draft, of which so many tokens were right, and adapt the length of the next.

@@ -3,7 +3,11 @@
 All ranks keep the tables of both pools, so all know what moves. A step prefills on the first group
 and decodes on the second one at the same time. The blocks of a layer are sent when the layer has
 written them, while later layers are computed. At the end of the step, the ranks that do not decode
-hear which tokens were chosen.
+hear which tokens were chosen, and what is proposed for the next step.
+
+Note [Drafts of two groups]: the ranks that decode propose tokens at the end of a step, for requests
+that go on: all ranks make room for them before the next step. So the first step of a request has no
+draft, whoever else is in the batch.
 """
 
 from __future__ import annotations
@@ -15,9 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from dtensor_ring import BlockPool, RingError, SequenceAxis
 from dtensor_ring.extension import (
@@ -26,6 +28,7 @@ from dtensor_ring.extension import (
     PagedHandOver,
     axis_group,
     check_agreement,
+    copy_whole,
     end_calls,
     group_beside,
     moving_blocks,
@@ -35,14 +38,20 @@ from parallel_plans.huggingface.serving.continuous_batch import (
     ContinuousBatch,
     install_generate_batch,
 )
-from parallel_plans.huggingface.serving.drafts import DraftOptions
-from parallel_plans.huggingface.serving.pooled_forward import PooledForward, check_servable
+from parallel_plans.huggingface.serving.drafts import propose_all
+from parallel_plans.huggingface.serving.pooled_forward import (
+    PooledForward,
+    check_servable,
+    check_whole_weights,
+)
 from parallel_plans.huggingface.serving.served_request import (
     ServedRequest,
     TokenChoice,
     extend_all,
 )
 from parallel_plans.huggingface.serving.serving_options import ServingOptions
+from parallel_plans.huggingface.serving.state_slots import StateSlots
+from parallel_plans.huggingface.serving.told_tokens import ToldTokens
 from parallel_plans.huggingface.serving.two_pools import TwoPoolScheduler
 from parallel_plans.huggingface.sharding.sharding import Sharding
 
@@ -94,16 +103,16 @@ class TwoGroupBatch(ContinuousBatch):
         group = axis_group(sharding.axis.mesh)
         self._beside = group_beside(group)
         self._ranks = _ranks_of(prefill, decode, group, self._beside)
-        _check_weights(model)
+        check_whole_weights(model)
         self._axes = [_axis(sharding.axis, mesh) for mesh in (prefill, decode)]
         self._forwards: list[PooledForward | None] = [None, None]
         super().__init__(model, sharding, generation_config, options, plan_of)
+        self._drafters.axis_of_drafts = self._axes[1] or sharding.axis
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes of keys and values on this rank, in both pools."""
-        caches = [x.memory.cache for x in self._forwards if x is not None]
-        return sum(x.num_bytes for x in caches if x is not None)
+        """Return the bytes of keys, values and states on this rank, in both pools."""
+        return sum(x.num_bytes for x in self._forwards if x is not None)
 
     @property
     def prefill_pool(self) -> BlockPool | None:
@@ -115,22 +124,6 @@ class TwoGroupBatch(ContinuousBatch):
         scheduler = self._scheduler
         assert isinstance(scheduler, TwoPoolScheduler)
         return scheduler
-
-    def add_requests(
-        self, inputs: Sequence[Sequence[int]], request_ids: Any = None, **options: Any
-    ) -> list[str]:
-        """Add requests, see `ContinuousBatch.add_requests`.
-
-        Raises:
-            ValueError: as there, and if they ask for drafts.
-        """
-        drafts, *_ = DraftOptions.take(options, self._config, self._model.generation_config)
-        if drafts.assistant is not None or drafts.lookup is not None:
-            raise ValueError(
-                "two groups decode one token of a request in a step; leave assistant_model and "
-                "prompt_lookup_num_tokens out, or prefill and decode"
-            )
-        return super().add_requests(inputs, request_ids, **options)
 
     def step(self) -> list[Any]:
         """Compute the next tokens of some requests, see `ContinuousBatch.step`.
@@ -162,10 +155,8 @@ class TwoGroupBatch(ContinuousBatch):
         each = [num_blocks, num_blocks]
         if options.num_blocks is None:  # that of the smaller group: both have room for as much
             each = [-(-num_blocks * min(sizes) // size) for size in sizes]
-        pools = [
-            BlockPool(number, options.page_size, size)
-            for number, size in zip(each, sizes, strict=True)
-        ]
+        pool = BlockPool if self._sharding.passing is None else StateSlots
+        pools = self._pool(each[0], sizes[0]), pool(each[1], options.page_size, sizes[1])
         with torch.no_grad():
             self._sharding.agree(self._model, {})  # on the weights
         for number, (axis, pool) in enumerate(zip(self._axes, pools, strict=True)):
@@ -189,6 +180,7 @@ class TwoGroupBatch(ContinuousBatch):
     def _compute(self, scheduler: Any, forward: Any) -> None:
         scheduler.counts.steps += 1
         scheduler.admit()
+        self._move_states()  # of prompts that the first pool had already
         copies, requests = scheduler.grow(), scheduler.decoding[:]
         chunks = scheduler.chunks()
         moved = scheduler.moved(chunks)
@@ -196,11 +188,32 @@ class TwoGroupBatch(ContinuousBatch):
         if ahead:  # the ranks that decode learn here what the others keep
             self._prefill(chunks, None)
             self._allocate()
+        told = ToldTokens(requests, self._drafters.share, self._model.device)
         with self._moving(moved, chunks, requests) as moving:
             self._prefill([] if ahead else chunks, moving)
-            chosen = self._decode(requests, copies, moving)
+            ends = self._decode(requests, copies, moving, told)
+        if ends is None:
+            ends, drafts = told.note()
+            scheduler.decoded(requests)
+            for request, draft in zip(requests, drafts, strict=True):
+                request.draft = draft
         scheduler.prefilled(chunks)
-        self._note(requests, chosen)
+        self._move_states()
+        self._end_requests(requests, ends)
+
+    def _move_states(self) -> None:
+        """Give the states of prompts that are done to the second group; all ranks decide alike."""
+        scheduler = self._two_pools
+        first, second = (None if x is None else x.states for x in self._forwards)
+        for states, pool in ((first, scheduler.prefill_pool), (second, scheduler.pool)):
+            if states is None and isinstance(pool, StateSlots):
+                pool.take_copies()  # other ranks make them
+        if requests := scheduler.arriving():
+            given = None if first is None else first.of([scheduler.source(x) for x in requests])
+            found = copy_whole(given, second is not None, self._sharding.axis.mesh)
+            if second is not None and found is not None:
+                second.take([x.held for x in requests], found)
+            scheduler.arrived()
 
     def _moving(
         self, moved: list[MovedTokens], chunks: Chunks, requests: Sequence[ServedRequest]
@@ -244,8 +257,9 @@ class TwoGroupBatch(ContinuousBatch):
         first, second = self._forwards
         kind = None if first is None else first.memory.kind
         told = check_agreement(self._beside, {}, SAME_REQUESTS, kind)
-        if second is not None and second.memory.cache is None:
-            second.memory.allocate(next(x for x in told if x is not None), self._model.device)
+        found = next((x for x in told if x is not None), None)  # none without attention
+        if second is not None and second.memory.cache is None and found is not None:
+            second.memory.allocate(found, self._model.device)
         self._is_allocated = True
 
     def _decode(
@@ -253,46 +267,31 @@ class TwoGroupBatch(ContinuousBatch):
         requests: Sequence[ServedRequest],
         copies: Sequence[BlockCopy],
         moving: PagedHandOver,
-    ) -> Tensor:
-        """Choose the next token of each request; ranks that do not decode will hear them.
+        told: ToldTokens,
+    ) -> list[bool] | None:
+        """Choose the next tokens of requests, and propose those after them.
 
         Returns:
-            Of each request its token, whether it ends, and the bits of its log-probability, `(3,
-            B)`, int64.
+            Whether each request ends; `None` on ranks that do not decode, which will hear it.
         """
-        chosen = torch.zeros(3, len(requests), dtype=torch.int64, device=self._model.device)
-        forward, decoding = self._forwards[1], self._ranks[1]
         if not requests:
-            return chosen
+            return []
+        forward, decoding = self._forwards[1], self._ranks[1]
         if forward is None:
-            moving.posts.hear(decoding[0], chosen)
-            return chosen
+            moving.posts.hear(decoding[0], told.message)
+            return None
         forward.copy(copies)
         ends = extend_all(requests, forward.run([], [x.held for x in requests]))
-        chosen[0] = torch.tensor([x.last_token for x in requests])
-        chosen[1] = torch.tensor(ends)
-        logprobs = [x.logprobs[-1] if x.logprobs else 0.0 for x in requests]
-        chosen[2] = torch.tensor(logprobs, dtype=torch.float64).view(torch.int64)
-        if self._beside.rank() == decoding[0]:
-            others = {*range(self._beside.size())} - {*decoding}
-            moving.posts.tell(sorted(others), chosen)
-        return chosen
-
-    def _note(self, requests: Sequence[ServedRequest], chosen: Tensor) -> None:
-        """Add the chosen tokens where others chose them, and let requests end."""
-        logprobs = chosen[2].view(torch.float64).tolist()
-        tokens, ends = chosen[:2].tolist()
-        if self._forwards[1] is None:
-            for request, token, logprob in zip(requests, tokens, logprobs, strict=True):
-                request.note(token)
-                if request.choice.returns_logprobs:
-                    request.logprobs.append(logprob)
+        if forward.states is not None:
+            forward.states.keep([len(x.tokens) - 1 - x.held.num_written for x in requests])
         self._two_pools.decoded(requests)
-        for request, has_ended in zip(requests, ends, strict=True):
-            if has_ended:
-                self._two_pools.remove(request)
-                del self._requests[request.request_id]
-                self._outputs.append(request.output())
+        left = [x for x, has_ended in zip(requests, ends, strict=True) if not has_ended]
+        propose_all(left, self._drafters.share, self._unit)
+        if self._beside.rank() == decoding[0]:
+            told.write(ends)
+            others = {*range(self._beside.size())} - {*decoding}
+            moving.posts.tell(sorted(others), told.message)
+        return ends
 
 
 def _axis(axis: SequenceAxis, mesh: DeviceMesh) -> SequenceAxis | None:
@@ -331,21 +330,6 @@ def _ranks_of(
 def _described(mesh: Any) -> str:
     """Describe a group for other ranks."""
     return str(mesh.mesh.tolist()) if isinstance(mesh, DeviceMesh) else type(mesh).__name__
-
-
-def _check_weights(model: Any) -> None:
-    """Refuse weights that ranks of both groups would have to gather together.
-
-    Raises:
-        ValueError: if a weight is a DTensor.
-    """
-    sharded = next((name for name, x in model.named_parameters() if isinstance(x, DTensor)), None)
-    if sharded is not None:
-        raise ValueError(
-            f"{sharded} is sharded over ranks (FSDP2, tensor parallelism), and two groups run the "
-            "model at different times; keep whole weights on each rank, or leave prefill and "
-            "decode out"
-        )
 
 
 def install_batches(model: Any, plan_of: Callable[[Any], Any]) -> None:

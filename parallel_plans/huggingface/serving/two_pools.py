@@ -6,6 +6,9 @@ its blocks in the first pool are given back; they stay there for prompts with th
 
 Note [Two prefixes]: each pool keeps the blocks of prompts that came before. A token is computed
 unless the first pool has it, and moves unless the second one has it.
+
+Note [States that move]: the states after a prompt go to the second group at once, when the first
+one has computed the whole prompt. Until then the request keeps its sequence in the first pool.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from dtensor_ring import BlockPool, OutOfBlocks
 from dtensor_ring.extension import MovedTokens, PooledSequence
 from parallel_plans.huggingface.serving.scheduler import Scheduler
 from parallel_plans.huggingface.serving.served_request import ServedRequest
+from parallel_plans.huggingface.serving.state_slots import KnownStates
 
 
 class TwoPoolScheduler(Scheduler):
@@ -34,21 +38,19 @@ class TwoPoolScheduler(Scheduler):
     ) -> None:
         super().__init__(pool, max_tokens, max_requests)
         self.prefill_pool = prefill_pool
+        self.states = prefill_pool if isinstance(prefill_pool, KnownStates) else None
         self._sources: dict[int, PooledSequence] = {}  # by number of their request
 
     def source(self, request: ServedRequest) -> PooledSequence:
-        """Return the sequence of a request in the first pool."""
         return self._sources[request.number]
 
-    def chunks(self) -> list[tuple[ServedRequest, int]]:
-        """Return the requests that prefill in this step, and how many tokens of each."""
-        found, left = [], self._max_tokens
-        for request in self.prefilling:
-            source = self.source(request)
-            if num_tokens := min(len(source) - source.num_written, left):
-                found.append((request, num_tokens))
-                left -= num_tokens
-        return found
+    def _num_written(self, request: ServedRequest) -> int:
+        found = super()._num_written(request)
+        # A state is known once the first group has computed the whole prompt.
+        return found if self.states is None else min(found, self.source(request).num_written)
+
+    def _num_decoded(self) -> int:
+        return 0  # by other ranks, at the same time
 
     def moved(self, chunks: Iterable[tuple[ServedRequest, int]]) -> list[MovedTokens]:
         """Return what moves in this step, if these tokens are prefilled in it."""
@@ -95,7 +97,16 @@ class TwoPoolScheduler(Scheduler):
 
     def _begin_to_decode(self) -> None:
         super()._begin_to_decode()
-        for request in self.decoding:
+        if self.states is None:
+            self.arrived()
+
+    def arriving(self) -> list[ServedRequest]:
+        """Return the requests that decode, and whose states are in the first group alone."""
+        return [x for x in self.decoding if x.number in self._sources]
+
+    def arrived(self) -> None:
+        """Give back what requests that decode have in the first pool."""
+        for request in self.arriving():
             self._free_source(request)
 
     def _free_source(self, request: ServedRequest) -> None:

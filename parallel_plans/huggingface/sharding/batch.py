@@ -25,7 +25,13 @@ from parallel_plans.huggingface.core.model_masks import (
     precomputed_masks,
 )
 from parallel_plans.huggingface.core.modules import has_axes
-from parallel_plans.huggingface.core.whole_rows import WHOLE_ROWS, check_whole_rows
+from parallel_plans.huggingface.core.whole_rows import (
+    DOCUMENTS,
+    TOKENS,
+    WHOLE_ROWS,
+    check_one_document,
+    check_whole_rows,
+)
 from parallel_plans.huggingface.losses.loss import LossFunction
 
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
@@ -140,14 +146,24 @@ def parse(model: Any, arguments: dict[str, Any], loss: LossFunction) -> ModelBat
     )
 
 
-def check_whole_batch(batch: ModelBatch) -> None:
-    """Refuse a batch of all tokens whose rows are not one document each.
+def check_places(batch: ModelBatch, counted: str) -> None:
+    """Refuse a batch of all tokens whose rows are divided in another way than layers count places.
+
+    Args:
+        batch: the batch.
+        counted: from where on they count: `ROW`, `TOKENS` or `DOCUMENTS`.
 
     Raises:
         ValueError: saying why.
     """
+    is_compiling = torch.compiler.is_compiling()
+    if counted == DOCUMENTS and not is_compiling and batch.seen is None:
+        return  # boundaries say all
     check_undivided(batch)
-    if torch.compiler.is_compiling() or has_content(batch.mask, batch.positions):
+    if counted == TOKENS and not is_compiling:
+        if has_content(batch.mask, batch.positions):
+            check_one_document(batch.mask, batch.positions)
+    elif is_compiling or has_content(batch.mask, batch.positions):
         check_whole_rows(batch.mask, batch.positions)
 
 

@@ -172,7 +172,7 @@ class LocalBatches:
         counts_from_zero: bool,
         is_stateless: bool,
         ignores_largest: bool,
-        counts_places: bool = False,
+        counts_places: str | None = None,
     ) -> None:
         self._axis, self._agreement, self._loss = axis, agreement, loss
         self._why_whole, self._counts_from_zero = why_whole, counts_from_zero

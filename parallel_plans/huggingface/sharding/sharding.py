@@ -50,7 +50,7 @@ from parallel_plans.huggingface.sharding.batch import (
     LOGITS_TO_KEEP,
     BatchPlan,
     ModelBatch,
-    check_whole_batch,
+    check_places,
     keywords,
     num_labels,
     parse,
@@ -86,7 +86,7 @@ class Sharding:
         local_batch: bool = False,
         why_whole: str | None = None,
         drops: bool = False,
-        counts_places: bool = False,
+        counts_places: str | None = None,
     ) -> None:
         self._not_pickled = NotPickled(NO_PICKLE)  # first: pickle reads attributes in order
         self.cache_dtype, self.local_batch, self.drops = cache_dtype, local_batch, drops
@@ -204,7 +204,7 @@ class Sharding:
         """Decide how a batch is sharded, and find its documents."""
         layout, mesh, seq_len = self.axis.layout, self.axis.mesh, batch.tokens.shape[1]
         if self.counts_places:
-            check_whole_batch(batch)
+            check_places(batch, self.counts_places)
         documents = self._documents(batch, seq_len)
         if self.passing is None:
             length, scan_chunks = layout.dealt_length(seq_len, mesh.size()), None

@@ -33,10 +33,10 @@ from parallel_plans.huggingface.states.state_sources import (
     States,
     StateSource,
 )
-from parallel_plans.huggingface.states.state_steps import StateStep
 from parallel_plans.huggingface.states.stateful import (
     LayerCall,
     RunLayer,
+    StatePassing,
     first,
     passing_states,
     required_parameters,
@@ -182,6 +182,9 @@ class AxisStatePassing:
         specs: the states of each layer.
         hybrid: the sizes of the model, which say when tokens stay where they are.
         order: a layout in which the tokens of a rank follow those of the previous rank.
+
+    Attributes:
+        specs: the states of each layer.
     """
 
     def __init__(
@@ -191,10 +194,10 @@ class AxisStatePassing:
         hybrid: Hybrid,
         order: Layout | str = Contiguous.name,
     ) -> None:
-        self._axis, self._specs, self.order = axis, specs, as_layout(order)
+        self._axis, self.specs, self.order = axis, specs, as_layout(order)
         self._stays_from = stays_from(hybrid, axis.layout, axis.mesh.size())
         self._last: ScanChunks | None = None
-        self._step: StateStep | None = None
+        self._step: StatePassing | None = None
         self._alive: WeakSet[ScanChunks] = WeakSet()
 
     def begin(
@@ -223,8 +226,8 @@ class AxisStatePassing:
         return self._last
 
     @contextmanager
-    def stepping(self, step: StateStep) -> Iterator[None]:
-        """Open a context in which layers run on new tokens after those of a cache."""
+    def stepping(self, step: StatePassing) -> Iterator[None]:
+        """Open a context in which layers run on new tokens after those of a cache or a pool."""
         self._step = step
         try:
             yield
@@ -307,7 +310,7 @@ class AxisStatePassing:
         self, number: int, x: Tensor, needs_own: bool, chunks: ScanChunks, row: int, run: RunLayer
     ) -> Any:
         """Return the output of a layer for one row."""
-        specs = self._specs[number]
+        specs = self.specs[number]
         sizes = [torch.Size(spec.shape).numel() for spec in specs]
         anchor = x.detach().requires_grad_() if needs_own else x
         flat = receive_state(anchor, 1, sum(sizes), self._axis.mesh)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from dtensor_ring import Contiguous, StateMap, exclusive_scan, relayout
+from dtensor_ring import Contiguous, StateMap, relayout
 from dtensor_ring.extension import Layout, gather_rows
 from parallel_plans.huggingface.states.state_sources import (
     GivenStates,
@@ -66,14 +66,18 @@ class PrefillStates(ScannedStates):
     Args:
         mesh: the axis; its ranks hold the tokens in contiguous order.
         length: tokens of a row on the rank with fewest.
-        known: the states before all tokens, on the first rank, if there are any.
+        known: the states before these tokens, where they are known: none at the start of a
+            document. `None` if these tokens follow those of the rank before.
+        ends: the states after the last tokens of this rank, if these are of another document.
 
     Attributes:
-        after: the states after this rank's tokens.
+        after: the states after these tokens.
     """
 
-    def __init__(self, mesh: DeviceMesh, length: int, known: States) -> None:
-        super().__init__(mesh, length, bool(known) or mesh.get_local_rank() > 0)
+    def __init__(
+        self, mesh: DeviceMesh, length: int, known: States | None, ends: GivenStates | None = None
+    ) -> None:
+        super().__init__(mesh, length, known is None or bool(known), ends)
         self._known, self.after = known, dict[StateKey, Tensor]()
 
     def columns(self, key: StateKey, columns: Tensor, num_before: int) -> Tensor:
@@ -87,11 +91,11 @@ class PrefillStates(ScannedStates):
         return before
 
     def _scan(self, key: StateKey, own: StateMap, transposed: bool = False) -> Tensor | None:
-        known = self._known.get(key)
-        if known is None:
+        if not self._known:
             return super()._scan(key, own, transposed)
+        known = self._known[key]
         known = known.mT if transposed else known
-        exclusive_scan([own.forgetting(own.after(known))], self._axis)
+        super()._scan(key, own.forgetting(own.after(known)), transposed)
         return known
 
 
@@ -145,9 +149,8 @@ class StateStep:
         begin, held = self._shard(rank)
         # A rank after the last token runs its padding, as all make the same scans.
         number = min(held, max(0, self._tokens.number - begin)) or held
-        source = PrefillStates(
-            mesh, self._shard(mesh.size() - 1)[1], before if rank == 0 else States()
-        )
+        known = None if rank else before
+        source = PrefillStates(mesh, self._shard(mesh.size() - 1)[1], known)
         mask = self._tokens.mask
         if mask is not None:
             mask = mask[:, begin : begin + number] if begin < self._tokens.number else None

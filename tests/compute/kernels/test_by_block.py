@@ -41,6 +41,7 @@ def _run(kernel: Kernel, tensors: list[Tensor], mask: Mask) -> list[Tensor]:
     return [out, lse, *kernel.backward(Saved(grad, out, lse), query, key, value, launch, scores)]
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("name", ["cpu_flash", "reference"])
 @pytest.mark.parametrize(("rows", "cols", "mask"), TILES)

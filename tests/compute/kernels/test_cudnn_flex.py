@@ -278,6 +278,7 @@ def source_of(file: str) -> str:
     return found[0].read_text()
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("head_dim", [8, 64, 128, 192, 256])
 @pytest.mark.parametrize("value_head_dim", [8, 64, 128, 256])
 @pytest.mark.parametrize("grouped", [False, True])

@@ -21,7 +21,7 @@ from tests.families import VOCABULARY, small_model
 from tests.huggingface.activations.played_copies import PlayedCopies
 from tests.pool import Pool
 
-STEPS, SEQ_LEN = 10, 24
+STEPS, SEQ_LEN = 4, 24
 KEPT = {"mlp_tile": 5, "offload": True}
 SELECTIVE = {"use_reentrant": False, "context_fn": ring_checkpoint_contexts}
 
@@ -110,7 +110,7 @@ def differences(case: Case) -> tuple[list[float], list[int]]:
     ],
     ids=str,
 )
-def test_ten_steps_equal_those_without(pool: Pool, case: Case) -> None:
+def test_steps_equal_those_without(pool: Pool, case: Case) -> None:
     for found, (kept, none) in pool.run(4, differences, case):
         assert largest(found) < 1e-6, found
         assert kept > 0 == none

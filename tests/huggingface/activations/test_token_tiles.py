@@ -63,6 +63,7 @@ def tensors_of(output: Any) -> list[Tensor]:
     return [x for x in outputs if x is not None]
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("rows", [(1, 7), (2, 5), (3, 1)])
 @pytest.mark.parametrize("size", [1, 3, 4, 100])
 @pytest.mark.parametrize(

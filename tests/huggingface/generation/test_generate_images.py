@@ -89,6 +89,7 @@ def test_tokens_after_images(pool: Pool, family: str) -> None:
     pool.run(2, check_ways, family, ("left padded",), "zigzag")
 
 
+@pytest.mark.needs("--all-generations")
 @pytest.mark.parametrize(
     ("family", "world_size", "layout"),
     [
@@ -96,11 +97,7 @@ def test_tokens_after_images(pool: Pool, family: str) -> None:
         *((family, 3, "contiguous") for family in FAMILIES),
     ],
 )
-def test_all_ways(
-    pool: Pool, request: pytest.FixtureRequest, family: str, world_size: int, layout: str
-) -> None:
-    if not request.config.getoption("--all-generations"):
-        pytest.skip("make test ARGS=--all-generations")
+def test_all_ways(pool: Pool, family: str, world_size: int, layout: str) -> None:
     deals = True if world_size > 2 else None
     pool.run(world_size, check_ways, family, tuple(WAYS), layout, deals)
 
@@ -155,16 +152,16 @@ def _some(x: Tensor, which: list[int]) -> Tensor:
 
 IN_TURNS = tuple(name for name in FAMILIES if name not in ("PaliGemma", "PaliGemma 2", "SmolVLM"))
 """The others need a prefix in one turn (PaliGemma), or as many images in each row (SmolVLM)."""
+SOME_TURNS = [
+    {"family": "Gemma 3", "decode_tokens": 4},
+    {"family": "Qwen3-VL", "decode_tokens": 64},
+]
 
 
+@pytest.mark.needs("--all-generations", but=lambda **case: case in SOME_TURNS)
 @pytest.mark.parametrize("decode_tokens", [64, 4])
 @pytest.mark.parametrize("family", IN_TURNS)
-def test_an_image_in_a_later_turn(
-    pool: Pool, request: pytest.FixtureRequest, family: str, decode_tokens: int
-) -> None:
-    is_sample = (family, decode_tokens) in {("Gemma 3", 4), ("Qwen3-VL", 64)}
-    if not is_sample and not request.config.getoption("--all-generations"):
-        pytest.skip("make test ARGS=--all-generations")
+def test_an_image_in_a_later_turn(pool: Pool, family: str, decode_tokens: int) -> None:
     pool.run(3, check_turns, family, decode_tokens)
 
 

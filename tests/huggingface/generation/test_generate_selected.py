@@ -41,8 +41,11 @@ def test_ways_to_generate(
 ) -> None:
     ways = {"DeepSeek-V3.2": OF_DEEPSEEK, "MiniMax M3": OF_BLOCKS}.get(family, SOME)
     ways = OF_POOLS if family in {**CHOOSES_POOLS, **BESIDE_POOLS} else ways
+    if family in CHOOSES_POOLS:
+        ways += ("left padded",)
     if request.config.getoption("--all-cases"):
-        ways = tuple(x for x in WAYS if family in SELECTING or not x.startswith("left padded"))
+        padded = {**SELECTING, **CHOOSES_POOLS}
+        ways = tuple(x for x in WAYS if family in padded or not x.startswith("left padded"))
     pool.run(world_size, check_ways, family, ways)
 
 
@@ -90,7 +93,14 @@ def check_lengths(family: str) -> None:
         assert torch.equal(ours.generate(prompt, **how), expected), length
 
 
-@pytest.mark.parametrize("family", [*CHOOSES_POOLS, *BESIDE_POOLS])
+@pytest.mark.parametrize(
+    "family",
+    [
+        *CHOOSES_POOLS,
+        *BESIDE_POOLS,
+        *(pytest.param(family, marks=pytest.mark.repeats) for family in CHOOSES_BLOCKS),
+    ],
+)
 def test_prompts_that_end_within_a_pool(pool: Pool, family: str) -> None:
     pool.run(3, check_lengths, family)
 

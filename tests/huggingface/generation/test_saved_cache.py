@@ -25,19 +25,21 @@ FAMILIES = ("Llama", "Gemma 3", "DeepSeek-V3.2", "Llama 4", "MiniMax M3")
 TURNS = 11, 3, 5
 
 
-def turn(model: Any, cache: Any, said: Tensor, number: int) -> Tensor:
-    """The tokens after a question and its answer."""
+def turn(model: Any, cache: Any, said: Tensor, number: int, padded: int = 0) -> Tensor:
+    """The tokens after a question and its answer; the first row may begin with padding."""
     said = torch.cat([said, tokens(TURNS[number])], 1)
-    given = with_cache(model, {"attention_mask": torch.ones_like(said), "cache": cache})
+    mask = torch.ones_like(said)
+    mask[0, :padded] = 0
+    given = with_cache(model, {"attention_mask": mask, "cache": cache})
     with exact_softmax():
         return generate(model, input_ids=said, **given).sequences
 
 
-def stock_chat(family: str, num_turns: int) -> tuple[Tensor, DynamicCache]:
+def stock_chat(family: str, num_turns: int, padded: int = 0) -> tuple[Tensor, DynamicCache]:
     model = stock(family)
     cache, said = DynamicCache(config=model.config), tokens(0)
     for number in range(num_turns):
-        said = turn(model, cache, said, number)
+        said = turn(model, cache, said, number, padded)
     return said, cache
 
 
@@ -118,26 +120,33 @@ def test_saved_chats_go_on(pool: Pool, tmp_path: Path, family: str) -> None:
         pool.run(2, check_refused, folder)
 
 
-def of_pools(family: str) -> None:
+def of_pools(family: str, padded: int) -> None:
     """A chat goes on from its state, and with the stock model if that keeps what pools are of."""
     model = sharded(family)
     chat, said = ContextParallelCache(model, block=2), tokens(0)
     for number in range(2):
-        said = turn(model, chat, said, number)
-    assert torch.equal(said, stock_chat(family, 2)[0])
-    expected = stock_chat(family, 3)[0]
+        said = turn(model, chat, said, number, padded)
+    assert torch.equal(said, stock_chat(family, 2, padded)[0])
+    expected, last = stock_chat(family, 3, padded)[0], (said, 2, padded)
+    loaded = ContextParallelCache(model)
+    loaded.load_state_dict(chat.state_dict())
     if family in BESIDE_POOLS:
         with pytest.raises(ValueError, match=r"keeps what these are made of.*state_dict"):
             chat.whole()
     else:
-        whole = chat.whole()
+        whole = loaded.whole()
         with stock_model(model):
-            assert torch.equal(turn(model, whole, said, 2), expected)
-    loaded = ContextParallelCache(model)
-    loaded.load_state_dict(chat.state_dict())
-    assert torch.equal(turn(model, loaded, said, 2), expected)
+            assert torch.equal(turn(model, whole, *last), expected)
+    assert torch.equal(turn(model, loaded, *last), expected)
 
 
-@pytest.mark.parametrize("family", [*CHOOSES_POOLS, *BESIDE_POOLS])
-def test_chats_of_pools_go_on(pool: Pool, family: str) -> None:
-    pool.run(2, of_pools, family)
+@pytest.mark.parametrize(
+    ("family", "padded"),
+    [
+        *((family, 4) for family in CHOOSES_POOLS),
+        *((family, 0) for family in BESIDE_POOLS),
+        *(pytest.param(family, 0, marks=pytest.mark.repeats) for family in CHOOSES_POOLS),
+    ],
+)
+def test_chats_of_pools_go_on(pool: Pool, family: str, padded: int) -> None:
+    pool.run(2, of_pools, family, padded)

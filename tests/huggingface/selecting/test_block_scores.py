@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from parallel_plans.huggingface.core.layer_inputs import KeyIndex
+from parallel_plans.huggingface.core.key_index import KeyIndex
 from parallel_plans.huggingface.selecting.block_scores import (
     ALL_KEYS,
     BlockScores,

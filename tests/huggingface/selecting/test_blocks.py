@@ -1,4 +1,4 @@
-"""Models whose layers choose blocks equal the stock model, where rows are one document each."""
+"""Models whose layers choose blocks or pools equal the stock model, in rows where that is right."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ READ_WHOLE = ("GLM-5-Next",)
 """An outer model merges images into embeddings of the whole batch."""
 KINDS = ("plain", "padded right")
 """Of 23 tokens, which neither ranks nor blocks divide."""
+PADDED = (*KINDS, "padded left")
 FAMILIES = {**CHOOSES_BLOCKS, **CHOOSES_POOLS, **BESIDE_POOLS}
 OFTEN = {
     "MiniMax M3": {(2, "contiguous"), (3, "striped"), (4, "zigzag"), (3, "balanced")},
@@ -48,8 +49,9 @@ def test_family_equals_the_stock_model(
     pool: Pool, family: str, world_size: int, layout: str
 ) -> None:
     """Loss, logits and all gradients."""
-    for rank, errors in enumerate(pool.run(world_size, compare, family, layout, None, KINDS)):
-        assert set(errors) == set(KINDS)
+    kinds = PADDED if family in CHOOSES_POOLS else KINDS
+    for rank, errors in enumerate(pool.run(world_size, compare, family, layout, None, kinds)):
+        assert set(errors) == set(kinds)
         worst = largest(x for error in errors.values() for x in error.values())
         assert worst < 1e-5, f"{layout}, rank {rank}: {errors}"
 
@@ -109,13 +111,20 @@ def refused_batches() -> dict[str, dict[str, Tensor]]:
     }
 
 
+SERVED: dict[str, set[str]] = {
+    "GLM-5-Next": {"padded left"},
+    "Qwen4-Exp": {"packed", "padded left", "from 5", "cu_seq_lens_q", "seq_idx", "other positions"},
+}
+"""Of whole batches, where pools begin with the tokens of a row, or of each document."""
+
+
 def refusals(family: str) -> None:
     """On every rank, whole and sharded: no rank waits, so the same model goes on."""
-    model = planned(family, layout="zigzag")
+    model, served = planned(family, layout="zigzag"), SERVED.get(family, set())
     mesh = model.context_parallel_sharding.axis.mesh
     for name, batch in refused_batches().items():
-        whole_only = family in READ_WHOLE
-        for given in (batch,) if whole_only else (batch, shards(batch, mesh)):
+        whole = () if name in served else (batch,)
+        for given in whole if family in READ_WHOLE else (*whole, shards(batch, mesh)):
             with pytest.raises(ValueError, match=r"each row must be one document") as raised:
                 model(**given)
             if "_" in name:
@@ -125,10 +134,13 @@ def refusals(family: str) -> None:
         cache = ContextParallelCache(model)
         model(plain["input_ids"], cache=cache)
         late = {"position_ids": torch.full((2, 1), 24), "cache": cache}
-        for more in (late, {"attention_mask": refused_mask(), "cache": cache}):
+        padded = {"attention_mask": refused_mask(), "cache": cache}
+        for more in (late,) if served else (late, padded):
             with pytest.raises(ValueError, match="each row must be one document"):
                 model(plain["input_ids"][:, :1], **more)
         assert cache.get_seq_length() == 23
+        if served:
+            return
         with pytest.raises(ValueError, match="each row must be one document"):
             model.generate(
                 plain["input_ids"], attention_mask=refused_mask()[:, 1:], max_new_tokens=2
@@ -161,6 +173,10 @@ def test_are_whole(monkeypatch: pytest.MonkeyPatch, block: int) -> None:
     axes = torch.stack([index, index * 0, index * 0, index * 0])
     assert are_whole(mask, axes)
     assert not are_whole(mask, axes.flip(2))
+    late = torch.tensor([[1, 1, 0, 1, 2]])
+    assert are_whole(None, late, padding=torch.tensor([2]))
+    assert not are_whole(None, late, padding=torch.tensor([1]))
+    assert are_whole(None, late[:, 3:], begin=3, padding=torch.tensor([2]))
     assert are_whole(mask, axes[1:])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from threading import Thread
@@ -39,3 +40,11 @@ def serving(folder: str, client: Callable[[FirstRank], Any], **options: Any) -> 
     if errors:
         raise errors[0]
     return answers[0] if answers else None
+
+
+def until(condition: Callable[[], bool], seconds: float = 20) -> None:
+    """Wait until a condition holds."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it never holds"
+        time.sleep(0.02)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -14,8 +13,8 @@ pytest.importorskip("fastapi")
 import httpx
 
 from parallel_plans.huggingface.server.rank import FirstRank
-from tests.huggingface.server.servers import serving
-from tests.huggingface.server.tiny import LONGEST, Stock, write_tiny
+from tests.huggingface.server.servers import serving, until
+from tests.huggingface.server.tiny import LONGEST, STOP, Stock, write_tiny
 from tests.pool import Pool
 
 PROMPTS = ["hello", "A story: ", "x", "once upon a time, in a land far away, there was a ring"]
@@ -68,6 +67,7 @@ def ask_all(first: FirstRank) -> None:
     check_many_prompts(url, stock, expected)
     check_chat(url, stock)
     check_stops(url, expected[3])
+    check_stop_of_config(url, stock)
     check_samples(url)
 
 
@@ -114,6 +114,14 @@ def check_stops(url: str, text: str) -> None:
     assert answer["choices"][0]["finish_reason"] == "stop"
     events = streamed(url, "completions", **how)
     assert text_of(events) == answer["choices"][0]["text"]
+
+
+def check_stop_of_config(url: str, stock: Stock) -> None:
+    """The text before it, which the stock model's has at its end."""
+    answer = post(url, "completions", prompt="once", max_tokens=40, temperature=0).json()
+    choice = answer["choices"][0]
+    assert choice["text"] + STOP == stock.text("once", 40)
+    assert choice["finish_reason"] == "stop"
 
 
 def check_samples(url: str) -> None:
@@ -179,14 +187,6 @@ def ask_wrongly(first: FirstRank) -> None:
 
 def test_refused(pool: Pool, folder: str) -> None:
     pool.run(2, serving, folder, ask_wrongly)
-
-
-def until(condition: Any) -> None:
-    """Wait until a condition holds."""
-    end = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < end, "it never holds"
-        time.sleep(0.02)
 
 
 def metric(first: FirstRank, name: str) -> float:

@@ -7,13 +7,14 @@ import json
 import os
 import signal
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
 from typing import Any
 
 import pytest
@@ -23,9 +24,10 @@ pytest.importorskip("fastapi")
 
 import httpx
 
+from parallel_plans.huggingface.server import launch
 from parallel_plans.huggingface.server.launch import start_rank, watched
-from parallel_plans.huggingface.server.rank import ServerOptions
-from tests.huggingface.server.servers import OPTIONS
+from parallel_plans.huggingface.server.rank import FirstRank, ServerOptions
+from tests.huggingface.server.servers import OPTIONS, serving
 from tests.huggingface.server.tiny import Stock, write_tiny
 from tests.pool import Pool, settle, starting
 
@@ -158,6 +160,74 @@ def test_a_rank_that_dies_among_requests(pool: Pool, endless: str) -> None:
 @pytest.mark.repeats
 def test_a_rank_that_dies_among_200_requests(pool: Pool, endless: str) -> None:
     print(check_load(endless, num=200, num_leaving=30))
+
+
+def check_hung(folder: str, num: int) -> None:
+    """A rank that hangs: all have the text or an error in time, and the server ends."""
+    stock = Stock(folder)
+    texts, seconds = {stock.text(*kind) for kind in KINDS}, 10.0
+    with started(folder, max_open=num, rank_timeout=seconds) as server:
+        hung, since = server.ranks[1].pid, list[float]()
+
+        def stop() -> None:
+            os.kill(hung, signal.SIGSTOP)
+            since.append(time.monotonic())
+
+        found = kinds(asyncio.run(many(server.url, num, 0, stop)), texts)
+        took = time.monotonic() - since[0]
+        assert found["text"] > 0
+        assert found["error"] > 0
+        assert found.keys() <= {"text", "error"}, found
+        assert took < seconds + 30, "a deadline against hangs"
+        print(f"{found} {took:.1f} s after the rank hung")
+        assert server.ended() == 1
+        assert [x.exitcode for x in server.ranks] == [1, -signal.SIGKILL]
+
+
+@pytest.mark.repeats
+def test_a_rank_that_hangs(pool: Pool, endless: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "GRACE_SECONDS", 1)  # what the hung rank has to end
+    check_hung(endless, num=48)
+
+
+def ask_slowly(first: FirstRank) -> None:
+    """A step that ends once who waits has an error; it is the last one."""
+    step, answered = first.batch.step, Event()
+
+    def slow() -> Any:
+        assert not first.batch.has_requests() or answered.wait(60)
+        return step()
+
+    first.batch.step = slow
+    answer = httpx.post(f"{first.url}/v1/completions", json={"prompt": "hi"}, timeout=50)
+    answered.set()
+    assert answer.status_code == 500
+    assert "a step took more than 2.1 s, so a rank hangs" in answer.json()["error"]["message"]
+
+
+def check_slow(folder: str) -> None:
+    how = {"rank_timeout": 2.1, "drain_seconds": 0.0}
+    if dist.get_rank():
+        serving(folder, ask_slowly, **how)
+    else:
+        with pytest.raises(RuntimeError, match="a step took more than"):
+            serving(folder, ask_slowly, **how)
+
+
+def test_a_step_that_takes_too_long(pool: Pool, endless: str) -> None:
+    pool.run(2, check_slow, endless)
+
+
+@pytest.mark.repeats
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_hangs_while_idle(
+    pool: Pool, endless: str, rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server ends, though nobody asks; the first rank is found by the others."""
+    monkeypatch.setattr(launch, "GRACE_SECONDS", 1)
+    with started(endless, rank_timeout=10.0) as server:
+        os.kill(server.ranks[rank].pid, signal.SIGSTOP)
+        assert server.ended() == 1
 
 
 def held_kibibytes(pid: int) -> int:

@@ -11,6 +11,8 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTraine
 
 LONGEST = 512
 """Tokens of a prompt and its answer that the model has positions for."""
+STOP = "$$"
+"""What ends an answer by the model's config: one to "once"."""
 TEMPLATE = (
     "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
@@ -32,7 +34,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 def write_tiny(folder: Path, ends: bool = True) -> str:
     """Write the model; in float64, so that no tie decides which token is the largest.
 
-    With `ends`, a token of its vocabulary ends an answer.
+    With `ends`, a token of its vocabulary ends an answer, and so does a string.
     """
     torch.manual_seed(0)
     tokenizer = byte_tokenizer()
@@ -48,7 +50,9 @@ def write_tiny(folder: Path, ends: bool = True) -> str:
         **sizes,
         **heads,
     )
-    LlamaForCausalLM(config).double().save_pretrained(folder)
+    model = LlamaForCausalLM(config).double()
+    model.generation_config.stop_strings = [STOP] if ends else None
+    model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return str(folder)
 
@@ -62,7 +66,7 @@ class Stock:
 
     def tokens(self, prompt: list[int], num_new: int) -> list[int]:
         """What it generates greedily."""
-        how = {"max_new_tokens": num_new, "do_sample": False}
+        how = {"max_new_tokens": num_new, "do_sample": False, "tokenizer": self.tokenizer}
         found = self.model.generate(torch.tensor([prompt]), **how)
         return found[0, len(prompt) :].tolist()
 

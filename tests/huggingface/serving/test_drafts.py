@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +15,7 @@ from transformers.generation.candidate_generator import PromptLookupCandidateGen
 
 from parallel_plans.huggingface.serving.drafts import looked_up
 from tests.huggingface.generation.generating import sharded, stock
+from tests.huggingface.serving.choices import CHOICES, Options
 from tests.huggingface.serving.test_workloads import FULL_POOL
 from tests.huggingface.serving.workloads import (
     GREEDY,
@@ -21,12 +23,11 @@ from tests.huggingface.serving.workloads import (
     Workload,
     alone_on,
     check_workload,
+    in_groups,
     prompt_of,
     served,
 )
 from tests.pool import Pool
-
-Options = dict[str, Any]
 
 
 def repeated(kind: int, num_tokens: int) -> tuple[int, ...]:
@@ -53,11 +54,7 @@ FULL = replace(FULL_POOL, max_tokens=36)
 
 def knowing(alone: Any, workload: Workload, num_right: int) -> Callable[..., Any]:
     """Proposes tokens of which only every n-th is wrong; the wrong ones differ by position."""
-    known = [
-        (*x.prompt, *alone(x.prompt, x.num_new, None))
-        for x in workload.arrivals
-        if x.num_samples == 1
-    ]
+    known = [(*x.prompt, *alone(x, 0)) for x in workload.arrivals if x.num_samples == 1]
 
     def propose(sequences: Sequence[Any], counts: Sequence[int]) -> list[list[int]]:
         found = []
@@ -97,11 +94,12 @@ def nearly(model: Any) -> Any:
     return model
 
 
-def check_drafts(family: str, kind: str, workloads: list[Workload]) -> Counter[str]:
+def check_drafts(family: str, kind: str, workloads: list[Workload], groups: Any) -> Counter[str]:
     model, alone, found = sharded(family), alone_on(stock(family)), Counter[str]()
     for workload in workloads:
         options = assistant_of(kind, family, alone, workload)
-        counts = check_workload(model, alone, workload, **options).counts
+        with in_groups(*groups) if groups else nullcontext():
+            counts = check_workload(model, alone, workload, **options).counts
         names = "proposed", "accepted", "preempted", "steps", "decoded"
         found += Counter({name: getattr(counts, name) for name in names})
     return found
@@ -112,27 +110,42 @@ def greedy(workload: Workload) -> Workload:
     return replace(workload, arrivals=tuple(replace(x, num_samples=1) for x in workload.arrivals))
 
 
-CASES = [
-    ("Llama", 1, "lookup"),
-    ("Llama", 2, "right or wrong"),
-    ("Gemma 3", 2, "right or wrong"),
-    ("gpt-oss", 3, "longer and shorter"),
-    ("DeepSeek-V3", 2, "right or wrong"),
-    ("Llama", 3, "lookup"),
-    ("Llama", 2, "stock"),
-    ("Gemma 3", 2, "planned"),
+CASES: list[tuple[str, int, str, Any]] = [
+    ("Llama", 1, "lookup", None),
+    ("Llama", 2, "right or wrong", None),
+    ("Gemma 3", 2, "right or wrong", None),
+    ("gpt-oss", 3, "longer and shorter", None),
+    ("DeepSeek-V3", 2, "right or wrong", None),
+    ("Qwen3-Next", 2, "right or wrong", None),
+    ("Llama", 3, "lookup", None),
+    ("Llama", 2, "stock", None),
+    ("Gemma 3", 2, "planned", None),
+    ("Llama", 2, "longer and shorter", ((0,), (1,))),
+    ("Gemma 3", 3, "planned", ((0,), (1, 2))),
+]
+TWO_GROUPS = [
+    ("Llama", 3, "lookup", ((0, 1), (2,))),
+    ("Llama", 3, "stock", ((0,), (1, 2))),
+    ("Llama", 2, "planned", ((0, 1), (0, 1))),
+    ("Gemma 3", 4, "right or wrong", ((0, 1, 2, 3), (1, 2))),
+    ("gpt-oss", 4, "longer and shorter", ((0, 1), (2, 3))),
+    ("DeepSeek-V3", 4, "right or wrong", ((2, 3), (0, 1))),
+    ("Qwen3-Next", 3, "right or wrong", ((0, 1), (2,))),
 ]
 
 
-@pytest.mark.parametrize(("family", "world_size", "kind"), CASES)
+@pytest.mark.parametrize(
+    ("family", "world_size", "kind", "groups"),
+    [*CASES, *(pytest.param(*x, marks=pytest.mark.repeats) for x in TWO_GROUPS)],
+)
 def test_tokens_are_those_without_drafts(
-    pool: Pool, family: str, world_size: int, kind: str
+    pool: Pool, family: str, world_size: int, kind: str, groups: Any
 ) -> None:
     """Samples, too, unless the assistant samples what it proposes."""
     workloads = [MIXED, FULL]
     if kind in ("stock", "planned"):
         workloads = [greedy(x) for x in workloads]
-    found: Any = pool.run(world_size, check_drafts, family, kind, workloads)
+    found: Any = pool.run(world_size, check_drafts, family, kind, workloads, groups)
     assert all(counts == found[0] for counts in found)
     counts = found[0]
     assert counts["preempted"]
@@ -146,8 +159,9 @@ def check_eight_bits(kv_dtype: str) -> None:
     model = sharded("Llama", cache_dtype=kv_dtype)
     plain, expected = served(model, workload)
 
-    def alone(prompt: Any, num_new: int, seed: Any) -> list[int]:
-        return next(x for x in expected.values() if x.prompt_ids == [*prompt]).generated_tokens
+    def alone(arrival: Arrival, seed: int) -> list[int]:
+        found = (x for x in expected.values() if x.prompt_ids == [*arrival.prompt])
+        return next(found).generated_tokens
 
     for num_right in (9, 2):
         how = {"assistant_model": knowing(alone, workload, num_right), "num_assistant_tokens": 7}
@@ -163,24 +177,12 @@ def test_eight_bits_stay_as_they_are_without_drafts(pool: Pool, kv_dtype: str) -
     pool.run(2, check_eight_bits, kv_dtype)
 
 
-KINDS: list[Options] = [
-    {},
-    {"repetition_penalty": 1.3},
-    {"do_sample": True, "temperature": 1.5, "top_p": 0.8},
-    {"do_sample": True, "top_k": 5, "no_repeat_ngram_size": 2},
-    {"stopping_criteria": [lambda ids, scores: (ids[:, -1] % 3 == 0) & (ids.shape[1] > 13)]},
-    {"eos_token_id": [*range(2, 32, 5)]},
-    {"min_new_tokens": 6, "eos_token_id": [*range(2, 32, 3)]},
-]
-"""Processors that read tokens and some that do not, and ways to end."""
-
-
 def check_kinds() -> None:
     """In one batch, each has the tokens that the stock model gives to it alone."""
     model, alone = sharded("Llama"), stock("Llama")
-    prompts = [prompt_of(i, 11) for i in range(len(KINDS))]
+    prompts = [prompt_of(i, 11) for i in range(len(CHOICES))]
     expected = []
-    for prompt, how in zip(prompts, KINDS, strict=True):
+    for prompt, how in zip(prompts, CHOICES.values(), strict=True):
         torch.manual_seed(9)
         ids = torch.tensor([prompt])
         found = alone.generate(ids, max_new_tokens=12, **GREEDY | how)[0, 11:].tolist()
@@ -195,13 +197,13 @@ def check_kinds() -> None:
 
     arrivals = tuple(Arrival(0, x, 12) for x in prompts)
     batch = Workload(arrivals, 4, 99, 400, 16).batch(model, return_logprobs=True)
-    for number, how in enumerate(KINDS):
+    for number, how in enumerate(CHOICES.values()):
         options = {"assistant_model": propose, "num_assistant_tokens": 4, "seed": 9}
         asked = options | GREEDY | how
         batch.add_request(prompts[number], str(number), max_new_tokens=12, **asked)
     for output in batch:
         number = int(output.request_id)
-        assert output.generated_tokens == expected[number], KINDS[number]
+        assert output.generated_tokens == expected[number], [*CHOICES][number]
         assert len(output.logprobs) == len(expected[number])
     assert batch.counts.accepted > 20
 
@@ -210,12 +212,13 @@ def test_requests_of_many_kinds_in_one_batch(pool: Pool) -> None:
     pool.run(2, check_kinds)
 
 
-def sampled(seeds: tuple[int, ...]) -> dict[int, tuple[list[int], list[float]]]:
+def sampled(groups: Any, seeds: tuple[int, ...]) -> dict[int, tuple[list[int], list[float]]]:
     """By seed, the tokens of a request whose assistant samples, and their log-probabilities."""
     model, assistant = sharded("Llama"), nearly(stock("Llama"))
     arrivals = tuple(Arrival(0, prompt_of(seed, 11), 16) for seed in seeds)
     # So few blocks that requests together give way.
-    batch = Workload(arrivals, 4, 3, 40, 8).batch(model, return_logprobs=True)
+    with in_groups(*groups) if groups else nullcontext():
+        batch = Workload(arrivals, 4, 3, 40, 8).batch(model, return_logprobs=True)
     how = {"do_sample": True, "temperature": 2.0, "assistant_model": assistant, **GREEDY}
     how |= {"num_assistant_tokens": 4, "assistant_confidence_threshold": 0.05}
     for seed, arrival in zip(seeds, arrivals, strict=True):
@@ -226,11 +229,12 @@ def sampled(seeds: tuple[int, ...]) -> dict[int, tuple[list[int], list[float]]]:
     return found
 
 
-def test_sampled_drafts_do_not_depend_on_the_batch(pool: Pool) -> None:
-    together = pool.run(2, sampled, (1, 2, 3, 4))
+@pytest.mark.parametrize("groups", [None, pytest.param(((0,), (1,)), marks=pytest.mark.repeats)])
+def test_sampled_drafts_do_not_depend_on_the_batch(pool: Pool, groups: Any) -> None:
+    together = pool.run(2, sampled, groups, (1, 2, 3, 4))
     assert together[0] == together[1]
     for seed in (1, 4):
-        alone = pool.run(2, sampled, (seed,))[0][seed]
+        alone = pool.run(2, sampled, groups, (seed,))[0][seed]
         assert alone[0] == together[0][seed][0]
         assert alone[1] == pytest.approx(together[0][seed][1], abs=1e-6)
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import product
 from typing import Any
 from unittest import mock
@@ -31,13 +29,14 @@ from tests.huggingface.serving.workloads import (
     Workload,
     alone_on,
     check_workload,
+    in_groups,
     prompt_of,
     served,
     workloads,
 )
 from tests.pool import Pool
 
-FAMILIES = ("Llama", "Gemma 3", "DeepSeek-V3")
+FAMILIES = ("Llama", "Gemma 3", "DeepSeek-V3", "Qwen3-Next")
 GROUPS = {
     "1 to 1": ((0,), (1,)),
     "2 to 1": ((0, 1), (2,)),
@@ -68,29 +67,6 @@ MIXED = Workload(
 requests than the pools have room for."""
 
 
-@contextmanager
-def in_groups(prefill: tuple[int, ...], decode: tuple[int, ...]) -> Iterator[None]:
-    """Batches of workloads have these groups; all ranks must call it."""
-    meshes = [DeviceMesh("cpu", [*ranks]) for ranks in (prefill, decode)]
-    size = min(len(prefill), len(decode))
-
-    def batch(self: Workload, model: Any, **options: Any) -> Any:
-        longest = max(len(x.prompt) + x.num_new for x in self.arrivals) - 1
-        config = ContinuousBatchingConfig(
-            page_size=self.block,
-            num_blocks=-(-longest // (self.block * size)) + self.spare,
-            max_batch_tokens=self.max_tokens,
-            max_requests_per_batch=self.max_requests,
-            seed=7,
-            **options,
-        )
-        groups = {"prefill": meshes[0], "decode": meshes[1]}
-        return model.init_continuous_batching(None, config, **groups)
-
-    with mock.patch.object(Workload, "batch", batch):
-        yield
-
-
 def check_groups(family: str, names: list[str]) -> None:
     model, alone = sharded(family), alone_on(stock(family))
     for name in names:
@@ -107,6 +83,7 @@ def check_groups(family: str, names: list[str]) -> None:
         ("Llama", 4, ["2 to 2", "some of both"]),
         ("Gemma 3", 3, ["2 to 1", "1 to 2"]),
         ("DeepSeek-V3", 2, ["1 to 1", "the same"]),
+        ("Qwen3-Next", 3, ["2 to 1"]),
     ],
 )
 def test_tokens_are_those_of_requests_alone(

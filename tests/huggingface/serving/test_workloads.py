@@ -19,8 +19,8 @@ from tests.huggingface.serving.workloads import (
 )
 from tests.pool import Pool
 
-FAMILIES = ("Llama", "Gemma 3", "gpt-oss", "DeepSeek-V3")
-"""Grouped heads; a window and everything; sinks and windows; latents that are expanded."""
+FAMILIES = ("Llama", "Gemma 3", "gpt-oss", "DeepSeek-V3", "Qwen3-Next")
+"""Grouped heads; a window and everything; sinks and windows; latents that are expanded; states."""
 
 
 def check_workloads(family: str, given: list[Workload]) -> Counter[str]:
@@ -33,7 +33,7 @@ def check_workloads(family: str, given: list[Workload]) -> Counter[str]:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """A few, or 216 of them: 18 of each family over 1, 2 and 3 ranks."""
+    """A few, or 270 of them: 18 of each family over 1, 2 and 3 ranks."""
     cases = [(family, 1 + number % 3, 1) for number, family in enumerate(FAMILIES)]
     if metafunc.config.getoption("--all-cases"):
         cases = [(family, world_size, 18) for family in FAMILIES for world_size in (1, 2, 3)]

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
+from unittest import mock
 
 import torch
 from hypothesis import strategies as st
+from torch.distributed.device_mesh import DeviceMesh
 from transformers import ContinuousBatchingConfig
 
 from parallel_plans.huggingface.serving.continuous_batch import ContinuousBatch
 from tests.families import VOCABULARY
 from tests.huggingface.generation.generating import exact_softmax
+from tests.huggingface.serving.choices import CHOICES
 from tests.paged.test_block_pool_walks import check_counts
 
 LONGEST = 300
@@ -22,13 +27,26 @@ GREEDY = {"eos_token_id": None, "pad_token_id": 0}
 
 @dataclass(frozen=True)
 class Arrival:
-    """A request, the step before which it comes, and that before which it is cancelled."""
+    """A request, the step before which it comes, and that before which it is cancelled.
+
+    `kind` is the name of its options in `CHOICES`; several samples are always sampled.
+    """
 
     step: int
     prompt: tuple[int, ...]
     num_new: int
     num_samples: int = 1
     cancelled: int | None = None
+    kind: str = "greedy"
+
+    @property
+    def how(self) -> dict[str, Any]:
+        """Its options, but for its length and the number of samples."""
+        return GREEDY | CHOICES[self.kind] | ({"do_sample": True} if self.num_samples > 1 else {})
+
+    def names(self, number: int) -> list[str]:
+        """The ids of its outputs."""
+        return [str(number), *(f"{number}__child#{i}" for i in range(self.num_samples - 1))]
 
 
 @dataclass(frozen=True)
@@ -43,8 +61,13 @@ class Workload:
 
     def batch(self, model: Any, **options: Any) -> ContinuousBatch:
         """One whose pool is just large enough."""
+        return self.batch_of(model, model.context_parallel_sharding.axis.mesh.size(), **options)
+
+    def batch_of(
+        self, model: Any, size: int, groups: dict[str, Any] | None = None, **options: Any
+    ) -> ContinuousBatch:
+        """One whose pool is just large enough on so many ranks."""
         longest = max(len(x.prompt) + x.num_new for x in self.arrivals) - 1
-        size = model.context_parallel_sharding.axis.mesh.size()
         config = ContinuousBatchingConfig(
             page_size=self.block,
             num_blocks=-(-longest // (self.block * size)) + self.spare,
@@ -53,7 +76,21 @@ class Workload:
             seed=7,
             **options,
         )
-        return model.init_continuous_batching(None, config)
+        return model.init_continuous_batching(None, config, **groups or {})
+
+
+@contextmanager
+def in_groups(prefill: tuple[int, ...], decode: tuple[int, ...]) -> Iterator[None]:
+    """Batches of workloads have these groups; all ranks must call it."""
+    meshes = [DeviceMesh("cpu", [*ranks]) for ranks in (prefill, decode)]
+    size = min(len(prefill), len(decode))
+
+    def batch(self: Workload, model: Any, **options: Any) -> Any:
+        groups = {"prefill": meshes[0], "decode": meshes[1]}
+        return self.batch_of(model, size, groups, **options)
+
+    with mock.patch.object(Workload, "batch", batch):
+        yield
 
 
 def served(model: Any, workload: Workload, **options: Any) -> tuple[ContinuousBatch, dict]:
@@ -62,10 +99,9 @@ def served(model: Any, workload: Workload, **options: Any) -> tuple[ContinuousBa
     while batch.has_requests() or any(x.step >= step for x in workload.arrivals):
         for number, arrival in enumerate(workload.arrivals):
             if arrival.step == step:
-                how = {"max_new_tokens": arrival.num_new, **options}
-                if arrival.num_samples > 1:
-                    how |= {"num_return_sequences": arrival.num_samples, "do_sample": True}
-                batch.add_request(arrival.prompt, str(number), seed=100 * number, **GREEDY | how)
+                how = arrival.how | {"max_new_tokens": arrival.num_new, **options}
+                how |= {"num_return_sequences": arrival.num_samples}
+                batch.add_request(arrival.prompt, str(number), seed=100 * number, **how)
             if arrival.cancelled == step and str(number) in batch._requests:
                 batch.cancel_request(str(number))
         outputs |= {x.request_id: x for x in batch.step()}
@@ -91,13 +127,10 @@ def check_workload(model: Any, alone: Any, workload: Workload, **options: Any) -
     """All requests have the tokens that the stock model gives to each of them alone."""
     batch, outputs = served(model, workload, **options)
     for number, arrival in enumerate(workload.arrivals):
-        names = [str(number)]
-        names += [f"{number}__child#{i}" for i in range(arrival.num_samples - 1)]
-        for sample, name in enumerate(names):
+        for sample, name in enumerate(arrival.names(number)):
             output = outputs[name]
             assert output.prompt_ids == list(arrival.prompt)
-            seed = 100 * number + sample if arrival.num_samples > 1 else None
-            expected = alone(arrival.prompt, arrival.num_new, seed)
+            expected = alone(arrival, 100 * number + sample)
             if output.error is not None:
                 assert arrival.cancelled is not None
                 assert "cancelled" in output.error
@@ -107,17 +140,22 @@ def check_workload(model: Any, alone: Any, workload: Workload, **options: Any) -
 
 
 def alone_on(model: Any) -> Any:
-    """What the stock model gives to a prompt: greedily, or sampled from a seed."""
+    """What the stock model gives to a prompt, with the random state of a seed."""
 
     @cache
-    def generate(prompt: tuple[int, ...], num_new: int, seed: int | None) -> list[int]:
+    def generate(prompt: tuple[int, ...], num_new: int, kind: str, seed: int | None) -> list[int]:
         with exact_softmax(), torch.random.fork_rng():
             torch.manual_seed(seed or 0)
-            how = {"max_new_tokens": num_new, "do_sample": seed is not None, **GREEDY}
-            found = model.generate(torch.tensor([prompt]), **how)
+            how = {"do_sample": seed is not None, **GREEDY, **CHOICES[kind]}
+            found = model.generate(torch.tensor([prompt]), max_new_tokens=num_new, **how)
         return found[0, len(prompt) :].tolist()
 
-    return generate
+    def alone(arrival: Arrival, seed: int) -> list[int]:
+        is_drawn = arrival.how.get("do_sample")
+        given = arrival.prompt, arrival.num_new, arrival.kind
+        return generate(*given, seed if is_drawn else None)
+
+    return alone
 
 
 def prompt_of(kind: int, num_tokens: int) -> tuple[int, ...]:

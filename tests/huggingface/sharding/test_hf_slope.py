@@ -22,7 +22,7 @@ from dtensor_ring.transport.transport import BufferPool
 from parallel_plans import sequences
 from parallel_plans.huggingface import context_parallel_plan
 from parallel_plans.huggingface.core import documents
-from tests.families import small_model
+from tests.families import COMPRESSED, small_model
 from tests.pool import Pool
 from tests.rings import fake_group
 from tests.traced_bytes import Peak, Slope, peak_of, slope_of
@@ -32,6 +32,8 @@ SHARDS, WORLDS = (256, 512), (8, 16)
 LIMIT = Slope(tensors=2, objects=16)
 """Positions, labels or boundaries of all tokens would take 4 or 8 each. Runs of each rank, for a
 cache, take 1 where a rank has 256 tokens; Python's objects vary by some thousand bytes in all."""
+POOLS = {"DeepSeek-V4": {"compress_rates": dict(zip(COMPRESSED, (4, 32), strict=True))}}
+"""Of as many tokens as in large models, in parts: ranges of pools are Python's objects."""
 OF_ONE_KIND = ("Llama", "Qwen3-MoE, router loss", "DeepSeek-V3.2")
 """Families whose layers are all alike, so that one of them is enough."""
 
@@ -73,7 +75,8 @@ def measured(family: str, kind: str, is_local: bool, call: Callable[..., None] =
         with messages, fake_group(world_size, rank=world_size // 2):
             mesh = init_device_mesh("cpu", (world_size,))
             changes = {"num_hidden_layers": 1} if family in OF_ONE_KIND else {}
-            model = small_model(family, **changes)
+            model = small_model(family, **changes | POOLS.get(family, {}))
+            choose_first(model)
             plan = context_parallel_plan(model, "zigzag", local_batch=is_local)
             parallelize_module(model, mesh, plan)
             batch = batch_of(kind, num_tokens * (1 if is_local else world_size))
@@ -87,6 +90,14 @@ def measured(family: str, kind: str, is_local: bool, call: Callable[..., None] =
         # Nor any request for keys.
         stack.enter_context(patch.object(moved_keys, "_from_bits", _none))
         return slope_of(peak, SHARDS, WORLDS, LIMIT)
+
+
+@torch.no_grad()
+def choose_first(model: Any) -> None:
+    """Make scores of an index equal: else, of more keys, queries choose more different ones."""
+    indexed = [x for name, x in model.named_parameters() if "indexer" in name]
+    for x in indexed:
+        x.zero_()
 
 
 def _none(bits: Tensor, length: int) -> Tensor:
@@ -107,6 +118,7 @@ CASES = [
     ("Qwen3-Next", "padded", False),
     ("DeepSeek-V3.2", "plain", False),
     ("MiniMax M3", "plain", False),
+    ("DeepSeek-V4", "plain", False),
 ]
 REPEATED = [
     ("Llama", "prefill", False),
@@ -117,6 +129,7 @@ REPEATED = [
     ("Jamba", "padded", False),
     ("DeepSeek-V3.2", "prefill", False),
     ("MiniMax M3", "prefill", False),
+    ("DeepSeek-V4", "prefill", False),
 ]
 
 

@@ -42,34 +42,33 @@ def compare_runs(family: str, stays_from: int | None) -> dict[str, dict[str, flo
         return compare(family, "zigzag", None, KINDS)
 
 
+def _is_sample(family: str, world_size: int, stays_from: int | None) -> bool:
+    """A loop runs layers that others have once."""
+    return family in SAMPLE[:-1] and (world_size, stays_from) in ((3, 0), (4, None))
+
+
+@pytest.mark.needs("--all-hybrids", but=_is_sample)
 @pytest.mark.parametrize(("world_size", "stays_from"), [*product([2, 3, 4], [0, None])])
 @pytest.mark.parametrize("family", HYBRIDS)
 def test_two_runs_of_a_rank(
-    pool: Pool,
-    request: pytest.FixtureRequest,
-    family: str,
-    world_size: int,
-    stays_from: int | None,
+    pool: Pool, family: str, world_size: int, stays_from: int | None
 ) -> None:
     """Are two maps, or are exchanged for one run."""
-    # A loop runs layers that others have once.
-    is_sample = family in SAMPLE[:-1] and (world_size, stays_from) in ((3, 0), (4, None))
-    if not is_sample and not request.config.getoption("--all-hybrids"):
-        pytest.skip("make test ARGS=--all-hybrids")
     for rank, errors in enumerate(pool.run(world_size, compare_runs, family, stays_from)):
         assert set(errors) == set(KINDS)
         worst = largest(x for error in errors.values() for x in error.values())
         assert worst < 1e-5, f"rank {rank}: {errors}"
 
 
+@pytest.mark.needs(
+    "--all-hybrids",
+    but=lambda family, world_size, layout: family in SAMPLE and layout == LAYOUT,
+)
 @pytest.mark.parametrize(("world_size", "layout"), [(2, LAYOUT), (4, LAYOUT), (3, "striped")])
 @pytest.mark.parametrize("family", HYBRIDS)
 def test_hybrid_equals_the_stock_model(
-    pool: Pool, request: pytest.FixtureRequest, family: str, world_size: int, layout: str
+    pool: Pool, family: str, world_size: int, layout: str
 ) -> None:
-    is_sample = family in SAMPLE and layout == LAYOUT
-    if not is_sample and not request.config.getoption("--all-hybrids"):
-        pytest.skip("make test ARGS=--all-hybrids")
     for rank, errors in enumerate(pool.run(world_size, compare, family, layout, None, KINDS)):
         assert set(errors) == set(KINDS)
         worst = largest(x for error in errors.values() for x in error.values())
@@ -159,14 +158,11 @@ def compiled_error(family: str, layout: str) -> tuple[float, Counter[str]]:
     return error.item(), counters["graph_break"]
 
 
+@pytest.mark.needs("--all-hybrids")
 @pytest.mark.parametrize("layout", [LAYOUT, "zigzag"])
 @pytest.mark.parametrize("family", ["LFM2", "Qwen3-Next", "Granite 4"])
-def test_compiled_as_a_whole(
-    pool: Pool, request: pytest.FixtureRequest, family: str, layout: str
-) -> None:
+def test_compiled_as_a_whole(pool: Pool, family: str, layout: str) -> None:
     """Graphs break at layers with a state, and where documents are read; all else compiles."""
-    if not request.config.getoption("--all-hybrids"):
-        pytest.skip("make test ARGS=--all-hybrids")
     for error, breaks in pool.run(2, compiled_error, family, layout):
         assert error < 1e-5
         found = {
@@ -183,7 +179,7 @@ DELTA_RULES = ("Qwen3-Next", "Qwen3.5", "OLMo hybrid", "Kimi Linear")
 
 
 @pytest.mark.parametrize("family", DELTA_RULES)
-def test_ten_steps_do_not_amplify_rounding(family: str) -> None:
+def test_steps_do_not_amplify_rounding(family: str) -> None:
     """Weights that differ by rounding train alike, so that a larger difference is one of steps."""
     (losses, weights), (expected, stock) = (
         trained_from(family, noise) for noise in (torch.finfo(torch.float32).eps / 2, 0.0)
@@ -195,7 +191,7 @@ def test_ten_steps_do_not_amplify_rounding(family: str) -> None:
 
 
 def trained_from(family: str, noise: float) -> tuple[list[float], dict[str, Tensor]]:
-    """Losses and weights of ten steps, from weights with relative noise."""
+    """Losses and weights of some steps, from weights with relative noise."""
     model = small_model(family, **CALM).train()
     with torch.no_grad():
         for x in model.parameters():
@@ -209,30 +205,23 @@ def train_in_place(family: str, name: str, changes: dict[str, Any]) -> dict[str,
         return train_both(family, CHECKPOINTING[name], "zigzag", changes)
 
 
+@pytest.mark.needs("--all-hybrids")
 @pytest.mark.parametrize("family", ["Granite 4", "Qwen3-Next", "LFM2"])
-def test_ten_steps_of_two_runs_of_a_rank(
-    pool: Pool, request: pytest.FixtureRequest, family: str
-) -> None:
+def test_steps_of_two_runs_of_a_rank(pool: Pool, family: str) -> None:
     """Under FSDP2, with checkpointing."""
-    if not request.config.getoption("--all-hybrids"):
-        pytest.skip("make test ARGS=--all-hybrids")
     changes = CALM if family in DELTA_RULES else {}
     for found in pool.run(4, train_in_place, family, "full", changes):
         assert found["loss"] < 1e-5, found
         assert found["parameters"] < 1e-5, found
 
 
+# Gradients of each kind of state are above.
+@pytest.mark.needs(
+    "--all-hybrids", but=lambda family, name: (family, name) == ("Granite 4", "full")
+)
 @pytest.mark.parametrize("name", ["none", "full"])
 @pytest.mark.parametrize("family", ["Granite 4", "Nemotron-H", "LFM2", *DELTA_RULES])
-def test_ten_steps_of_fsdp_equal_one_process(
-    pool: Pool, request: pytest.FixtureRequest, family: str, name: str
-) -> None:
-    often = {("Granite 4", "full")}
-    if request.config.getoption("--all-cases"):  # gradients of each kind of state are above
-        often.add(("Qwen3-Next", "none"))
-    is_default = (family, name) in often
-    if not is_default and not request.config.getoption("--all-hybrids"):
-        pytest.skip("make test ARGS=--all-hybrids")
+def test_steps_of_fsdp_equal_one_process(pool: Pool, family: str, name: str) -> None:
     changes = CALM if family in DELTA_RULES else {}
     for found in pool.run(4, train_both, family, CHECKPOINTING[name], LAYOUT, changes):
         assert found["loss"] < 1e-5, found

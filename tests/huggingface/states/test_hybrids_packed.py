@@ -8,10 +8,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.dense import largest
-from tests.families import HYBRIDS, VOCABULARY, small_model
+from tests.families import HYBRIDS as ALL_HYBRIDS
+from tests.families import VOCABULARY, small_model
 from tests.huggingface.states.hybrids import LAYOUT, gradients, planned
 from tests.pool import Pool
 
+HYBRIDS = (*ALL_HYBRIDS, "Qwen4-Exp")
+"""Also with an index of pools, which begin with each document."""
 NO_STATE = "Granite 4, attention only"
 UNSERVED = {
     NO_STATE: "no layer has a state, and its masks do not know positions",
@@ -24,6 +27,7 @@ PACKED = {
     ("LFM2", 4, 2),
     ("Mamba 2", 4, 2),
     ("Inkling 2", 4, 2),
+    ("Qwen4-Exp", 4, 2),
 }
 """Family, ranks and rows of the default run."""
 
@@ -75,6 +79,10 @@ def packed_error(
     return [((x - y).norm() / y.norm()).item() for x, y in pairs]
 
 
+@pytest.mark.needs(
+    "--all-hybrids",
+    but=lambda family, world_size, rows, layout: (family, world_size, len(rows)) in PACKED,
+)
 @pytest.mark.parametrize(
     ("world_size", "rows", "layout"),
     [
@@ -88,17 +96,9 @@ def packed_error(
 )
 @pytest.mark.parametrize("family", HYBRIDS)
 def test_packed_documents_are_as_alone(
-    pool: Pool,
-    request: pytest.FixtureRequest,
-    family: str,
-    world_size: int,
-    rows: Rows,
-    layout: str,
+    pool: Pool, family: str, world_size: int, rows: Rows, layout: str
 ) -> None:
     """Whatever the model's own code makes of them."""
-    is_sample = (family, world_size, len(rows)) in PACKED
-    if not is_sample and not request.config.getoption("--all-hybrids"):
-        pytest.skip("make test ARGS=--all-hybrids")
     if family in UNSERVED:
         pytest.skip(UNSERVED[family])
     found = pool.run(world_size, packed_error, family, rows, layout, len(rows) > 1)
@@ -113,11 +113,10 @@ BY_POSITION = ("Inkling 2", "Inkling 2, loop")
 """They scale by position_ids, which go on over documents that something else marks."""
 
 
+@pytest.mark.needs("--all-hybrids", but=lambda family: family == "Granite 4")
 @pytest.mark.parametrize("family", [x for x in HYBRIDS if x not in (*UNSERVED, *BY_POSITION)])
-def test_whatever_marks_documents(pool: Pool, request: pytest.FixtureRequest, family: str) -> None:
+def test_whatever_marks_documents(pool: Pool, family: str) -> None:
     """Masks of Granite 4 do not know positions, and its layers with a state no mark at all."""
-    if family != "Granite 4" and not request.config.getoption("--all-hybrids"):
-        pytest.skip("make test ARGS=--all-hybrids")
     for errors in pool.run(2, errors_by_mark, family):
         assert largest(x for error in errors.values() for x in error) < 1e-5, errors
 

@@ -64,13 +64,10 @@ def test_equals_one_process(pool: Pool, family: str, world_size: int) -> None:
     check(pool.run(world_size, dealt, family, cases), family, cases)
 
 
+@pytest.mark.needs("--all-images")
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_all_cases(
-    pool: Pool, request: pytest.FixtureRequest, family: str, world_size: int
-) -> None:
-    if not request.config.getoption("--all-images"):
-        pytest.skip("make test ARGS=--all-images")
+def test_all_cases(pool: Pool, family: str, world_size: int) -> None:
     check(pool.run(world_size, dealt, family, tuple(CASES)), family, tuple(CASES))
 
 

@@ -65,15 +65,13 @@ def said(family: str, layout: str, seq_len: int, world_size: int) -> tuple[bool,
     return all(x.stays for x in found.values()), bytes_of
 
 
+@pytest.mark.needs(
+    "--all-hybrids", but=lambda family, world_size: family in READ[:3] and world_size == 4
+)
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("family", READ)
-def test_bytes_are_those_that_ranks_send(
-    pool: Pool, request: pytest.FixtureRequest, family: str, world_size: int
-) -> None:
+def test_bytes_are_those_that_ranks_send(pool: Pool, family: str, world_size: int) -> None:
     """Of each rank, in each direction: maps, and tokens that are exchanged, if they are."""
-    is_sample = family in READ[:3] and world_size == 4
-    if not is_sample and not request.config.getoption("--all-hybrids"):
-        pytest.skip("make test ARGS=--all-hybrids")
     stayed = set()
     for layout, seq_len in (("contiguous", 32), ("zigzag", 16), ("zigzag", 128), ("striped", 64)):
         real = pool.run(world_size, messages, family, layout, seq_len)
@@ -101,17 +99,12 @@ def all_sent(family: str, seq_len: int) -> int:
 
 
 # torch 2.11 multiplies by experts in bfloat16 only, where tensors have no content.
+@pytest.mark.needs("--all-hybrids", but=lambda family: family == "Bamba")
 @pytest.mark.parametrize("family", ["Bamba", "LFM2", "OLMo hybrid", "Falcon-H1", "Zamba2"])
 def test_an_estimate_has_the_messages_of_scans(
-    pool: Pool,
-    request: pytest.FixtureRequest,
-    family: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    pool: Pool, family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Those of the last rank, also of layers that are not simulated."""
-    if family != "Bamba" and not request.config.getoption("--all-hybrids"):
-        pytest.skip("make test ARGS=--all-hybrids")
     small_model(family).config.save_pretrained(tmp_path)
     how = "--mesh cp=2 --layout zigzag --dtype float32 --json --model"
     for seq_len in (16, 128):

@@ -133,10 +133,27 @@ class LayerRunner:
             outputs //= self.shard.tp
         if product.copies == 1:
             return F.linear(x, self._weight(outputs, inputs))
-        rows = -(-len(x) // product.copies)  # of an expert
-        x = _resized(x, rows * product.copies) if len(x) % product.copies else x
-        batches = x.view(product.copies, rows, inputs)
-        return (batches @ self._weight(product.copies, inputs, outputs)).flatten(0, 1)
+        return self._grouped(x, self._weight(product.copies, inputs, outputs))
+
+    def _grouped(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Multiply tokens by weights of experts, each by that of one, in one launch."""
+        recorder, flops = self.recorder, 2 * len(x) * weight.shape[1] * weight.shape[2]
+
+        def launch(result: Tensor, *given: Tensor) -> Tensor:
+            touched = recorder.touched(given), recorder.touched([result])
+            recorder.add(OpLaunch("grouped_mm", flops, *touched))
+            return result
+
+        def forward(given: Tensor, weight: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
+            out = given.new_empty(len(given), weight.shape[2])
+            return launch(out, given, weight), (given, weight)
+
+        def backward(kept: Sequence[Tensor], grad: Tensor) -> Sequence[Tensor]:
+            given, weight = kept
+            by_tokens = launch(torch.empty_like(given), grad, weight)
+            return by_tokens, launch(torch.empty_like(weight), grad, given)
+
+        return opaque(forward, backward, x, weight)
 
     def _mix(self, local: Tensor, whole: Tensor) -> Tensor:
         """Run what mixes tokens, the state and the attention, and the products around each."""

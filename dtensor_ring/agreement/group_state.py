@@ -43,6 +43,19 @@ FIRST_TIMEOUT = 5.0
 OTHERS_TIMEOUT = 0.5
 
 
+def group_state_of(group: dist.ProcessGroup) -> GroupState:
+    """Return the state of a group; the first call creates it.
+
+    The first call meets those of all other ranks if the group has NCCL: they make a group for their
+    records.
+    """
+    found = _GROUP_STATES.get(group)
+    if found is None:
+        WATCH.start()
+        found = _GROUP_STATES.setdefault(group, _new_state(group))
+    return found
+
+
 class FailureStore:
     """The store of a group. Only failing calls use it, with short time limits.
 
@@ -351,19 +364,6 @@ class GroupState:
         """Return the number of the call that made a log-sum-exp; 0 if the tensor is a copy."""
         # No other storage can have this address while the weak reference keeps it.
         return self._forward_calls.get(lse.untyped_storage()._cdata, (None, 0))[1]
-
-
-def group_state_of(group: dist.ProcessGroup) -> GroupState:
-    """Return the state of a group; the first call creates it.
-
-    The first call meets those of all other ranks if the group has NCCL: they make a group for their
-    records.
-    """
-    found = _GROUP_STATES.get(group)
-    if found is None:
-        WATCH.start()
-        found = _GROUP_STATES.setdefault(group, _new_state(group))
-    return found
 
 
 def meet(group: dist.ProcessGroup, is_strict: bool | None = None) -> None:

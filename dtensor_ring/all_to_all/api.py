@@ -31,6 +31,93 @@ from dtensor_ring.planning.run_table import PerBatch, RunTable, as_layout
 from dtensor_ring.planning.tile import FULL
 
 
+def relayout(
+    tensor: Tensor,
+    mesh: DeviceMesh,
+    dim: int,
+    to: Layout | str = Contiguous.name,
+    *,
+    layout: Layout | str | None = None,
+    seq_len: int | None = None,
+) -> Tensor:
+    """Reshard the tokens of a sharded tensor in the order of another layout.
+
+    For models whose convolutions or recurrent layers need neighbouring tokens on one rank, while
+    attention needs a balanced layout. Only tokens that change their rank travel, in one message
+    per pair of ranks. Differentiable: backward sends the gradients back.
+
+    Args:
+        tensor: a local shard with this rank's tokens in `dim`, of any number of dimensions; or a
+            DTensor that is `Shard(dim)` over the axis, with any placements over other axes.
+        mesh: the 1-D mesh of the axis. Its annotation does not change: attention still takes
+            tokens in that layout.
+        dim: the dimension of the sequence.
+        to: the new layout; a layout or its spec, or the `Balanced` layout of this batch.
+        layout: the present layout; by default that of the mesh, contiguous if it has none.
+        seq_len: the global length, for local shards of different lengths.
+
+    Returns:
+        A tensor of the same kind, or the tensor itself if both layouts are the same. A DTensor has
+        the same placements: they do not say the order, and `unshard_sequence` assumes that of the
+        mesh.
+
+    Raises:
+        TypeError: if an argument has a wrong type.
+        ValueError: if a layout cannot shard the length or belongs to another batch, or the DTensor
+            has other placements.
+        IndexError: if the tensor has no such dimension.
+        RingError: if calls of ranks differ, or a rank ended, raised, or did not answer in time.
+
+    Example:
+        >>> mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("cp",))
+        >>> axis = SequenceAxis(mesh, "zigzag")
+        >>> hidden = torch.randn(2, 8, 16)  # (B, L, features), in zigzag order
+        >>> in_order = relayout(hidden, mesh, 1)
+        >>> back = relayout(in_order, mesh, 1, "zigzag", layout="contiguous")
+        >>> torch.equal(back, hidden)
+        True
+    """
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"tensor must be a tensor or a DTensor, got {type(tensor).__name__}")
+    check_strided("tensor", tensor)
+    group, dim = axis_group(mesh), canonical(dim, "tensor", tensor)
+    if isinstance(tensor, DTensor):
+        _check_placed(tensor, dim, group, seq_len)
+        local, length = tensor.to_local(), tensor.shape[dim]
+    else:
+        local, length = tensor, tensor.shape[dim] * group.size()
+    if seq_len is not None:
+        length = as_count("seq_len", seq_len)
+    now = _order(tensor, group) if layout is None else layout
+    before, after = _side("layout", now, length, group), _side("to", to, length, group)
+    if before.layout == after.layout:
+        return tensor
+    args = AllToAllArgs.of_tokens(
+        batch_runs=BatchRuns(before.runs, after.runs),
+        layout=before.spec,
+        to=after.spec,
+        heads=1,
+        seq_len=length,
+        group=group,
+    )
+    result = called_by_user(all_to_all_tokens, local, dim, args)
+    if not isinstance(tensor, DTensor):
+        return result
+    tokens = tokens_of(tensor.device_mesh)
+    on = tensor.device_mesh
+    if tokens is not None:
+        on = token_mesh(tokens.mesh, tokens.config, after.layout)
+    made = DTensor.from_local(
+        result,
+        on,
+        tensor.placements,
+        run_check=False,
+        shape=tensor.shape,
+        stride=tensor.stride(),
+    )
+    return known(made)
+
+
 def exchange(
     tensors: Sequence[Tensor],
     mesh: DeviceMesh,
@@ -154,93 +241,6 @@ def _check_heads(counts: list[int], num_key_heads: int, num_sharing: int, is_bac
                 f"heads that were copied to several ranks cannot come back: num_heads is {count} "
                 f"of num_key_heads {num_key_heads}, for {num_sharing} ranks, heads"
             )
-
-
-def relayout(
-    tensor: Tensor,
-    mesh: DeviceMesh,
-    dim: int,
-    to: Layout | str = Contiguous.name,
-    *,
-    layout: Layout | str | None = None,
-    seq_len: int | None = None,
-) -> Tensor:
-    """Reshard the tokens of a sharded tensor in the order of another layout.
-
-    For models whose convolutions or recurrent layers need neighbouring tokens on one rank, while
-    attention needs a balanced layout. Only tokens that change their rank travel, in one message
-    per pair of ranks. Differentiable: backward sends the gradients back.
-
-    Args:
-        tensor: a local shard with this rank's tokens in `dim`, of any number of dimensions; or a
-            DTensor that is `Shard(dim)` over the axis, with any placements over other axes.
-        mesh: the 1-D mesh of the axis. Its annotation does not change: attention still takes
-            tokens in that layout.
-        dim: the dimension of the sequence.
-        to: the new layout; a layout or its spec, or the `Balanced` layout of this batch.
-        layout: the present layout; by default that of the mesh, contiguous if it has none.
-        seq_len: the global length, for local shards of different lengths.
-
-    Returns:
-        A tensor of the same kind, or the tensor itself if both layouts are the same. A DTensor has
-        the same placements: they do not say the order, and `unshard_sequence` assumes that of the
-        mesh.
-
-    Raises:
-        TypeError: if an argument has a wrong type.
-        ValueError: if a layout cannot shard the length or belongs to another batch, or the DTensor
-            has other placements.
-        IndexError: if the tensor has no such dimension.
-        RingError: if calls of ranks differ, or a rank ended, raised, or did not answer in time.
-
-    Example:
-        >>> mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("cp",))
-        >>> axis = SequenceAxis(mesh, "zigzag")
-        >>> hidden = torch.randn(2, 8, 16)  # (B, L, features), in zigzag order
-        >>> in_order = relayout(hidden, mesh, 1)
-        >>> back = relayout(in_order, mesh, 1, "zigzag", layout="contiguous")
-        >>> torch.equal(back, hidden)
-        True
-    """
-    if not isinstance(tensor, Tensor):
-        raise TypeError(f"tensor must be a tensor or a DTensor, got {type(tensor).__name__}")
-    check_strided("tensor", tensor)
-    group, dim = axis_group(mesh), canonical(dim, "tensor", tensor)
-    if isinstance(tensor, DTensor):
-        _check_placed(tensor, dim, group, seq_len)
-        local, length = tensor.to_local(), tensor.shape[dim]
-    else:
-        local, length = tensor, tensor.shape[dim] * group.size()
-    if seq_len is not None:
-        length = as_count("seq_len", seq_len)
-    now = _order(tensor, group) if layout is None else layout
-    before, after = _side("layout", now, length, group), _side("to", to, length, group)
-    if before.layout == after.layout:
-        return tensor
-    args = AllToAllArgs.of_tokens(
-        batch_runs=BatchRuns(before.runs, after.runs),
-        layout=before.spec,
-        to=after.spec,
-        heads=1,
-        seq_len=length,
-        group=group,
-    )
-    result = called_by_user(all_to_all_tokens, local, dim, args)
-    if not isinstance(tensor, DTensor):
-        return result
-    tokens = tokens_of(tensor.device_mesh)
-    on = tensor.device_mesh
-    if tokens is not None:
-        on = token_mesh(tokens.mesh, tokens.config, after.layout)
-    made = DTensor.from_local(
-        result,
-        on,
-        tensor.placements,
-        run_check=False,
-        shape=tensor.shape,
-        stride=tensor.stride(),
-    )
-    return known(made)
 
 
 def _order(tensor: Tensor, group: ProcessGroup) -> Layout:

@@ -44,6 +44,34 @@ SHAPE = 1, 8, 2048, 64
 REPEATS = 5
 
 
+def doctor(kernel: str | None = None, as_json: bool = False) -> int:
+    """Print what is installed, which kernels run, and whether a ring of all ranks is right.
+
+    Returns:
+        The exit status: 1 if something is wrong, or no ring was tested for lack of a launcher.
+    """
+    is_launched = dist.is_torchelastic_launched()
+    # Local rank 0 reports. The launcher knows it even if the group fails to start.
+    is_first = dist.get_node_local_rank(0) == 0
+    findings = [*versions(), *_kernels(kernel)]
+    if is_launched:
+        findings += self_test(kernel)
+    else:
+        findings.append(Finding("ring", "not tested", f"to test it: {LAUNCH}"))
+    if is_first:
+        _print(findings, as_json)
+    if not is_launched:
+        print(
+            f"no ring was tested, as there are no other ranks; start it by: {LAUNCH}",
+            file=sys.stderr,
+        )
+    is_bad = any(finding.is_bad for finding in findings)
+    if is_bad and not is_first:
+        # The launcher ends all ranks with the first that fails, so the one that reports goes first.
+        time.sleep(REPORT_SECONDS)
+    return int(is_bad or not is_launched)
+
+
 class RepeatTransport(Transport):
     """A transport that records the messages of a ring, and can send them again without it."""
 
@@ -203,34 +231,6 @@ UNMEASURED = ("cudnn_flex",)
 PREBUILT = "hub:kernels-community/flash-attn2"
 
 LAUNCH = "torchrun --nproc-per-node 2 -m dtensor_ring doctor"
-
-
-def doctor(kernel: str | None = None, as_json: bool = False) -> int:
-    """Print what is installed, which kernels run, and whether a ring of all ranks is right.
-
-    Returns:
-        The exit status: 1 if something is wrong, or no ring was tested for lack of a launcher.
-    """
-    is_launched = dist.is_torchelastic_launched()
-    # Local rank 0 reports. The launcher knows it even if the group fails to start.
-    is_first = dist.get_node_local_rank(0) == 0
-    findings = [*versions(), *_kernels(kernel)]
-    if is_launched:
-        findings += self_test(kernel)
-    else:
-        findings.append(Finding("ring", "not tested", f"to test it: {LAUNCH}"))
-    if is_first:
-        _print(findings, as_json)
-    if not is_launched:
-        print(
-            f"no ring was tested, as there are no other ranks; start it by: {LAUNCH}",
-            file=sys.stderr,
-        )
-    is_bad = any(finding.is_bad for finding in findings)
-    if is_bad and not is_first:
-        # The launcher ends all ranks with the first that fails, so the one that reports goes first.
-        time.sleep(REPORT_SECONDS)
-    return int(is_bad or not is_launched)
 
 
 def _print(findings: list[Finding], with_json: bool) -> None:

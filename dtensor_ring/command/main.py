@@ -30,6 +30,38 @@ from dtensor_ring.planning.mask import Mask
 from dtensor_ring.planning.strategy import AUTO
 
 
+def main(
+    load: LoadModel,
+    arguments: Sequence[str] | None = None,
+    read: ReadConfig = config_file,
+    serve: Callable[..., int] | None = None,
+) -> int:
+    """Run a command.
+
+    Args:
+        load: makes the models that `--model` names.
+        arguments: arguments of the command line; `None` for those that Python was called with.
+        read: reads the configs that `--model` of `simulate`, and `--hybrid`, name.
+        serve: serves a model. It is above the package, as are the models.
+
+    Returns:
+        The exit status: 0 if all is well, 1 if `doctor` finds something wrong, 2 if what was given
+        cannot be used. A command that cannot be parsed raises `SystemExit` with status 2.
+    """
+    options = parse(arguments)
+    commands: dict[str, Callable[..., int]] = {
+        "doctor": doctor,
+        "schedule": partial(schedule, read),
+        "compare": partial(compare, read),
+        "estimate": partial(estimate_or_longest, load, read),
+        "simulate": partial(simulate, read),
+        "calibrate": calibrate,
+    }
+    if serve is not None:
+        commands["serve"] = serve
+    return commands[options.pop("command")](**options)
+
+
 def schedule(
     read: ReadConfig,
     seq_len: int,
@@ -177,35 +209,3 @@ def compare(
     rows = [asdict(row) for row in found.rows]
     _print(found, rows if layouts is None else {"strategies": rows}, layouts, as_json)
     return 0
-
-
-def main(
-    load: LoadModel,
-    arguments: Sequence[str] | None = None,
-    read: ReadConfig = config_file,
-    serve: Callable[..., int] | None = None,
-) -> int:
-    """Run a command.
-
-    Args:
-        load: makes the models that `--model` names.
-        arguments: arguments of the command line; `None` for those that Python was called with.
-        read: reads the configs that `--model` of `simulate`, and `--hybrid`, name.
-        serve: serves a model. It is above the package, as are the models.
-
-    Returns:
-        The exit status: 0 if all is well, 1 if `doctor` finds something wrong, 2 if what was given
-        cannot be used. A command that cannot be parsed raises `SystemExit` with status 2.
-    """
-    options = parse(arguments)
-    commands: dict[str, Callable[..., int]] = {
-        "doctor": doctor,
-        "schedule": partial(schedule, read),
-        "compare": partial(compare, read),
-        "estimate": partial(estimate_or_longest, load, read),
-        "simulate": partial(simulate, read),
-        "calibrate": calibrate,
-    }
-    if serve is not None:
-        commands["serve"] = serve
-    return commands[options.pop("command")](**options)

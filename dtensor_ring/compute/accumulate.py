@@ -145,10 +145,6 @@ class Partials:
         return Partial(WHOLE, target, lse, denominator)
 
 
-def _on_gpu(x: Tensor) -> bool:
-    return x.is_cuda or (x.is_meta and stands_for_gpu())
-
-
 class RunningOutput(Partials):
     """The running (out, lse) of the local queries. Sinks enter in the last merge.
 
@@ -185,6 +181,10 @@ class RunningOutput(Partials):
         out = empty(self._query, self._shape, self._order, self._dtype).zero_()
         lse = self._query.new_full(self._shape[:3], -torch.inf, dtype=self._wide)
         self.add(WHOLE, out, lse)
+
+
+def _on_gpu(x: Tensor) -> bool:
+    return x.is_cuda or (x.is_meta and stands_for_gpu())
 
 
 class GradientSum:

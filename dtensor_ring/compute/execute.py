@@ -43,6 +43,46 @@ BLOCK = 128
 LAUNCH = 512
 
 
+def forward_step(
+    step: Step,
+    query: Tensor,
+    kv: Pair,
+    running: RunningOutput,
+    kernel: Kernel,
+    scores: Scores,
+    label: Label,
+    joins_tiles: bool = True,
+    in_flight: bool = False,
+    dropout: Dropout | None = None,
+    lags: Lags | None = None,
+) -> None:
+    """Add the attention over the keys and values of a step to `running`.
+
+    Args:
+        step: the step whose tiles are computed.
+        query: local queries `(B, N, L, H)`.
+        kv: resident keys and values `(B, Nkv, C, H)` and `(B, Nkv, C, Hv)`.
+        running: the running result of the local queries.
+        kernel: the block kernel.
+        scores: how a query scores a key.
+        label: names this step in a profile.
+        joins_tiles: whether tiles may be joined to one launch; this may copy keys, and takes the
+            host longer at the first call of a step.
+        in_flight: whether messages are in flight during the step.
+        dropout: the weights that are dropped, of all queries and all resident keys.
+        lags: the positions of all queries and all resident keys, if queries have a bias.
+    """
+    joins_tiles = joins_tiles and lags is None
+    for launch in launches_of(step, query, kv[0], kernel, joins_tiles, in_flight):
+        with label("merge"):
+            running.make_room()
+        with label("tile"):
+            launch = launch if dropout is None else _dropping(launch, dropout)
+            launch = launch if lags is None else _biased(launch, lags)
+            out, lse = _forward(launch, query, kv, kernel, scores)
+        running.add(launch.rows, out, lse)
+
+
 @dataclass(frozen=True, slots=True)
 class Group:
     """Segments that form one launch.
@@ -334,46 +374,6 @@ class Accumulator(Protocol):
 
     def add(self, region: Region, grad: Tensor) -> None:
         """Add the gradient of a region of `(B, N, L)`."""
-
-
-def forward_step(
-    step: Step,
-    query: Tensor,
-    kv: Pair,
-    running: RunningOutput,
-    kernel: Kernel,
-    scores: Scores,
-    label: Label,
-    joins_tiles: bool = True,
-    in_flight: bool = False,
-    dropout: Dropout | None = None,
-    lags: Lags | None = None,
-) -> None:
-    """Add the attention over the keys and values of a step to `running`.
-
-    Args:
-        step: the step whose tiles are computed.
-        query: local queries `(B, N, L, H)`.
-        kv: resident keys and values `(B, Nkv, C, H)` and `(B, Nkv, C, Hv)`.
-        running: the running result of the local queries.
-        kernel: the block kernel.
-        scores: how a query scores a key.
-        label: names this step in a profile.
-        joins_tiles: whether tiles may be joined to one launch; this may copy keys, and takes the
-            host longer at the first call of a step.
-        in_flight: whether messages are in flight during the step.
-        dropout: the weights that are dropped, of all queries and all resident keys.
-        lags: the positions of all queries and all resident keys, if queries have a bias.
-    """
-    joins_tiles = joins_tiles and lags is None
-    for launch in launches_of(step, query, kv[0], kernel, joins_tiles, in_flight):
-        with label("merge"):
-            running.make_room()
-        with label("tile"):
-            launch = launch if dropout is None else _dropping(launch, dropout)
-            launch = launch if lags is None else _biased(launch, lags)
-            out, lse = _forward(launch, query, kv, kernel, scores)
-        running.add(launch.rows, out, lse)
 
 
 def backward_step(

@@ -34,6 +34,45 @@ FEWEST_RUNS = 8
 Ranges = list[tuple[int, int]]
 
 
+class DecodeRequest(NamedTuple):
+    """The planner's arguments, in the order of the parameters of `decode_step`."""
+
+    layout: Layout
+    mask: Mask
+    rank: int
+    world_size: int
+    seq_len: int
+    starts: tuple[int, ...]
+    num_queries: int
+    documents: Documents | None
+    slices: Slices | None
+
+    def step(self, num_columns: int) -> Step:
+        """Plan the step of this rank, which holds `num_columns` keys.
+
+        Raises:
+            ValueError: if the rank holds more or fewer columns than its runs, or options do not
+                fit.
+        """
+        step = decode_step(*self)
+        if len(step.cols) != num_columns:
+            raise ValueError(
+                f"key must hold the {len(step.cols)} tokens that {self._runs()} gives rank "
+                f"{self.rank} of {self.world_size}, got {num_columns}"
+            )
+        return step
+
+    def seen(self) -> Slices:
+        """Return what queries see as slices, which may reach beyond the last key."""
+        longest = max(self.seq_len, max(self.starts, default=0) + self.num_queries)
+        return _seen(self.mask, self.world_size, longest, self.documents, self.slices)
+
+    def _runs(self) -> str:
+        if isinstance(self.layout, RunTable):
+            return self.layout.argument
+        return f"the layout {self.layout.spec} of {self.seq_len} positions"
+
+
 @dataclass(frozen=True, eq=False)
 class CacheTable:
     """The positions `0 ... seq_len - 1` of a sequence that grows at its end, sharded over ranks.
@@ -332,45 +371,6 @@ def decode_step(
         seen = _seen(mask, world_size, longest, documents, slices)
         tiles = list(_tiles(columns, rows_of(seen), starts, num_queries))
     return Step(0, rank, Cols(spans), tuple(tiles))
-
-
-class DecodeRequest(NamedTuple):
-    """The planner's arguments, in the order of the parameters of `decode_step`."""
-
-    layout: Layout
-    mask: Mask
-    rank: int
-    world_size: int
-    seq_len: int
-    starts: tuple[int, ...]
-    num_queries: int
-    documents: Documents | None
-    slices: Slices | None
-
-    def step(self, num_columns: int) -> Step:
-        """Plan the step of this rank, which holds `num_columns` keys.
-
-        Raises:
-            ValueError: if the rank holds more or fewer columns than its runs, or options do not
-                fit.
-        """
-        step = decode_step(*self)
-        if len(step.cols) != num_columns:
-            raise ValueError(
-                f"key must hold the {len(step.cols)} tokens that {self._runs()} gives rank "
-                f"{self.rank} of {self.world_size}, got {num_columns}"
-            )
-        return step
-
-    def seen(self) -> Slices:
-        """Return what queries see as slices, which may reach beyond the last key."""
-        longest = max(self.seq_len, max(self.starts, default=0) + self.num_queries)
-        return _seen(self.mask, self.world_size, longest, self.documents, self.slices)
-
-    def _runs(self) -> str:
-        if isinstance(self.layout, RunTable):
-            return self.layout.argument
-        return f"the layout {self.layout.spec} of {self.seq_len} positions"
 
 
 def _sees_all(mask: Mask, first_query: int, seq_len: int) -> bool:

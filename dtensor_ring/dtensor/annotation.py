@@ -32,6 +32,28 @@ if TYPE_CHECKING:
     from dtensor_ring.ops.bound import BoundCall
 
 
+def axis_group(mesh: DeviceMesh) -> ProcessGroup:
+    """Return the group of a 1-D mesh.
+
+    Raises:
+        ValueError: if the mesh has several axes (`mesh["cp"]` picks one), or does not contain this
+            rank.
+        TypeError: if `mesh` is not a DeviceMesh.
+    """
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"mesh must be a DeviceMesh, got {type(mesh).__name__}")
+    if mesh.ndim != 1:
+        names = mesh.mesh_dim_names
+        named = 'init_device_mesh(..., mesh_dim_names=...)["cp"]'
+        pick = f'mesh["{names[-1]}"]' if names else named
+        raise ValueError(f"a ring runs over one axis, got {mesh}; pick one as in {pick}")
+    if mesh.get_coordinate() is None:
+        raise ValueError(
+            f"this rank, {dist.get_rank()}, is not part of {mesh}: it has no ring there"
+        )
+    return group_of(mesh, 0)
+
+
 @dataclass
 class Annotation:
     """The record of one axis.
@@ -291,28 +313,6 @@ def config_of_call(
         return here.assumed(PER_BATCH if with_runs else UNANNOTATED)
     here.config.check_runs(with_runs, here.how)
     return here.config
-
-
-def axis_group(mesh: DeviceMesh) -> ProcessGroup:
-    """Return the group of a 1-D mesh.
-
-    Raises:
-        ValueError: if the mesh has several axes (`mesh["cp"]` picks one), or does not contain this
-            rank.
-        TypeError: if `mesh` is not a DeviceMesh.
-    """
-    if not isinstance(mesh, DeviceMesh):
-        raise TypeError(f"mesh must be a DeviceMesh, got {type(mesh).__name__}")
-    if mesh.ndim != 1:
-        names = mesh.mesh_dim_names
-        named = 'init_device_mesh(..., mesh_dim_names=...)["cp"]'
-        pick = f'mesh["{names[-1]}"]' if names else named
-        raise ValueError(f"a ring runs over one axis, got {mesh}; pick one as in {pick}")
-    if mesh.get_coordinate() is None:
-        raise ValueError(
-            f"this rank, {dist.get_rank()}, is not part of {mesh}: it has no ring there"
-        )
-    return group_of(mesh, 0)
 
 
 def group_of(mesh: DeviceMesh, axis: int) -> ProcessGroup:

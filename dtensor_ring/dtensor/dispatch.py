@@ -45,6 +45,16 @@ from dtensor_ring.planning.layout import shard_length
 from dtensor_ring.transport.transport import block_of_decoding
 
 
+def ring_of_call(query: DTensor, key: DTensor, value: DTensor, call: Call) -> Ring:
+    """Return the ring of a call."""
+    if call.batch.key_runs is not None:
+        raise ValueError(
+            "key_runs are for local shards, whose lengths they say, and query is a DTensor; pass "
+            "the tensors of this rank and mesh="
+        )
+    return ring_of(query, key, value, call.batch.runs is not None)
+
+
 def ring_forward_dtensor(
     query: DTensor, key: DTensor, value: DTensor, call: Call
 ) -> tuple[DTensor, DTensor]:
@@ -165,16 +175,6 @@ def decode_dtensor(
         wrap(out, (*shape, value.shape[3]), ring, placements),
         wrap(lse, shape, ring, placements),
     )
-
-
-def ring_of_call(query: DTensor, key: DTensor, value: DTensor, call: Call) -> Ring:
-    """Return the ring of a call."""
-    if call.batch.key_runs is not None:
-        raise ValueError(
-            "key_runs are for local shards, whose lengths they say, and query is a DTensor; pass "
-            "the tensors of this rank and mesh="
-        )
-    return ring_of(query, key, value, call.batch.runs is not None)
 
 
 def local_call(call: Call, query: DTensor, key: DTensor, value: DTensor, ring: Ring) -> Call:

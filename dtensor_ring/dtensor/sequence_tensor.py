@@ -45,6 +45,14 @@ from dtensor_ring.dtensor.token_index import INDEXING
 from dtensor_ring.dtensor.whole_results import RESULTS
 
 
+def known(x: Any) -> Any:
+    """Give a DTensor on a token mesh the class that goes with it, in place."""
+    if type(x) is DTensor and tokens_of(x._spec.mesh) is not None:
+        # The class adds no field, and a new object would have no gradient.
+        x.__class__ = SequenceTensor
+    return x
+
+
 class SequenceTensor(DTensor):
     """A DTensor on a token mesh: a sequence that is sharded over an axis, and knows its order."""
 
@@ -185,14 +193,6 @@ def _of_nothing(func: Any, query: Any, *others: Any, **how: Any) -> Any:
 _RULES = INDEXING | RESULTS | GRADIENTS | {F.scaled_dot_product_attention: _attend}
 _GRADIENT = vars(torch._C.TensorBase)["grad"]
 PACKAGE = __name__.partition(".")[0] + "."
-
-
-def known(x: Any) -> Any:
-    """Give a DTensor on a token mesh the class that goes with it, in place."""
-    if type(x) is DTensor and tokens_of(x._spec.mesh) is not None:
-        # The class adds no field, and a new object would have no gradient.
-        x.__class__ = SequenceTensor
-    return x
 
 
 def _plain(x: Any) -> Any:

@@ -27,6 +27,74 @@ from dtensor_ring.paged.page_memory import PageMemory, PlainPages, QuantisedPage
 from dtensor_ring.planning.ranges import expanded, numbered
 
 
+class PagedHandOver:
+    """Tokens of sequences of one pool that go to sequences of another pool, within `handing_over`.
+
+    All ranks know both pools, and compute the same moves without a message. A rank that has no
+    source posts all receives at once, others with what they send of the layer. What moved is there
+    once all messages have arrived.
+
+    Args:
+        posts: the messages.
+        rank: this rank, among the ranks of the hand-over.
+        caches: the caches of this rank in both pools; `None` if it has none there.
+        moves: what moves.
+
+    Attributes:
+        posts: the messages.
+    """
+
+    def __init__(
+        self,
+        posts: Posts,
+        rank: int,
+        caches: tuple[PagedCache | None, PagedCache | None],
+        moves: Sequence[BlockMove],
+    ) -> None:
+        self.posts = posts
+        self._given: list[tuple[int, MovedPages, MovedPages | None]] = []
+        self._taken: list[tuple[int, MovedPages]] = []
+        source, target = caches
+        for move in moves:
+            here, there, num_tokens = move.blocks.T
+            given = taken = None
+            if move.source == rank and source is not None:
+                given = moved_pages(source._memory, here, num_tokens)
+            if move.target == rank and target is not None:
+                taken = moved_pages(target._memory, there, num_tokens)
+            if given is not None:
+                self._given.append((move.target, given, taken))
+            elif taken is not None:
+                self._taken.append((move.source, taken))
+        if target is not None and source is None:
+            for layer in range(target.num_layers):
+                posts.post(layer, self._incoming(layer), [])
+
+    def send(self, layer: int) -> None:
+        """Send what a layer has of these tokens; what stays on this rank is copied."""
+        outgoing = []
+        with torch.inference_mode(False), torch.no_grad():
+            for peer, given, taken in self._given:
+                if taken is None:
+                    outgoing.append(Outgoing(peer, given.contents, partial(given.fill, layer)))
+                else:
+                    self._copy(layer, given, taken)
+            self.posts.post(layer, self._incoming(layer), outgoing)
+
+    def _copy(self, layer: int, given: MovedPages, taken: MovedPages) -> None:
+        device = self.posts.device
+        content = [torch.empty(x.shape, dtype=x.dtype, device=device) for x in given.contents]
+        given.fill(layer, content)
+        taken.put(layer, content)
+
+    def _incoming(self, layer: int) -> list[Incoming]:
+        """Return the messages of a layer that this rank gets."""
+        return [
+            Incoming(peer, taken.contents, partial(_put, taken, layer))
+            for peer, taken in self._taken
+        ]
+
+
 class MovedPages(ABC):
     """The first tokens of some pages of a rank, in any layer."""
 
@@ -135,74 +203,6 @@ def moved_pages(memory: PageMemory, pages: np.ndarray, num_tokens: np.ndarray) -
         return MovedQuantisedPages(memory, pages, num_tokens)
     assert isinstance(memory, PlainPages)
     return MovedPlainPages(memory, pages, num_tokens)
-
-
-class PagedHandOver:
-    """Tokens of sequences of one pool that go to sequences of another pool, within `handing_over`.
-
-    All ranks know both pools, and compute the same moves without a message. A rank that has no
-    source posts all receives at once, others with what they send of the layer. What moved is there
-    once all messages have arrived.
-
-    Args:
-        posts: the messages.
-        rank: this rank, among the ranks of the hand-over.
-        caches: the caches of this rank in both pools; `None` if it has none there.
-        moves: what moves.
-
-    Attributes:
-        posts: the messages.
-    """
-
-    def __init__(
-        self,
-        posts: Posts,
-        rank: int,
-        caches: tuple[PagedCache | None, PagedCache | None],
-        moves: Sequence[BlockMove],
-    ) -> None:
-        self.posts = posts
-        self._given: list[tuple[int, MovedPages, MovedPages | None]] = []
-        self._taken: list[tuple[int, MovedPages]] = []
-        source, target = caches
-        for move in moves:
-            here, there, num_tokens = move.blocks.T
-            given = taken = None
-            if move.source == rank and source is not None:
-                given = moved_pages(source._memory, here, num_tokens)
-            if move.target == rank and target is not None:
-                taken = moved_pages(target._memory, there, num_tokens)
-            if given is not None:
-                self._given.append((move.target, given, taken))
-            elif taken is not None:
-                self._taken.append((move.source, taken))
-        if target is not None and source is None:
-            for layer in range(target.num_layers):
-                posts.post(layer, self._incoming(layer), [])
-
-    def send(self, layer: int) -> None:
-        """Send what a layer has of these tokens; what stays on this rank is copied."""
-        outgoing = []
-        with torch.inference_mode(False), torch.no_grad():
-            for peer, given, taken in self._given:
-                if taken is None:
-                    outgoing.append(Outgoing(peer, given.contents, partial(given.fill, layer)))
-                else:
-                    self._copy(layer, given, taken)
-            self.posts.post(layer, self._incoming(layer), outgoing)
-
-    def _copy(self, layer: int, given: MovedPages, taken: MovedPages) -> None:
-        device = self.posts.device
-        content = [torch.empty(x.shape, dtype=x.dtype, device=device) for x in given.contents]
-        given.fill(layer, content)
-        taken.put(layer, content)
-
-    def _incoming(self, layer: int) -> list[Incoming]:
-        """Return the messages of a layer that this rank gets."""
-        return [
-            Incoming(peer, taken.contents, partial(_put, taken, layer))
-            for peer, taken in self._taken
-        ]
 
 
 def _put(taken: MovedPages, layer: int, packed: list[Tensor]) -> None:

@@ -18,6 +18,20 @@ from dtensor_ring.planning.layout import Serpentine
 from dtensor_ring.planning.ranges import Span
 
 
+class MovedTokens(NamedTuple):
+    """Tokens of a sequence of one pool that go to a sequence of another pool.
+
+    Attributes:
+        source, target: the sequences.
+        begin, end: the range of positions; `begin` is the first of a block.
+    """
+
+    source: PooledSequence
+    target: PooledSequence
+    begin: int
+    end: int
+
+
 class Side(NamedTuple):
     """The ranks that hold a cache.
 
@@ -188,20 +202,6 @@ def closed_and_open(
     blocks = np.stack([here // block, there // block, num_closed // block], 1)
     rest = np.stack([*(cols + closed - full).T, lengths - num_closed], 1)
     return tuple(move._replace(cols=x[x[:, 2] > 0]) for x in (blocks, rest))  # type: ignore[return-value]
-
-
-class MovedTokens(NamedTuple):
-    """Tokens of a sequence of one pool that go to a sequence of another pool.
-
-    Attributes:
-        source, target: the sequences.
-        begin, end: the range of positions; `begin` is the first of a block.
-    """
-
-    source: PooledSequence
-    target: PooledSequence
-    begin: int
-    end: int
 
 
 class BlockMove(NamedTuple):

@@ -53,6 +53,34 @@ BETWEEN_LATENCY = 31 * MICRO
 P2P_PART, EXCHANGE_PART = 48 / 50, 45 / 50
 
 
+def as_machine(given: Machine | str | PathLike[str]) -> Machine:
+    """Return a machine: one of the presets by its name, such as "h100", or that of a file.
+
+    Args:
+        given: a machine, the name of a preset, or the path of a file that
+            `python -m dtensor_ring calibrate` wrote.
+
+    Raises:
+        TypeError: if it is something else.
+        ValueError: if there is no such preset or file, or the file cannot be read as a machine.
+    """
+    if isinstance(given, Machine):
+        return given
+    if not isinstance(given, str | PathLike):
+        raise TypeError(f"machine must be a name, such as 'h100', or a file, got {given!r}")
+    name = str(given).lower()
+    if name in PRESETS:
+        return PRESETS[name]
+    try:
+        text = Path(given).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(
+            f"machine {str(given)!r} is neither a file that can be read ({error}) nor one of "
+            f"{', '.join(PRESETS)}"
+        ) from None
+    return Machine.from_json(text, f"machine file {str(given)!r}")
+
+
 def _flops(tokens: int, shape: tuple[int | None, int], form: str) -> float:
     """Return the FLOPs of a forward over sequences of a length."""
     of_all, width = shape
@@ -381,34 +409,6 @@ PRESETS: Mapping[str, Machine] = {
     x.name: x for x in (_a100(), _h100(), _h200(), _h800(), _b200(), _mi300x())
 }
 """Machines by name, each with 8 devices of a host and one network port of each device."""
-
-
-def as_machine(given: Machine | str | PathLike[str]) -> Machine:
-    """Return a machine: one of the presets by its name, such as "h100", or that of a file.
-
-    Args:
-        given: a machine, the name of a preset, or the path of a file that
-            `python -m dtensor_ring calibrate` wrote.
-
-    Raises:
-        TypeError: if it is something else.
-        ValueError: if there is no such preset or file, or the file cannot be read as a machine.
-    """
-    if isinstance(given, Machine):
-        return given
-    if not isinstance(given, str | PathLike):
-        raise TypeError(f"machine must be a name, such as 'h100', or a file, got {given!r}")
-    name = str(given).lower()
-    if name in PRESETS:
-        return PRESETS[name]
-    try:
-        text = Path(given).read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(
-            f"machine {str(given)!r} is neither a file that can be read ({error}) nor one of "
-            f"{', '.join(PRESETS)}"
-        ) from None
-    return Machine.from_json(text, f"machine file {str(given)!r}")
 
 
 def is_machine_file(path: Path) -> bool:

@@ -21,6 +21,61 @@ from dtensor_ring.planning.tile import FULL
 from dtensor_ring.transport.transport import TransferPolicy
 
 
+class SimulatedProblem(NamedTuple):
+    """An attention over the ranks of an axis. It is hashable.
+
+    Attributes:
+        layout: how the sequence is sharded.
+        mask: which keys a query sees; `None` where `slices` say it.
+        seq_len: global length, in tokens.
+        world_size: ranks of the axis.
+        documents: boundaries of documents.
+        slices: what queries see, in place of mask and documents.
+        sizes: of the tensors.
+        dtype: of query, key and value, such as "bfloat16".
+        num_parts: partial results that a rank keeps, see `TransferPolicy`.
+        kernel: a registered kernel's name; `None` for the first one that the machine has.
+    """
+
+    layout: Layout
+    mask: Mask | None
+    seq_len: int
+    world_size: int
+    documents: Documents | None
+    slices: Slices | None
+    sizes: TensorSizes
+    dtype: str
+    num_parts: int | None = None
+    kernel: str | None = None
+
+    def able(self, spec: Strategy | str) -> Strategy:
+        """Return a strategy, given as one or by its spec.
+
+        Raises:
+            ValueError: if the spec is unknown or does not fit the axis, or there are too few heads.
+            TypeError: if the spec is not a string.
+        """
+        strategy = as_strategy(spec, self.world_size)
+        reason = why_not(strategy, *self.sizes.heads)
+        if reason is not None:
+            raise ValueError(f"the strategy {strategy.spec!r} cannot run this attention: {reason}")
+        return strategy
+
+    @property
+    def is_banded(self) -> bool:
+        """Whether there are windows, documents or slices."""
+        is_windowed = self.mask is not None and self.mask.left is not None
+        return is_windowed or self.documents is not None or self.slices is not None
+
+    def inputs(self, strategy: Strategy) -> PlanInputs:
+        """Return what the plans of all ranks begin with."""
+        mask = FULL if self.mask is None else self.mask
+        lengths = self.seq_len, self.seq_len
+        seen = checked_slices(mask, self.world_size, lengths, self.documents, slices=self.slices)
+        layouts = self.layout, self.layout
+        return plan_inputs(layouts, self.world_size, lengths, seen, strategy)
+
+
 class TensorSizes(NamedTuple):
     """The sizes of the tensors of an attention.
 
@@ -143,61 +198,6 @@ def config_json(path: Path) -> Any:
 
 # Pairs of query and key of a rank, over all heads, whose number fits 64 bits.
 MAX_PAIRS = 2**62
-
-
-class SimulatedProblem(NamedTuple):
-    """An attention over the ranks of an axis. It is hashable.
-
-    Attributes:
-        layout: how the sequence is sharded.
-        mask: which keys a query sees; `None` where `slices` say it.
-        seq_len: global length, in tokens.
-        world_size: ranks of the axis.
-        documents: boundaries of documents.
-        slices: what queries see, in place of mask and documents.
-        sizes: of the tensors.
-        dtype: of query, key and value, such as "bfloat16".
-        num_parts: partial results that a rank keeps, see `TransferPolicy`.
-        kernel: a registered kernel's name; `None` for the first one that the machine has.
-    """
-
-    layout: Layout
-    mask: Mask | None
-    seq_len: int
-    world_size: int
-    documents: Documents | None
-    slices: Slices | None
-    sizes: TensorSizes
-    dtype: str
-    num_parts: int | None = None
-    kernel: str | None = None
-
-    def able(self, spec: Strategy | str) -> Strategy:
-        """Return a strategy, given as one or by its spec.
-
-        Raises:
-            ValueError: if the spec is unknown or does not fit the axis, or there are too few heads.
-            TypeError: if the spec is not a string.
-        """
-        strategy = as_strategy(spec, self.world_size)
-        reason = why_not(strategy, *self.sizes.heads)
-        if reason is not None:
-            raise ValueError(f"the strategy {strategy.spec!r} cannot run this attention: {reason}")
-        return strategy
-
-    @property
-    def is_banded(self) -> bool:
-        """Whether there are windows, documents or slices."""
-        is_windowed = self.mask is not None and self.mask.left is not None
-        return is_windowed or self.documents is not None or self.slices is not None
-
-    def inputs(self, strategy: Strategy) -> PlanInputs:
-        """Return what the plans of all ranks begin with."""
-        mask = FULL if self.mask is None else self.mask
-        lengths = self.seq_len, self.seq_len
-        seen = checked_slices(mask, self.world_size, lengths, self.documents, slices=self.slices)
-        layouts = self.layout, self.layout
-        return plan_inputs(layouts, self.world_size, lengths, seen, strategy)
 
 
 def problem_of(

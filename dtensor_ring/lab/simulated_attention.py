@@ -29,6 +29,13 @@ from dtensor_ring.transport.transport import DEFAULT_POLICY, TransferPolicy
 STREAMS = ("host", "compute", "send", "receive")
 
 
+def timeline_of(
+    problem: SimulatedProblem, strategy: Strategy, machine: Machine, keeps_spans: bool = False
+) -> Timeline:
+    """Return the times of a problem by one strategy that can run it, see `Simulation`."""
+    return Simulation(problem, strategy, machine, keeps_spans).timeline()
+
+
 class Span(NamedTuple):
     """What one rank does once.
 
@@ -266,13 +273,6 @@ class Simulation:
     def timeline(self) -> Timeline:
         """Return the times of both directions."""
         return Timeline(*self._names, self.forward, self.backward, self._ranks.num_planned)
-
-
-def timeline_of(
-    problem: SimulatedProblem, strategy: Strategy, machine: Machine, keeps_spans: bool = False
-) -> Timeline:
-    """Return the times of a problem by one strategy that can run it, see `Simulation`."""
-    return Simulation(problem, strategy, machine, keeps_spans).timeline()
 
 
 def has_segments(kernel: str) -> bool:

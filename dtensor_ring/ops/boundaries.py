@@ -27,6 +27,21 @@ from dtensor_ring.planning.slice_tables import LARGEST
 from dtensor_ring.planning.slices import NUM_FIELDS, Slices
 
 
+def run_table(runs: Tensor, name: str = "runs") -> RunTable:
+    """Convert the runs of each rank; `name` is the argument's name, for errors.
+
+    Raises:
+        ValueError: if they are not int32 or int64, of shape (W, R, 2), do not ascend or overlap.
+    """
+    check_integers(runs, name)
+    if runs.ndim != 3 or runs.shape[2] != 2:
+        raise ValueError(
+            f"{name} must hold start and length of the runs of each rank, shape (W, R, 2), got "
+            f"{tuple(runs.shape)}; see sequence_runs"
+        )
+    return _converted(runs, name, partial(RunTable, argument=name))
+
+
 class _KnownBoundaries(NamedTuple):
     """The value made from a tensor, and the part of the content that decides it.
 
@@ -127,21 +142,6 @@ def _width(content: np.ndarray) -> int:
     # Bisection does not read the padding.
     ends = [int(np.searchsorted(row, row[-1])) for row in np.atleast_2d(content)]
     return max(ends) + 1
-
-
-def run_table(runs: Tensor, name: str = "runs") -> RunTable:
-    """Convert the runs of each rank; `name` is the argument's name, for errors.
-
-    Raises:
-        ValueError: if they are not int32 or int64, of shape (W, R, 2), do not ascend or overlap.
-    """
-    check_integers(runs, name)
-    if runs.ndim != 3 or runs.shape[2] != 2:
-        raise ValueError(
-            f"{name} must hold start and length of the runs of each rank, shape (W, R, 2), got "
-            f"{tuple(runs.shape)}; see sequence_runs"
-        )
-    return _converted(runs, name, partial(RunTable, argument=name))
 
 
 def starts_of(query_starts: Tensor, batch: int) -> tuple[int, ...]:

@@ -43,6 +43,159 @@ _SCHEMA_TYPES = {
 }
 
 
+class Call(NamedTuple):
+    """The options of a ring call: all arguments but query, key and value.
+
+    If an all-to-all brought keys and values in eight bits, `rounded` are those, which travel on;
+    see Note [Rounded once].
+    """
+
+    batch: Batch
+    scores: Scores
+    place: Place
+    rounded: Tensor | None = None
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The process group of the axis."""
+        name: Any = self.place.group_name
+        return _resolve_process_group(name)
+
+    @property
+    def strategy(self) -> Strategy:
+        """The strategy of the call."""
+        spec: Any = self.place.strategy
+        return as_strategy(spec, self.group.size())
+
+    def documents(self, batch: int) -> tuple[Documents | None, Documents | None]:
+        """Convert the boundaries of the queries and of the keys for the planner."""
+        return documents_of_both(self.batch.cu_seqlens, self.batch.key_cu_seqlens, batch)
+
+    def slices(self, batch: int) -> Slices | None:
+        """Convert the slices for the planner, `None` if there are none."""
+        given = self.batch.slices
+        return None if given is None else slices_of_table(given, batch)
+
+    def request(self, batch: int) -> PlanRequest:
+        """Build the planner's arguments."""
+        group, spec = self.group, cast(Any, self.place.strategy)
+        documents, key_documents = self.documents(batch)
+        layout, key_layout, seq_len, key_seq_len = self._layouts()
+        is_ordered = batch and self.place.policy.order is not None
+        block = self._block((seq_len, key_seq_len)) if is_ordered else None
+        return PlanRequest(
+            layout=layout,
+            mask=self.scores.mask,
+            rank=group.rank(),
+            world_size=group.size(),
+            seq_len=seq_len,
+            documents=documents,
+            key_seq_len=key_seq_len,
+            key_documents=key_documents,
+            strategy=as_strategy(spec, group.size()),
+            slices=self.slices(batch),
+            key_layout=key_layout,
+            block=block,
+        )
+
+    @property
+    def is_ordered(self) -> bool:
+        """Whether sums have a fixed order."""
+        return self.place.policy.order is not None
+
+    def whole_blocks(self) -> str | None:
+        """Return the layout that shards have to get before, for sums in a fixed order.
+
+        `None` if the order is not fixed, or each block already lies on one rank.
+
+        Raises:
+            ValueError: if the layout cannot shard the length, or the call has `key_runs`.
+        """
+        if not self.is_ordered:
+            return None
+        layout, _, *seq_lens = self._layouts()
+        block, strategy = self._block((seq_lens[0], seq_lens[1])), self.strategy
+        layout = layout_of_groups(layout, strategy)
+        num_shards = self.group.size() // strategy.heads
+        is_whole = all(has_whole_blocks(layout, num_shards, x, block) for x in seq_lens)
+        return None if is_whole else WholeBlocks(block).spec
+
+    def in_whole_blocks(self) -> Call:
+        """Return the call on shards of whole blocks, see `whole_blocks`."""
+        spec = self.whole_blocks()
+        if spec is None:
+            return self
+        return self._replace(
+            batch=self.batch._replace(runs=None), place=self.place._replace(layout=spec)
+        )
+
+    def _block(self, seq_lens: tuple[int, int]) -> int:
+        """Return the tokens of a block of a fixed order."""
+        if self.batch.key_runs is not None:
+            raise ValueError(
+                'order="fixed" has blocks of whole sequences, and key_runs are for queries that '
+                "continue one; leave the order out of the policy of this axis"
+            )
+        return self.place.policy.block or block_of(seq_lens)
+
+    def _layouts(self) -> tuple[Layout, Layout | None, int, int]:
+        """Return the layouts of queries and keys, and their global lengths."""
+        batch, place = self.batch, self.place
+        if batch.key_runs is not None:
+            return self._with_key_runs(run_table(batch.key_runs, "key_runs"))
+        seq_len, key_seq_len = place.seq_len, place.key_seq_len
+        assert seq_len is not None and key_seq_len is not None, "DTensors have said them by now"
+        # The named layout only says that it belongs to a batch; the runs are the layout.
+        if batch.runs is not None:
+            table = run_table(batch.runs)
+            table.check_from(0)
+            return table, None, seq_len, key_seq_len
+        spec: Any = place.layout
+        return as_layout(spec), None, seq_len, key_seq_len
+
+    def _with_key_runs(self, keys: RunTable) -> tuple[Layout, RunTable, int, int]:
+        """Return what `_layouts` does, for keys that have runs of their own.
+
+        Both are of one sequence that ends with the queries, or slices say what is seen of another.
+        """
+        batch, seq_len = self.batch, self.place.seq_len
+        is_known = batch.runs is not None or (batch.slices is not None and seq_len is not None)
+        if not is_known or batch.key_cu_seqlens is not None:
+            found = "key_cu_seqlens, which are another's" if is_known else "no runs"
+            raise ValueError(
+                "key_runs say which positions of a sequence the keys have, and runs those of the "
+                f"queries, whose boundaries are cu_seqlens; got {found}"
+            )
+        if batch.runs is None:
+            spec: Any = self.place.layout
+            assert seq_len is not None, "checked above"
+            return as_layout(spec), keys, seq_len, keys.end
+        queries = run_table(batch.runs)
+        if queries.end != keys.end and batch.slices is None:
+            raise ValueError(
+                f"queries are the last tokens of the keys' sequence, but runs end at {queries.end} "
+                f"and key_runs at {keys.end}; slices say what is seen of keys of another sequence"
+            )
+        return queries, keys, queries.end, keys.end
+
+    def select(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        slices: Slices | None = None,
+        differentiable_lse: bool = False,
+    ) -> Kernel:
+        """Return the named kernel, or the first one that supports the call."""
+        is_packed = (
+            self.batch.cu_seqlens is not None
+            or self.scores.mask.chunk is not None
+            or slices is not None
+        )
+        how = is_packed, slices, differentiable_lse, self.place.policy.order is not None
+        return kernel_of(self.scores, query, key, value, *how)
+
+
 class Leaf(NamedTuple):
     """One argument of the schema."""
 
@@ -239,159 +392,6 @@ class PlanRequest(NamedTuple):
 def _length_source(layout: Layout, seq_len: int) -> str:
     """Name the argument that sets the number of tokens of a rank, for an error."""
     return layout.argument if isinstance(layout, RunTable) else f"seq_len {seq_len}"
-
-
-class Call(NamedTuple):
-    """The options of a ring call: all arguments but query, key and value.
-
-    If an all-to-all brought keys and values in eight bits, `rounded` are those, which travel on;
-    see Note [Rounded once].
-    """
-
-    batch: Batch
-    scores: Scores
-    place: Place
-    rounded: Tensor | None = None
-
-    @property
-    def group(self) -> dist.ProcessGroup:
-        """The process group of the axis."""
-        name: Any = self.place.group_name
-        return _resolve_process_group(name)
-
-    @property
-    def strategy(self) -> Strategy:
-        """The strategy of the call."""
-        spec: Any = self.place.strategy
-        return as_strategy(spec, self.group.size())
-
-    def documents(self, batch: int) -> tuple[Documents | None, Documents | None]:
-        """Convert the boundaries of the queries and of the keys for the planner."""
-        return documents_of_both(self.batch.cu_seqlens, self.batch.key_cu_seqlens, batch)
-
-    def slices(self, batch: int) -> Slices | None:
-        """Convert the slices for the planner, `None` if there are none."""
-        given = self.batch.slices
-        return None if given is None else slices_of_table(given, batch)
-
-    def request(self, batch: int) -> PlanRequest:
-        """Build the planner's arguments."""
-        group, spec = self.group, cast(Any, self.place.strategy)
-        documents, key_documents = self.documents(batch)
-        layout, key_layout, seq_len, key_seq_len = self._layouts()
-        is_ordered = batch and self.place.policy.order is not None
-        block = self._block((seq_len, key_seq_len)) if is_ordered else None
-        return PlanRequest(
-            layout=layout,
-            mask=self.scores.mask,
-            rank=group.rank(),
-            world_size=group.size(),
-            seq_len=seq_len,
-            documents=documents,
-            key_seq_len=key_seq_len,
-            key_documents=key_documents,
-            strategy=as_strategy(spec, group.size()),
-            slices=self.slices(batch),
-            key_layout=key_layout,
-            block=block,
-        )
-
-    @property
-    def is_ordered(self) -> bool:
-        """Whether sums have a fixed order."""
-        return self.place.policy.order is not None
-
-    def whole_blocks(self) -> str | None:
-        """Return the layout that shards have to get before, for sums in a fixed order.
-
-        `None` if the order is not fixed, or each block already lies on one rank.
-
-        Raises:
-            ValueError: if the layout cannot shard the length, or the call has `key_runs`.
-        """
-        if not self.is_ordered:
-            return None
-        layout, _, *seq_lens = self._layouts()
-        block, strategy = self._block((seq_lens[0], seq_lens[1])), self.strategy
-        layout = layout_of_groups(layout, strategy)
-        num_shards = self.group.size() // strategy.heads
-        is_whole = all(has_whole_blocks(layout, num_shards, x, block) for x in seq_lens)
-        return None if is_whole else WholeBlocks(block).spec
-
-    def in_whole_blocks(self) -> Call:
-        """Return the call on shards of whole blocks, see `whole_blocks`."""
-        spec = self.whole_blocks()
-        if spec is None:
-            return self
-        return self._replace(
-            batch=self.batch._replace(runs=None), place=self.place._replace(layout=spec)
-        )
-
-    def _block(self, seq_lens: tuple[int, int]) -> int:
-        """Return the tokens of a block of a fixed order."""
-        if self.batch.key_runs is not None:
-            raise ValueError(
-                'order="fixed" has blocks of whole sequences, and key_runs are for queries that '
-                "continue one; leave the order out of the policy of this axis"
-            )
-        return self.place.policy.block or block_of(seq_lens)
-
-    def _layouts(self) -> tuple[Layout, Layout | None, int, int]:
-        """Return the layouts of queries and keys, and their global lengths."""
-        batch, place = self.batch, self.place
-        if batch.key_runs is not None:
-            return self._with_key_runs(run_table(batch.key_runs, "key_runs"))
-        seq_len, key_seq_len = place.seq_len, place.key_seq_len
-        assert seq_len is not None and key_seq_len is not None, "DTensors have said them by now"
-        # The named layout only says that it belongs to a batch; the runs are the layout.
-        if batch.runs is not None:
-            table = run_table(batch.runs)
-            table.check_from(0)
-            return table, None, seq_len, key_seq_len
-        spec: Any = place.layout
-        return as_layout(spec), None, seq_len, key_seq_len
-
-    def _with_key_runs(self, keys: RunTable) -> tuple[Layout, RunTable, int, int]:
-        """Return what `_layouts` does, for keys that have runs of their own.
-
-        Both are of one sequence that ends with the queries, or slices say what is seen of another.
-        """
-        batch, seq_len = self.batch, self.place.seq_len
-        is_known = batch.runs is not None or (batch.slices is not None and seq_len is not None)
-        if not is_known or batch.key_cu_seqlens is not None:
-            found = "key_cu_seqlens, which are another's" if is_known else "no runs"
-            raise ValueError(
-                "key_runs say which positions of a sequence the keys have, and runs those of the "
-                f"queries, whose boundaries are cu_seqlens; got {found}"
-            )
-        if batch.runs is None:
-            spec: Any = self.place.layout
-            assert seq_len is not None, "checked above"
-            return as_layout(spec), keys, seq_len, keys.end
-        queries = run_table(batch.runs)
-        if queries.end != keys.end and batch.slices is None:
-            raise ValueError(
-                f"queries are the last tokens of the keys' sequence, but runs end at {queries.end} "
-                f"and key_runs at {keys.end}; slices say what is seen of keys of another sequence"
-            )
-        return queries, keys, queries.end, keys.end
-
-    def select(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        slices: Slices | None = None,
-        differentiable_lse: bool = False,
-    ) -> Kernel:
-        """Return the named kernel, or the first one that supports the call."""
-        is_packed = (
-            self.batch.cu_seqlens is not None
-            or self.scores.mask.chunk is not None
-            or slices is not None
-        )
-        how = is_packed, slices, differentiable_lse, self.place.policy.order is not None
-        return kernel_of(self.scores, query, key, value, *how)
 
 
 def kernel_of(

@@ -38,6 +38,28 @@ from dtensor_ring.planning.tile import FULL
 MOST_COMPUTED = 2
 
 
+@lru_cache(maxsize=256)
+def paged_kernel(name: str | None, problem: Problem, block: int) -> PagedKernel:
+    """Return the named kernel, or the first that runs here and supports the problem.
+
+    Args:
+        name: the name of the kernel; `None` selects the first that fits.
+        problem: the facts of the call, with the capability of the current GPU.
+        block: keys of a block.
+
+    Raises:
+        ValueError: if the name is unknown, or no kernel supports the problem and the blocks.
+    """
+    known = {kernel.name: kernel for kernel in PAGED}
+    if name is not None and name not in known:
+        raise ValueError(f"unknown paged kernel {name!r}; known kernels: {', '.join(known)}")
+    asked = known.values() if name is None else (known[name],)
+    # `supports` first: it is cheap, but `missing` may import a package.
+    answers = ((kernel, kernel.supports(problem, block) or kernel.missing()) for kernel in asked)
+    hint = "" if name is None else "; leave kernel out, or take 'in_place', which reads any blocks"
+    return first_able(name, answers, "read these blocks", hint)
+
+
 @dataclass(frozen=True)
 class BlockLaunch:
     """Blocks that equally many entries read, in one launch of a block kernel.
@@ -229,25 +251,3 @@ PAGED: tuple[PagedKernel, ...] = (
     InPlace(),
     Gathered(),
 )
-
-
-@lru_cache(maxsize=256)
-def paged_kernel(name: str | None, problem: Problem, block: int) -> PagedKernel:
-    """Return the named kernel, or the first that runs here and supports the problem.
-
-    Args:
-        name: the name of the kernel; `None` selects the first that fits.
-        problem: the facts of the call, with the capability of the current GPU.
-        block: keys of a block.
-
-    Raises:
-        ValueError: if the name is unknown, or no kernel supports the problem and the blocks.
-    """
-    known = {kernel.name: kernel for kernel in PAGED}
-    if name is not None and name not in known:
-        raise ValueError(f"unknown paged kernel {name!r}; known kernels: {', '.join(known)}")
-    asked = known.values() if name is None else (known[name],)
-    # `supports` first: it is cheap, but `missing` may import a package.
-    answers = ((kernel, kernel.supports(problem, block) or kernel.missing()) for kernel in asked)
-    hint = "" if name is None else "; leave kernel out, or take 'in_place', which reads any blocks"
-    return first_able(name, answers, "read these blocks", hint)

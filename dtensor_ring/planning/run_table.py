@@ -28,6 +28,32 @@ from dtensor_ring.planning.slice_tables import LARGEST
 BYTES_PER_RUN = 200
 
 
+def as_layout(layout: Layout | str) -> Layout:
+    """Return a layout, given as a layout or its spec.
+
+    Args:
+        layout: a layout, or its `spec`: `"zigzag"`, `"block_cyclic:128"`; `"balanced"` stands for
+            the layouts that belong to a batch.
+
+    Raises:
+        ValueError: if the spec is unknown.
+        TypeError: if `layout` is neither a layout nor a string.
+
+    >>> as_layout("block_cyclic:128"), as_layout(ZigZag()).spec
+    (BlockCyclic(block=128), 'zigzag')
+    """
+    if isinstance(layout, str):
+        # A bare name bypasses the cache, because a compiler that traces `lru_cache` warns.
+        kind = LAYOUTS.get(layout)
+        return _parse(layout) if kind is None or kind.parameters else kind()
+    if not isinstance(layout, Layout):
+        raise TypeError(f"a layout is a Layout or its name, got {type(layout).__name__}")
+    # A layout of another class is not in the table, so its spec cannot be parsed back.
+    if not layout.per_batch and type(layout) is not LAYOUTS.get(layout.name):
+        raise ValueError(f"unknown layout {layout!r}; known layouts: {', '.join(_known_specs())}")
+    return layout
+
+
 @dataclass(frozen=True, eq=False)
 class ShardTable:
     """How a layout shards one sequence over all ranks.
@@ -310,32 +336,6 @@ class PerBatch(Layout):
 LAYOUTS: dict[str, type[Layout]] = {
     layout.name: layout for layout in (Contiguous, Striped, ZigZag, BlockCyclic, WholeBlocks)
 }
-
-
-def as_layout(layout: Layout | str) -> Layout:
-    """Return a layout, given as a layout or its spec.
-
-    Args:
-        layout: a layout, or its `spec`: `"zigzag"`, `"block_cyclic:128"`; `"balanced"` stands for
-            the layouts that belong to a batch.
-
-    Raises:
-        ValueError: if the spec is unknown.
-        TypeError: if `layout` is neither a layout nor a string.
-
-    >>> as_layout("block_cyclic:128"), as_layout(ZigZag()).spec
-    (BlockCyclic(block=128), 'zigzag')
-    """
-    if isinstance(layout, str):
-        # A bare name bypasses the cache, because a compiler that traces `lru_cache` warns.
-        kind = LAYOUTS.get(layout)
-        return _parse(layout) if kind is None or kind.parameters else kind()
-    if not isinstance(layout, Layout):
-        raise TypeError(f"a layout is a Layout or its name, got {type(layout).__name__}")
-    # A layout of another class is not in the table, so its spec cannot be parsed back.
-    if not layout.per_batch and type(layout) is not LAYOUTS.get(layout.name):
-        raise ValueError(f"unknown layout {layout!r}; known layouts: {', '.join(_known_specs())}")
-    return layout
 
 
 @lru_cache(maxsize=256)  # the ops pass the spec of their layout in every call

@@ -39,6 +39,16 @@ CHUNK_BYTES = 1 << 24
 NUM_SLOTS = 2
 
 
+def use_symmetric(group: dist.ProcessGroup) -> None:
+    """Make symmetric memory the transport of a group, if it is not already.
+
+    Raises:
+        ValueError: if the group has another transport.
+    """
+    if not isinstance(transport_of(group), SymmetricTransport):
+        set_transport(group, SymmetricTransport(group))
+
+
 class PeerMemory(Protocol):
     """The outboxes of all ranks, and signals between them, on the current stream.
 
@@ -218,16 +228,6 @@ class SymmetricTransport(Transport):
         device = messages[0].flat.device
         end = self._memory.run(device, partial(self._outboxes[device].move, sends, receives))
         return [MovedHop(end, messages, self._in_flight)] * len(messages)
-
-
-def use_symmetric(group: dist.ProcessGroup) -> None:
-    """Make symmetric memory the transport of a group, if it is not already.
-
-    Raises:
-        ValueError: if the group has another transport.
-    """
-    if not isinstance(transport_of(group), SymmetricTransport):
-        set_transport(group, SymmetricTransport(group))
 
 
 class CudaMemory:

@@ -42,6 +42,11 @@ from dtensor_ring.compute.kernels.reference import Reference
 AnyKernel = TypeVar("AnyKernel", Kernel, PagedKernel)
 
 
+def kernel_for(name: str | None, device_type: str, *facts: Any) -> Kernel:
+    """Return the choice of `select_kernel` for `Problem(device_type, *facts)`, cached by facts."""
+    return _kernel_for(name, _gpu(device_type), determinism(), device_type, *facts)
+
+
 class Expected(NamedTuple):
     """A tensor as the contract requires it; only lse may have a wider dtype."""
 
@@ -277,11 +282,6 @@ def select_kernel(name: str | None, problem: Problem) -> Kernel:
         ValueError: if there is no kernel of that name, or it cannot serve the problem.
     """
     return _select(name, problem, _gpu(problem.device_type))
-
-
-def kernel_for(name: str | None, device_type: str, *facts: Any) -> Kernel:
-    """Return the choice of `select_kernel` for `Problem(device_type, *facts)`, cached by facts."""
-    return _kernel_for(name, _gpu(device_type), determinism(), device_type, *facts)
 
 
 def clear_kernel_cache() -> None:

@@ -43,6 +43,70 @@ Start = Callable[[], Sequence[Work]]
 MOST = 100.0
 
 
+def measure_machine(
+    name: str, watch: Stopwatch, mesh: DeviceMesh, problem: CalibratedProblem
+) -> Machine:
+    """Measure kernels and links of a machine; all ranks of the default process group call this.
+
+    Links that no ranks have are those of the preset of this device. Without one, hosts are
+    connected as the ranks of one host are, and a rank alone as its own memory is.
+
+    Args:
+        name: of the machine.
+        watch: times the calls of all ranks.
+        mesh: the axes `BETWEEN` and `INSIDE`, in this order.
+        problem: the attention that is measured.
+
+    Returns:
+        The machine, with the same times on all ranks.
+
+    Raises:
+        ValueError: if no kernel serves the problem.
+    """
+    launch, rate = launch_seconds(watch, problem), measure_memory(watch)
+    axes = {
+        axis: TimedMessages(mesh.get_group(axis), watch.device)
+        for axis in (BETWEEN, INSIDE)
+        if mesh[axis].size() > 1
+    }
+    times = _measured(watch, problem, axes)
+    host_waits = not watch.on_gpu
+    # Only where the host waits are its seconds part of what was measured.
+    in_launch = launch if host_waits else 0.0
+    measured = {
+        axis: _measured_links(watch, messages, problem, axis, times)
+        for axis, messages in axes.items()
+    }
+    device = device_name(watch.device)
+    links, sources = _all_links(measured, device, rate)
+    facts: dict[str, Any] = {"heads": problem.heads, "hosts": mesh[BETWEEN].size()}
+    facts |= {"links": sources, "beside": {axis: x.beside for axis, x in measured.items()}}
+    # An axis over several hosts waits for the messages between them.
+    slowest = next(iter(measured.values()), None)
+    return Machine(
+        name=name,
+        device=device,
+        source="measured",
+        ranks_per_host=mesh[INSIDE].size(),
+        memory=_memory(watch.device, mesh[INSIDE].size()),
+        kernels=kernel_speeds(problem, watch.device, times, in_launch),
+        gemm=measure_matrices(watch, [problem.dtype, torch.float32]),
+        memory_rate=rate,
+        merge=times["merge"].curve(in_launch),
+        pack=times["pack"].curve(in_launch),
+        inside=links[INSIDE],
+        between=links[BETWEEN],
+        beside_kernel=slowest.beside_kernel if slowest else 1.0,
+        beside_transfer=slowest.beside_transfer if slowest else 1.0,
+        launch=launch,
+        hop=slowest.hop if slowest else 0.0,
+        host_waits=host_waits,
+        date=date.today().isoformat(),
+        versions={x.what: x.found for x in versions()},
+        samples=_as_json({**facts, "threads": torch.get_num_threads(), **times}),
+    )
+
+
 class TimedMessages:
     """The messages of one rank within a group whose ranks all send at the same time.
 
@@ -224,70 +288,6 @@ class MeasuredLinks(NamedTuple):
     beside_kernel: float
     beside_transfer: float
     beside: list[Beside]
-
-
-def measure_machine(
-    name: str, watch: Stopwatch, mesh: DeviceMesh, problem: CalibratedProblem
-) -> Machine:
-    """Measure kernels and links of a machine; all ranks of the default process group call this.
-
-    Links that no ranks have are those of the preset of this device. Without one, hosts are
-    connected as the ranks of one host are, and a rank alone as its own memory is.
-
-    Args:
-        name: of the machine.
-        watch: times the calls of all ranks.
-        mesh: the axes `BETWEEN` and `INSIDE`, in this order.
-        problem: the attention that is measured.
-
-    Returns:
-        The machine, with the same times on all ranks.
-
-    Raises:
-        ValueError: if no kernel serves the problem.
-    """
-    launch, rate = launch_seconds(watch, problem), measure_memory(watch)
-    axes = {
-        axis: TimedMessages(mesh.get_group(axis), watch.device)
-        for axis in (BETWEEN, INSIDE)
-        if mesh[axis].size() > 1
-    }
-    times = _measured(watch, problem, axes)
-    host_waits = not watch.on_gpu
-    # Only where the host waits are its seconds part of what was measured.
-    in_launch = launch if host_waits else 0.0
-    measured = {
-        axis: _measured_links(watch, messages, problem, axis, times)
-        for axis, messages in axes.items()
-    }
-    device = device_name(watch.device)
-    links, sources = _all_links(measured, device, rate)
-    facts: dict[str, Any] = {"heads": problem.heads, "hosts": mesh[BETWEEN].size()}
-    facts |= {"links": sources, "beside": {axis: x.beside for axis, x in measured.items()}}
-    # An axis over several hosts waits for the messages between them.
-    slowest = next(iter(measured.values()), None)
-    return Machine(
-        name=name,
-        device=device,
-        source="measured",
-        ranks_per_host=mesh[INSIDE].size(),
-        memory=_memory(watch.device, mesh[INSIDE].size()),
-        kernels=kernel_speeds(problem, watch.device, times, in_launch),
-        gemm=measure_matrices(watch, [problem.dtype, torch.float32]),
-        memory_rate=rate,
-        merge=times["merge"].curve(in_launch),
-        pack=times["pack"].curve(in_launch),
-        inside=links[INSIDE],
-        between=links[BETWEEN],
-        beside_kernel=slowest.beside_kernel if slowest else 1.0,
-        beside_transfer=slowest.beside_transfer if slowest else 1.0,
-        launch=launch,
-        hop=slowest.hop if slowest else 0.0,
-        host_waits=host_waits,
-        date=date.today().isoformat(),
-        versions={x.what: x.found for x in versions()},
-        samples=_as_json({**facts, "threads": torch.get_num_threads(), **times}),
-    )
 
 
 def device_name(device: torch.device) -> str:

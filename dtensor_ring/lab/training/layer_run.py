@@ -26,6 +26,18 @@ from dtensor_ring.lab.training.model_shape import LayerShape, Product
 EPSILON = 1e-6
 
 
+@lru_cache(maxsize=256)
+def layer_run(
+    layer: LayerShape,
+    hidden: int,
+    shard: Shard,
+    room: tuple[int, int] = (0, 0),
+    tile: int | None = None,
+) -> LayerRun:
+    """Run a layer, see `LayerRunner`; equal ones run once."""
+    return LayerRunner(layer, hidden, shard, room, tile).run()
+
+
 class LayerRun(NamedTuple):
     """What a run of a layer left.
 
@@ -336,18 +348,6 @@ def recorded_run(
         end.backward(end.new_empty(()))
     launches = recorder.launches
     return RecordedRun(tuple(launches[:number]), tuple(launches[number:]), kept, recorder.peak)
-
-
-@lru_cache(maxsize=256)
-def layer_run(
-    layer: LayerShape,
-    hidden: int,
-    shard: Shard,
-    room: tuple[int, int] = (0, 0),
-    tile: int | None = None,
-) -> LayerRun:
-    """Run a layer, see `LayerRunner`; equal ones run once."""
-    return LayerRunner(layer, hidden, shard, room, tile).run()
 
 
 @lru_cache(maxsize=256)

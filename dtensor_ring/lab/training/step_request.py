@@ -23,6 +23,40 @@ from dtensor_ring.transport.transport import DEFAULT_POLICY, TransferPolicy
 OFFLOADS = ("checkpoints", "optimizer")
 
 
+class StepRequest(NamedTuple):
+    """A training step, checked.
+
+    Attributes:
+        model: the model.
+        seq_len: tokens of a sequence.
+        batch: sequences of each group of `cp` ranks.
+        mesh: ranks by axis.
+        machine: the machine.
+        strategy: spec of the strategy of all layers.
+        layout: the layout of the sequence.
+        shard: what one rank has.
+        dtype: dtype between layers.
+        setting: what it does to take less memory.
+        kernel: name of the attention kernel; `None` for the first one of the machine.
+        batches: documents of each data-parallel group, or one for all; `None` for whole sequences.
+        is_compiled: whether kernels that only read and write memory are fused.
+    """
+
+    model: ModelShape
+    seq_len: int
+    batch: int
+    mesh: StepMesh
+    machine: Machine
+    strategy: str
+    layout: Layout | str
+    shard: Shard
+    dtype: str
+    setting: MemorySetting
+    kernel: str | None
+    batches: tuple[Documents | None, ...]
+    is_compiled: bool = False
+
+
 class MemorySetting(NamedTuple):
     """What a training step does to take less memory.
 
@@ -197,40 +231,6 @@ class StepMesh(NamedTuple):
 
 # The strategy that takes least time, for each kind of attention.
 AUTO = "auto"
-
-
-class StepRequest(NamedTuple):
-    """A training step, checked.
-
-    Attributes:
-        model: the model.
-        seq_len: tokens of a sequence.
-        batch: sequences of each group of `cp` ranks.
-        mesh: ranks by axis.
-        machine: the machine.
-        strategy: spec of the strategy of all layers.
-        layout: the layout of the sequence.
-        shard: what one rank has.
-        dtype: dtype between layers.
-        setting: what it does to take less memory.
-        kernel: name of the attention kernel; `None` for the first one of the machine.
-        batches: documents of each data-parallel group, or one for all; `None` for whole sequences.
-        is_compiled: whether kernels that only read and write memory are fused.
-    """
-
-    model: ModelShape
-    seq_len: int
-    batch: int
-    mesh: StepMesh
-    machine: Machine
-    strategy: str
-    layout: Layout | str
-    shard: Shard
-    dtype: str
-    setting: MemorySetting
-    kernel: str | None
-    batches: tuple[Documents | None, ...]
-    is_compiled: bool = False
 
 
 def step_request(

@@ -19,6 +19,21 @@ FEW = 512
 NUM_SAMPLES, SCATTER = 64, 40_503
 
 
+class PrecomputedMask:
+    """The range of keys that each position of a layer sees, `(B, S)`."""
+
+    def __init__(self, begins: Tensor, ends: Tensor) -> None:
+        self._ranges = begins, ends
+        self._slices: dict[int, Slices] = {}
+
+    def slices(self, origin: int = 0) -> Slices:
+        """Return the ranges as slices of positions from `origin`, made once for all layers."""
+        if origin not in self._slices:
+            ranges = ((x[:, origin:] - origin).clamp(min=0) for x in self._ranges)
+            self._slices[origin] = Slices.per_query(*ranges)
+        return self._slices[origin]
+
+
 class ModelMask:
     """A mask as transformers composes it: a function of (batch, head, query, key), and padding.
 
@@ -142,21 +157,6 @@ def mask_of(
     if mask_function is None or torch.compiler.is_compiling():
         return pattern  # a compiler cannot trace objects that hold functions
     return ModelMask(pattern, mask_function, (batch_size, q_length), attention_mask, q_offset)
-
-
-class PrecomputedMask:
-    """The range of keys that each position of a layer sees, `(B, S)`."""
-
-    def __init__(self, begins: Tensor, ends: Tensor) -> None:
-        self._ranges = begins, ends
-        self._slices: dict[int, Slices] = {}
-
-    def slices(self, origin: int = 0) -> Slices:
-        """Return the ranges as slices of positions from `origin`, made once for all layers."""
-        if origin not in self._slices:
-            ranges = ((x[:, origin:] - origin).clamp(min=0) for x in self._ranges)
-            self._slices[origin] = Slices.per_query(*ranges)
-        return self._slices[origin]
 
 
 # Names of transformers for layers with attention; layers with a state have others.

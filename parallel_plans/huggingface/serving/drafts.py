@@ -34,94 +34,6 @@ NUMBER, SCHEDULE, CONFIDENCE = (
 LOOKUP, NGRAM = "prompt_lookup_num_tokens", "max_matching_ngram_size"
 
 
-class Drafter(ABC):
-    """Proposes tokens.
-
-    Attributes:
-        num_tokens: how many of them for a request, at first.
-        is_adaptive: whether a request asks for two more after a draft that was right, and for one
-            less after any other.
-    """
-
-    num_tokens: int
-    is_adaptive: bool = False
-
-    @abstractmethod
-    def propose(self, requests: Sequence[ServedRequest], limits: Sequence[int]) -> list[Draft]:
-        """Return a draft for each request that decodes, up to its limit, which may be 0."""
-
-
-@dataclass(eq=False)
-class LookupDrafter(Drafter):
-    """Proposes what came after the first place in a request's tokens that has its last ones.
-
-    Attributes:
-        num_tokens: how many tokens are proposed.
-        ngram: the largest number of last tokens that are looked for.
-    """
-
-    num_tokens: int
-    ngram: int
-
-    def propose(self, requests: Sequence[ServedRequest], limits: Sequence[int]) -> list[Draft]:
-        pairs = zip(requests, limits, strict=True)
-        return [Draft(looked_up(x.tokens, self.ngram, limit)) for x, limit in pairs]
-
-
-def looked_up(tokens: array[int], ngram: int, count: int) -> list[int]:
-    """Return the tokens after the first place where the last ones, `ngram` or fewer, were before.
-
-    >>> looked_up(array("q", [1, 2, 3, 4, 5, 1, 2]), ngram=2, count=3)
-    [3, 4, 5]
-    """
-    if not count:
-        return []
-    found = np.frombuffer(tokens, dtype=np.int64)
-    for size in range(min(ngram, len(found) - 1), 0, -1):
-        ends = np.flatnonzero(found[size - 1 : -1] == found[-1]) + size - 1
-        for back in range(1, size):
-            ends = ends[found[ends - back] == found[-1 - back]]
-        if len(ends):
-            return found[ends[0] + 1 :][:count].tolist()
-    return []
-
-
-@dataclass(eq=False)
-class FunctionDrafter(Drafter):
-    """Proposes what a function does.
-
-    Attributes:
-        function: the function.
-        num_tokens: how many tokens are asked of it.
-        num_entries: the number of tokens that there are.
-        is_adaptive: see `Drafter`.
-    """
-
-    function: Function
-    num_tokens: int
-    num_entries: int
-    is_adaptive: bool = False
-
-    def propose(self, requests: Sequence[ServedRequest], limits: Sequence[int]) -> list[Draft]:
-        found = self.function([x.tokens for x in requests], limits)
-        if len(found) != len(requests):
-            raise ValueError(
-                f"assistant_model must return a list of tokens for each of {len(requests)} "
-                f"requests, got {len(found)}"
-            )
-        return [self._checked(x, limit) for x, limit in zip(found, limits, strict=True)]
-
-    def _checked(self, tokens: Sequence[int], limit: int) -> Draft:
-        tokens = [int(x) for x in tokens[:limit]]
-        wrong = [x for x in tokens if not 0 <= x < self.num_entries]
-        if wrong:
-            raise ValueError(
-                f"assistant_model must return tokens from 0 to {self.num_entries - 1}, got "
-                f"{wrong[0]}"
-            )
-        return Draft(tokens)
-
-
 @dataclass(frozen=True)
 class DraftOptions:
     """The options of requests that are about drafts.
@@ -209,6 +121,94 @@ class DraftOptions:
             )
         number, is_adaptive, _ = self.of_config(None)
         return FunctionDrafter(self.assistant, number, num_entries, is_adaptive)
+
+
+class Drafter(ABC):
+    """Proposes tokens.
+
+    Attributes:
+        num_tokens: how many of them for a request, at first.
+        is_adaptive: whether a request asks for two more after a draft that was right, and for one
+            less after any other.
+    """
+
+    num_tokens: int
+    is_adaptive: bool = False
+
+    @abstractmethod
+    def propose(self, requests: Sequence[ServedRequest], limits: Sequence[int]) -> list[Draft]:
+        """Return a draft for each request that decodes, up to its limit, which may be 0."""
+
+
+@dataclass(eq=False)
+class LookupDrafter(Drafter):
+    """Proposes what came after the first place in a request's tokens that has its last ones.
+
+    Attributes:
+        num_tokens: how many tokens are proposed.
+        ngram: the largest number of last tokens that are looked for.
+    """
+
+    num_tokens: int
+    ngram: int
+
+    def propose(self, requests: Sequence[ServedRequest], limits: Sequence[int]) -> list[Draft]:
+        pairs = zip(requests, limits, strict=True)
+        return [Draft(looked_up(x.tokens, self.ngram, limit)) for x, limit in pairs]
+
+
+def looked_up(tokens: array[int], ngram: int, count: int) -> list[int]:
+    """Return the tokens after the first place where the last ones, `ngram` or fewer, were before.
+
+    >>> looked_up(array("q", [1, 2, 3, 4, 5, 1, 2]), ngram=2, count=3)
+    [3, 4, 5]
+    """
+    if not count:
+        return []
+    found = np.frombuffer(tokens, dtype=np.int64)
+    for size in range(min(ngram, len(found) - 1), 0, -1):
+        ends = np.flatnonzero(found[size - 1 : -1] == found[-1]) + size - 1
+        for back in range(1, size):
+            ends = ends[found[ends - back] == found[-1 - back]]
+        if len(ends):
+            return found[ends[0] + 1 :][:count].tolist()
+    return []
+
+
+@dataclass(eq=False)
+class FunctionDrafter(Drafter):
+    """Proposes what a function does.
+
+    Attributes:
+        function: the function.
+        num_tokens: how many tokens are asked of it.
+        num_entries: the number of tokens that there are.
+        is_adaptive: see `Drafter`.
+    """
+
+    function: Function
+    num_tokens: int
+    num_entries: int
+    is_adaptive: bool = False
+
+    def propose(self, requests: Sequence[ServedRequest], limits: Sequence[int]) -> list[Draft]:
+        found = self.function([x.tokens for x in requests], limits)
+        if len(found) != len(requests):
+            raise ValueError(
+                f"assistant_model must return a list of tokens for each of {len(requests)} "
+                f"requests, got {len(found)}"
+            )
+        return [self._checked(x, limit) for x, limit in zip(found, limits, strict=True)]
+
+    def _checked(self, tokens: Sequence[int], limit: int) -> Draft:
+        tokens = [int(x) for x in tokens[:limit]]
+        wrong = [x for x in tokens if not 0 <= x < self.num_entries]
+        if wrong:
+            raise ValueError(
+                f"assistant_model must return tokens from 0 to {self.num_entries - 1}, got "
+                f"{wrong[0]}"
+            )
+        return Draft(tokens)
 
 
 def propose_all(requests: Sequence[ServedRequest], share: int, unit: int | None) -> None:

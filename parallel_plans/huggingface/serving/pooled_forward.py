@@ -36,6 +36,98 @@ NO_INDEX = (
 )
 
 
+class PooledForward:
+    """A model and the keys and values of its sequences.
+
+    Args:
+        model: a causal language model under a plan.
+        sharding: how the plan shards it.
+        pool: the pool of its sequences.
+        axis: the ranks of the pool, if they are not all of the plan's; then nothing is compared
+            here.
+
+    Attributes:
+        memory: the keys and values on this rank.
+        states: the states on this rank; `None` if no layer has one.
+
+    Raises:
+        ValueError: if the model cannot run over pooled sequences.
+    """
+
+    def __init__(
+        self, model: Any, sharding: Sharding, pool: BlockPool, axis: SequenceAxis | None = None
+    ) -> None:
+        from parallel_plans.huggingface.generation.context_parallel_cache import pooled_cache
+
+        check_servable(model)
+        if axis is None:
+            with torch.no_grad():
+                sharding.agree(model, {})  # on the weights
+        self._model, self._sharding = model, sharding
+        self.memory = PooledMemory(axis or sharding.axis, pool, sharding.cache_dtype)
+        cache, self.memory.numbers = pooled_cache(model, self.memory)
+        self._inputs = tuple(PooledInputs(self.memory, i) for i in range(len(cache.layers)))
+        self._cache = {cache_name(model): cache}
+        self.states: PooledStates | None = None
+        if sharding.passing is not None:
+            mesh = self.memory.axis.mesh
+            self.states = PooledStates(sharding.passing, mesh, pool, model.device)
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the bytes of keys, values and states on this rank."""
+        cache, states = self.memory.cache, self.states
+        found = 0 if cache is None else cache.num_bytes
+        return found if states is None else found + states.num_bytes
+
+    def run(
+        self, chunks: Sequence[tuple[PooledSequence, int]], decoding: Sequence[PooledSequence]
+    ) -> Tensor:
+        """Compute and write the next tokens of sequences, in one run of the model.
+
+        Args:
+            chunks: prompts, and the number of tokens of each; they are sharded over the ranks.
+            decoding: sequences whose last tokens, one or more of each, are new: not committed.
+
+        Returns:
+            The logits of these tokens of `decoding`, sequence by sequence, `(T, V)`.
+        """
+        device, steps, num_decoded = self._model.device, list[PooledStep](), 0
+        if chunks:
+            steps.append(PrefilledTokens(self.memory, chunks, device))
+        if decoding:
+            steps.append(DecodedTokens(self.memory, decoding, device))
+            num_decoded = len(steps[-1].tokens)
+        step = steps[0] if len(steps) == 1 else MixedTokens(*steps)
+        # Without `decoding` no logits: the last token of a prompt is decoded.
+        none = torch.empty(0, dtype=torch.int64, device=device)
+        lengths, states = [len(x.tokens) for x in steps], self.states
+        with nullcontext() if states is None else states.running(chunks, decoding, lengths):
+            return self._run(step, num_decoded or none)[0]
+
+    def copy(self, copies: Sequence[BlockCopy]) -> None:
+        """Copy blocks that sequences do not share from now on."""
+        if self.memory.cache is not None:
+            self.memory.cache.copy(copies)
+
+    @torch.no_grad()
+    def _run(self, step: PooledStep, kept: Tensor | int) -> Tensor:
+        tokens, positions = step.tokens.unsqueeze(0), step.positions.unsqueeze(0)
+        ring = RingInputs(self._inputs, step.positions, self._sharding.layer_masks)
+        batch = ModelBatch("input_ids", tokens, positions, others={LOGITS_TO_KEEP: kept})
+        how = keywords(batch, ring, use_cache=True)
+        if hasattr(self._model.config, ROUTER_LOGITS):
+            how[ROUTER_LOGITS] = False  # the config may ask for a loss
+        self.memory.step = step
+        try:
+            # The module is called, not its forward: hooks gather the weights of FSDP2. Each step
+            # has another number of tokens, so a compiled model would compile each anew.
+            with torch.compiler.set_stance("force_eager"):
+                return self._model(**how, **self._cache).logits
+        finally:
+            self.memory.step = self.memory.last = None
+
+
 class PooledMemory:
     """The keys and values of all layers of a model on this rank, allocated by the first forward.
 
@@ -332,98 +424,6 @@ class PooledInputs:
 def _by_row(x: Tensor) -> Tensor:
     """Turn the tokens of a row into rows: `(1, N, L, H)` to `(L, N, 1, H)`."""
     return x[0].transpose(0, 1).unsqueeze(2)
-
-
-class PooledForward:
-    """A model and the keys and values of its sequences.
-
-    Args:
-        model: a causal language model under a plan.
-        sharding: how the plan shards it.
-        pool: the pool of its sequences.
-        axis: the ranks of the pool, if they are not all of the plan's; then nothing is compared
-            here.
-
-    Attributes:
-        memory: the keys and values on this rank.
-        states: the states on this rank; `None` if no layer has one.
-
-    Raises:
-        ValueError: if the model cannot run over pooled sequences.
-    """
-
-    def __init__(
-        self, model: Any, sharding: Sharding, pool: BlockPool, axis: SequenceAxis | None = None
-    ) -> None:
-        from parallel_plans.huggingface.generation.context_parallel_cache import pooled_cache
-
-        check_servable(model)
-        if axis is None:
-            with torch.no_grad():
-                sharding.agree(model, {})  # on the weights
-        self._model, self._sharding = model, sharding
-        self.memory = PooledMemory(axis or sharding.axis, pool, sharding.cache_dtype)
-        cache, self.memory.numbers = pooled_cache(model, self.memory)
-        self._inputs = tuple(PooledInputs(self.memory, i) for i in range(len(cache.layers)))
-        self._cache = {cache_name(model): cache}
-        self.states: PooledStates | None = None
-        if sharding.passing is not None:
-            mesh = self.memory.axis.mesh
-            self.states = PooledStates(sharding.passing, mesh, pool, model.device)
-
-    @property
-    def num_bytes(self) -> int:
-        """Return the bytes of keys, values and states on this rank."""
-        cache, states = self.memory.cache, self.states
-        found = 0 if cache is None else cache.num_bytes
-        return found if states is None else found + states.num_bytes
-
-    def run(
-        self, chunks: Sequence[tuple[PooledSequence, int]], decoding: Sequence[PooledSequence]
-    ) -> Tensor:
-        """Compute and write the next tokens of sequences, in one run of the model.
-
-        Args:
-            chunks: prompts, and the number of tokens of each; they are sharded over the ranks.
-            decoding: sequences whose last tokens, one or more of each, are new: not committed.
-
-        Returns:
-            The logits of these tokens of `decoding`, sequence by sequence, `(T, V)`.
-        """
-        device, steps, num_decoded = self._model.device, list[PooledStep](), 0
-        if chunks:
-            steps.append(PrefilledTokens(self.memory, chunks, device))
-        if decoding:
-            steps.append(DecodedTokens(self.memory, decoding, device))
-            num_decoded = len(steps[-1].tokens)
-        step = steps[0] if len(steps) == 1 else MixedTokens(*steps)
-        # Without `decoding` no logits: the last token of a prompt is decoded.
-        none = torch.empty(0, dtype=torch.int64, device=device)
-        lengths, states = [len(x.tokens) for x in steps], self.states
-        with nullcontext() if states is None else states.running(chunks, decoding, lengths):
-            return self._run(step, num_decoded or none)[0]
-
-    def copy(self, copies: Sequence[BlockCopy]) -> None:
-        """Copy blocks that sequences do not share from now on."""
-        if self.memory.cache is not None:
-            self.memory.cache.copy(copies)
-
-    @torch.no_grad()
-    def _run(self, step: PooledStep, kept: Tensor | int) -> Tensor:
-        tokens, positions = step.tokens.unsqueeze(0), step.positions.unsqueeze(0)
-        ring = RingInputs(self._inputs, step.positions, self._sharding.layer_masks)
-        batch = ModelBatch("input_ids", tokens, positions, others={LOGITS_TO_KEEP: kept})
-        how = keywords(batch, ring, use_cache=True)
-        if hasattr(self._model.config, ROUTER_LOGITS):
-            how[ROUTER_LOGITS] = False  # the config may ask for a loss
-        self.memory.step = step
-        try:
-            # The module is called, not its forward: hooks gather the weights of FSDP2. Each step
-            # has another number of tokens, so a compiled model would compile each anew.
-            with torch.compiler.set_stance("force_eager"):
-                return self._model(**how, **self._cache).logits
-        finally:
-            self.memory.step = self.memory.last = None
 
 
 def check_servable(model: Any) -> None:

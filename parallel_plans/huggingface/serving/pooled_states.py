@@ -38,6 +38,86 @@ SPARE_SLOTS = 4
 Slots = Tensor | slice
 
 
+class PooledStates:
+    """The states of all layers of a model on this rank, for the sequences of a pool.
+
+    Args:
+        passing: by which layers of the model get their states.
+        mesh: the ranks of the pool.
+        pool: the pool, which says whose states are where.
+        device: the device of the model.
+    """
+
+    def __init__(
+        self, passing: AxisStatePassing, mesh: DeviceMesh, pool: BlockPool, device: torch.device
+    ) -> None:
+        assert isinstance(pool, StateSlots), "its sequences have states"
+        self._passing, self._mesh, self._pool = passing, mesh, pool
+        self._memory = StateMemory(passing.specs, device)
+        self._decoded: DecodedStates | None = None  # of the last forward
+        self._undecided = set[int]()  # sequences of which some tokens may be wrong
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the bytes of all states."""
+        return self._memory.num_bytes
+
+    @contextmanager
+    def running(
+        self, chunks: Sequence[Chunk], decoding: Sequence[PooledSequence], lengths: Sequence[int]
+    ) -> Iterator[None]:
+        """Return a context in which layers go on from the states of sequences.
+
+        Args:
+            chunks: prompts, and the number of tokens of each.
+            decoding: sequences whose last tokens, one or more of each, are new.
+            lengths: the number of tokens of both on this rank, without those that are empty.
+        """
+        self.copy()
+        # After an error no sequence goes on, so each one here has the states of its tokens.
+        assert self._undecided.isdisjoint(x.number for x in decoding), "keep was not called"
+        self._undecided = {x.number for x in decoding if len(x) - x.num_written > 1}
+        self._decoded, parts = None, list[PrefilledStates | DecodedStates]()
+        if chunks:
+            parts.append(PrefilledStates(self._memory, self._mesh, self._pool, chunks))
+        if decoding:
+            counts = [len(x) - x.num_written for x in decoding]
+            self._decoded = DecodedStates(self._memory, self._slots(decoding), counts)
+            parts.append(self._decoded)
+        step = StepStates([*zip(parts, lengths, strict=True)])
+        with self._passing.stepping(step):
+            yield
+        step.finish()
+
+    def keep(self, counts: Sequence[int]) -> None:
+        """Go on from the states after the first tokens of each sequence that was just decoded.
+
+        If it was one token of each, these are kept already.
+        """
+        self._undecided = set()
+        if self._decoded is not None:
+            self._decoded.keep(counts)
+
+    def copy(self) -> None:
+        """Make the copies that the pool has decided."""
+        self._memory.reserve(self._pool.num_slots)
+        self._memory.copy(self._pool.take_copies())
+
+    def of(self, sequences: Sequence[PooledSequence]) -> list[Tensor]:
+        """Return copies of the states of sequences, `(len(sequences), ...)` each."""
+        self.copy()
+        return self._memory.rows(self._slots(sequences))
+
+    def take(self, sequences: Sequence[PooledSequence], tensors: Sequence[Tensor]) -> None:
+        """Give sequences the states that `of` returned on other ranks."""
+        self._memory.reserve(self._pool.num_slots)
+        self._memory.put(self._slots(sequences), tensors)
+        self.copy()
+
+    def _slots(self, sequences: Sequence[PooledSequence]) -> list[int]:
+        return [self._pool.slot(x) for x in sequences]
+
+
 class StateMemory:
     """The states of all layers on this rank: a table for each state of a layer, a row for a slot.
 
@@ -313,83 +393,3 @@ class StepStates:
         """Keep the states after these tokens, once all layers ran; all ranks must call it."""
         for part, _ in self._parts:
             part.finish()
-
-
-class PooledStates:
-    """The states of all layers of a model on this rank, for the sequences of a pool.
-
-    Args:
-        passing: by which layers of the model get their states.
-        mesh: the ranks of the pool.
-        pool: the pool, which says whose states are where.
-        device: the device of the model.
-    """
-
-    def __init__(
-        self, passing: AxisStatePassing, mesh: DeviceMesh, pool: BlockPool, device: torch.device
-    ) -> None:
-        assert isinstance(pool, StateSlots), "its sequences have states"
-        self._passing, self._mesh, self._pool = passing, mesh, pool
-        self._memory = StateMemory(passing.specs, device)
-        self._decoded: DecodedStates | None = None  # of the last forward
-        self._undecided = set[int]()  # sequences of which some tokens may be wrong
-
-    @property
-    def num_bytes(self) -> int:
-        """Return the bytes of all states."""
-        return self._memory.num_bytes
-
-    @contextmanager
-    def running(
-        self, chunks: Sequence[Chunk], decoding: Sequence[PooledSequence], lengths: Sequence[int]
-    ) -> Iterator[None]:
-        """Return a context in which layers go on from the states of sequences.
-
-        Args:
-            chunks: prompts, and the number of tokens of each.
-            decoding: sequences whose last tokens, one or more of each, are new.
-            lengths: the number of tokens of both on this rank, without those that are empty.
-        """
-        self.copy()
-        # After an error no sequence goes on, so each one here has the states of its tokens.
-        assert self._undecided.isdisjoint(x.number for x in decoding), "keep was not called"
-        self._undecided = {x.number for x in decoding if len(x) - x.num_written > 1}
-        self._decoded, parts = None, list[PrefilledStates | DecodedStates]()
-        if chunks:
-            parts.append(PrefilledStates(self._memory, self._mesh, self._pool, chunks))
-        if decoding:
-            counts = [len(x) - x.num_written for x in decoding]
-            self._decoded = DecodedStates(self._memory, self._slots(decoding), counts)
-            parts.append(self._decoded)
-        step = StepStates([*zip(parts, lengths, strict=True)])
-        with self._passing.stepping(step):
-            yield
-        step.finish()
-
-    def keep(self, counts: Sequence[int]) -> None:
-        """Go on from the states after the first tokens of each sequence that was just decoded.
-
-        If it was one token of each, these are kept already.
-        """
-        self._undecided = set()
-        if self._decoded is not None:
-            self._decoded.keep(counts)
-
-    def copy(self) -> None:
-        """Make the copies that the pool has decided."""
-        self._memory.reserve(self._pool.num_slots)
-        self._memory.copy(self._pool.take_copies())
-
-    def of(self, sequences: Sequence[PooledSequence]) -> list[Tensor]:
-        """Return copies of the states of sequences, `(len(sequences), ...)` each."""
-        self.copy()
-        return self._memory.rows(self._slots(sequences))
-
-    def take(self, sequences: Sequence[PooledSequence], tensors: Sequence[Tensor]) -> None:
-        """Give sequences the states that `of` returned on other ranks."""
-        self._memory.reserve(self._pool.num_slots)
-        self._memory.put(self._slots(sequences), tensors)
-        self.copy()
-
-    def _slots(self, sequences: Sequence[PooledSequence]) -> list[int]:
-        return [self._pool.slot(x) for x in sequences]

@@ -58,6 +58,37 @@ from parallel_plans.huggingface.sharding.sharding import Sharding
 Chunks = list[tuple[ServedRequest, int]]
 
 
+def install_batches(model: Any, plan_of: Callable[[Any], Any]) -> None:
+    """Make continuous batching of this model run over a sharded pool, or over one of each group.
+
+    `plan_of` returns a plan for a stock `assistant_model`.
+    """
+    install_generate_batch(model, plan_of)
+    plain = vars(model).get("init_continuous_batching")
+    if plain is None:  # it does not generate
+        return
+
+    def init_continuous_batching(
+        self: Any,
+        generation_config: Any = None,
+        continuous_batching_config: Any = None,
+        workload_hints: Any = None,
+        *,
+        prefill: DeviceMesh | None = None,
+        decode: DeviceMesh | None = None,
+    ) -> ContinuousBatch:
+        """Return a batch that requests can join; with both groups, a `TwoGroupBatch`."""
+        if prefill is None and decode is None:
+            return plain(generation_config, continuous_batching_config, workload_hints)
+        check_servable(self)
+        options = ServingOptions.of(continuous_batching_config, self.device)
+        sharding = self.context_parallel_sharding
+        given = generation_config, options, plan_of
+        return TwoGroupBatch(self, sharding, *given, prefill, decode)
+
+    model.init_continuous_batching = MethodType(init_continuous_batching, model)
+
+
 class RequestsHandedBack(RingError):
     """A step of two groups failed; requests that have not started are handed back.
 
@@ -330,34 +361,3 @@ def _ranks_of(
 def _described(mesh: Any) -> str:
     """Describe a group for other ranks."""
     return str(mesh.mesh.tolist()) if isinstance(mesh, DeviceMesh) else type(mesh).__name__
-
-
-def install_batches(model: Any, plan_of: Callable[[Any], Any]) -> None:
-    """Make continuous batching of this model run over a sharded pool, or over one of each group.
-
-    `plan_of` returns a plan for a stock `assistant_model`.
-    """
-    install_generate_batch(model, plan_of)
-    plain = vars(model).get("init_continuous_batching")
-    if plain is None:  # it does not generate
-        return
-
-    def init_continuous_batching(
-        self: Any,
-        generation_config: Any = None,
-        continuous_batching_config: Any = None,
-        workload_hints: Any = None,
-        *,
-        prefill: DeviceMesh | None = None,
-        decode: DeviceMesh | None = None,
-    ) -> ContinuousBatch:
-        """Return a batch that requests can join; with both groups, a `TwoGroupBatch`."""
-        if prefill is None and decode is None:
-            return plain(generation_config, continuous_batching_config, workload_hints)
-        check_servable(self)
-        options = ServingOptions.of(continuous_batching_config, self.device)
-        sharding = self.context_parallel_sharding
-        given = generation_config, options, plan_of
-        return TwoGroupBatch(self, sharding, *given, prefill, decode)
-
-    model.init_continuous_batching = MethodType(init_continuous_batching, model)

@@ -45,6 +45,11 @@ torch.library.define(
 _AGREEMENTS: WeakValueDictionary[str, Agreement] = WeakValueDictionary()
 
 
+def described(batch: Mapping[str, Any]) -> dict[str, str]:
+    """Describe the batch, so that ranks can compare theirs."""
+    return {name: described_value(x) for name, x in batch.items()}
+
+
 class Parts(NamedTuple):
     """The arguments of a call, as an op can take them.
 
@@ -209,11 +214,6 @@ def is_readable(x: Tensor) -> bool:
     """Return whether a tensor has dense content to compare."""
     is_dense = x.layout is torch.strided and not x.is_nested and not isinstance(x, DTensor)
     return is_dense and not x.is_meta and not x.is_quantized
-
-
-def described(batch: Mapping[str, Any]) -> dict[str, str]:
-    """Describe the batch, so that ranks can compare theirs."""
-    return {name: described_value(x) for name, x in batch.items()}
 
 
 def described_value(x: Any) -> str:

@@ -58,6 +58,21 @@ OF_TOKENS = (
 IMAGE_TOKENS = ("image_token_id", "image_token_index", "video_token_id", "video_token_index")
 
 
+def install_outer_model(
+    model: Any, decoder: Any, sharding: Sharding, deal_images: bool | None
+) -> None:
+    """Shard the tokens of a model where it calls its language model, and maybe images before."""
+    outer = OuterModel(model, sharding)
+
+    def is_called() -> bool:
+        # Before the first token, `generate` itself may ask for the embeddings of a prompt's images.
+        return outer.is_called or sharding.generates
+
+    install_image_sharding(model, decoder, sharding.axis, deal_images, is_called)
+    model.forward = _outer_forward(model, sharding, outer)
+    decoder.forward = own_method(decoder, _inner_forward(type(decoder).forward, sharding, outer))
+
+
 @dataclass
 class OuterCall:
     """A forward of an outer model.
@@ -153,21 +168,6 @@ class OuterModel:
             )
         call.has_run = True
         return call
-
-
-def install_outer_model(
-    model: Any, decoder: Any, sharding: Sharding, deal_images: bool | None
-) -> None:
-    """Shard the tokens of a model where it calls its language model, and maybe images before."""
-    outer = OuterModel(model, sharding)
-
-    def is_called() -> bool:
-        # Before the first token, `generate` itself may ask for the embeddings of a prompt's images.
-        return outer.is_called or sharding.generates
-
-    install_image_sharding(model, decoder, sharding.axis, deal_images, is_called)
-    model.forward = _outer_forward(model, sharding, outer)
-    decoder.forward = own_method(decoder, _inner_forward(type(decoder).forward, sharding, outer))
 
 
 def _outer_forward(model: nn.Module, sharding: Sharding, outer: OuterModel) -> MethodType:

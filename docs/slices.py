@@ -22,6 +22,7 @@ EXAMPLES = {
     "global_tokens": Slices.global_tokens([0, 24], num_global=2, window=4),
     "bottom_right": Slices.bottom_right([0, 10], [0, 24]),
     "per_query": Slices.per_query([0] * 6 + [4] * 10 + [14] * 8, [4] * 6 + [14] * 10 + [24] * 8),
+    "pools": Slices.pools(24, size=2),
     "block_causal": Slices.block_causal([6] * 4, num_earlier=2),
     "block_diffusion": Slices.block_diffusion([4] * 3),
     "shared_prefix": Slices.shared_prefix([6, 2], [[4, 5], [4, 3]]),
@@ -32,7 +33,7 @@ EXAMPLES = {
 COLORS = "#4c78a8", "#f58518", "#54a24b", "#b279a2", "#e45756", "#72b7b2"
 """Of the slices in turn; they can be distinguished on white and on black."""
 
-SIDE, CELL, COLUMNS = 24, 6, 5
+SIDE, CELL, COLUMNS = 24, 6, 6
 """Cells of a panel, pixels of a cell, panels in a row."""
 
 

@@ -184,7 +184,7 @@ def test_steps_do_not_amplify_rounding(family: str) -> None:
     (losses, weights), (expected, stock) = (
         trained_from(family, noise) for noise in (torch.finfo(torch.float32).eps / 2, 0.0)
     )
-    assert losses != expected
+    assert any(not torch.equal(weights[name], x) for name, x in stock.items())
     assert losses == pytest.approx(expected, abs=5e-6)
     for name, x in stock.items():
         assert (weights[name] - x).norm() <= 5e-6 * x.norm(), name

@@ -119,14 +119,15 @@ def check_goes_on() -> None:
         return scores
 
     prompts = [prompt_of(0, 9), prompt_of(0, 8) + prompt_of(1, 30)]
-    batch = Workload(tuple(Arrival(0, x, 8) for x in prompts), spare=9).batch(model)
+    arrivals = tuple(Arrival(0, x, 8) for x in prompts)
+    batch = Workload(arrivals, spare=9).batch(model)
     how = {"max_new_tokens": 8, **GREEDY}
     batch.add_request(prompts[0], "0", logits_processor=[raises], **how)
     batch.add_request(prompts[1], "1", **how)
     with pytest.raises(Planted):
         list(batch)
     outputs = {x.request_id: x.generated_tokens for x in batch}
-    assert outputs == {str(i): alone(x, 8, None) for i, x in enumerate(prompts)}
+    assert outputs == {str(i): alone(x, 0) for i, x in enumerate(arrivals)}
 
 
 def test_a_batch_goes_on_after_an_error(pool: Pool) -> None:
@@ -140,7 +141,7 @@ def check_prefix_of_both_pools() -> None:
     """
     model, alone = sharded("Qwen3-Next"), alone_on(stock("Qwen3-Next"))
     prompt = prompt_of(0, 13)  # three blocks and a token, which is decoded
-    answered = prompt + tuple(alone(prompt, 4, None))
+    answered = prompt + tuple(alone(Arrival(0, prompt, 4), 0))
     prompts = (prompt, prompt, answered, prompt)
     arrivals = [Arrival(9 * i, x, 6, 1 + 2 * (i == 3)) for i, x in enumerate(prompts)]
     with in_groups((0,), (1,)):

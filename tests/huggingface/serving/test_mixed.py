@@ -120,4 +120,4 @@ def test_mixed_requests(
     if num_requests == 100 and name != "1 to 2":  # where those that decode have twice the room
         assert counts[0].preempted
     if options:
-        assert counts[0].proposed > counts[0].accepted > 10
+        assert counts[0].proposed > counts[0].accepted > 0

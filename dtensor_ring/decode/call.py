@@ -144,8 +144,6 @@ class DecodeCall(NamedTuple):
 _ARGUMENTS = Arguments(DecodeCall, DecodeBatch, Scores, DecodePlace, Mask)
 # The decode op's arguments after its tensors, in the order of `flatten_decode`.
 DECODE_LEAVES, DECODE_SCHEMA = _ARGUMENTS.leaves, _ARGUMENTS.schema
-
-
 # Places among the arguments of the op after its tensors.
 _TENSORS = tuple(i for i, leaf in enumerate(DECODE_LEAVES) if leaf.schema_type == "Tensor?")
 SINKS = place_of_sinks(DECODE_LEAVES)
@@ -241,12 +239,10 @@ def _asked(
             return None
         contents.append((i, x.shape, x.numpy().tobytes()))
         others[i] = x.dtype
-    shapes, devices = (
-        (query.shape, key.shape, value.shape),
-        (query.device, key.device, value.device),
-    )
-    kinds = query.dtype, key.dtype, value.dtype, query.layout, key.layout, value.layout
-    return tuple(contents), *others, *shapes, *devices, *kinds
+    tensors = query, key, value
+    shapes = tuple(x.shape for x in tensors)
+    kinds = tuple((x.dtype, x.device, x.layout) for x in tensors)
+    return tuple(contents), *others, shapes, kinds
 
 
 def checked_decode(

@@ -1,8 +1,8 @@
 """How queries choose keys: by an index, whose keys may be pools of tokens.
 
-Pools begin with a document. An op counts them from the first token of a sequence, so the queries of
-each document choose by a call of their own, in which the sequence is that document. Rows with the
-same documents share calls, and a document that fills its row needs nothing of this.
+Pools begin with a document, and an op counts them from the first token of a sequence. So each
+document has its own call, in which its queries choose among its keys. Rows with the same documents
+share calls, and a document that fills its row needs nothing of this.
 """
 
 from __future__ import annotations

@@ -262,6 +262,7 @@ TABLES = {
 }
 TABLES |= {
     "FILLED",
+    "LATE",
     "SAME",
     "SHAPED",
     "SHAPES",

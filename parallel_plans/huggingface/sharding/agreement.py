@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor
 
 from dtensor_ring import SequenceAxis
 from dtensor_ring.extension import axis_group, check_agreement, checked_barrier
+from parallel_plans.huggingface.sharding.late_embeddings import LateEmbeddings
 
 SAME_WEIGHTS = (
     "and have the same weights (seeded before the model is made, or loaded, and gradients averaged "
@@ -75,6 +76,9 @@ class Parts(NamedTuple):
         if isinstance(x, (list, tuple)):
             for i, part in enumerate(x):
                 self._add(f"{name}[{i}]", part)
+        elif isinstance(x, LateEmbeddings):
+            for key, part in x.parts.items():
+                self._add(f"{name}.{key}", part)
         elif isinstance(x, Tensor) and is_readable(x):
             self.tensors[name] = x.detach()
         elif isinstance(x, (int, torch.SymInt)) and not isinstance(x, bool):

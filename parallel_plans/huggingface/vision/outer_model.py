@@ -6,10 +6,13 @@ embeddings, positions, and masks. A rank may run the encoder on some of the imag
 rank's tokens, on which the head then runs. With a cache it returns, on every rank, the hidden
 states of all new tokens whose logits are asked for.
 
-Note [Gradients of the vision encoder]: each rank has all embeddings, and uses those of its own
-tokens. All ranks have one loss, whose backward sums over them, so each rank's gradient is scaled by
-the world size, and the mean over the axis is the full gradient. The encoder's backward is linear in
-it, so the encoder needs no correction.
+Embeddings of all tokens would take more than a rank's part of all else. An eager forward hands on
+their ids instead, see `LateEmbeddings`.
+
+Note [Gradients of the vision encoder]: each rank has the embeddings of all images, and uses those
+of its own tokens. All ranks have one loss, whose backward sums over them, so each rank's gradient
+is scaled by the world size, and the mean over the axis is the full gradient. The encoder's backward
+is linear in it, so the encoder needs no correction.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import wraps
+from functools import partial, wraps
 from inspect import signature
 from types import MethodType
 from typing import TYPE_CHECKING, Any
@@ -25,7 +28,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from parallel_plans.huggingface.core.documents import DocumentBounds, check_ones_and_zeros
+from parallel_plans.huggingface.core.documents import (
+    DocumentBounds,
+    check_ones_and_zeros,
+    has_content,
+)
 from parallel_plans.huggingface.core.random_state import random_of_rank
 from parallel_plans.huggingface.core.versions import NAMES_OF_CACHE, cache_name
 from parallel_plans.huggingface.generation.generate import (
@@ -36,6 +43,7 @@ from parallel_plans.huggingface.generation.generate import (
 )
 from parallel_plans.huggingface.losses.loss import give_labels, take_losses
 from parallel_plans.huggingface.sharding.batch import BOUNDARIES, LOGITS_TO_KEEP
+from parallel_plans.huggingface.sharding.late_embeddings import late_or_now
 from parallel_plans.huggingface.sharding.sharding import (
     OutputSpec,
     Sharding,
@@ -71,6 +79,11 @@ def install_outer_model(
     install_image_sharding(model, decoder, sharding.axis, deal_images, is_called)
     model.forward = _outer_forward(model, sharding, outer)
     decoder.forward = own_method(decoder, _inner_forward(type(decoder).forward, sharding, outer))
+    embedding = model.get_input_embeddings()
+    if "forward" not in vars(embedding):  # else another library put its own there
+        embedding.forward = own_method(
+            embedding, _embedding_forward(type(embedding).forward, outer)
+        )
 
 
 @dataclass
@@ -94,6 +107,12 @@ class OuterCall:
     cache: ContextParallelCache | None
     has_run: bool = False
     spec: OutputSpec | None = None
+
+    def is_of_batch(self, ids: Any) -> bool:
+        """Return whether `ids` are the tokens of the batch, perhaps with others for images."""
+        tokens = self.tokens
+        is_given = isinstance(tokens, Tensor) and isinstance(ids, Tensor) and has_content(ids)
+        return is_given and ids.shape == tokens.shape and not ids.is_floating_point()
 
 
 class OuterModel:
@@ -121,6 +140,12 @@ class OuterModel:
     def is_called(self) -> bool:
         """Whether the model is running, on a batch that the ranks have compared."""
         return self._call is not None
+
+    @property
+    def call_to_come(self) -> OuterCall | None:
+        """The call whose language model did not run yet."""
+        call = self._call
+        return None if call is None or call.has_run else call
 
     @contextmanager
     def call(self, model: Any, arguments: dict[str, Any]) -> Iterator[OuterCall]:
@@ -160,8 +185,8 @@ class OuterModel:
         Raises:
             ValueError: if the whole model was not called, or its language model ran already.
         """
-        call = self._call
-        if call is None or call.has_run:
+        call = self.call_to_come
+        if call is None:
             raise ValueError(
                 f"{type(decoder).__name__} is a part of a model under a context_parallel_plan, "
                 "which is to be called as a whole, and calls it once"
@@ -213,6 +238,20 @@ def _inner_forward(plain: Any, sharding: Sharding, outer: OuterModel) -> Any:
             output = kept(self, **batch)
         call.spec = spec._replace(of_tokens=frozenset({*output.keys(), "logits"}))
         return output
+
+    return forward
+
+
+def _embedding_forward(plain: Any, outer: OuterModel) -> Any:
+    """Return the forward of the embedding of tokens, which looks up those of a batch late."""
+
+    @wraps(plain)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        call = outer.call_to_come
+        is_all = call is not None and len(args) == 1 and not kwargs and call.is_of_batch(args[0])
+        if not is_all:
+            return plain(self, *args, **kwargs)
+        return late_or_now(self, partial(plain, self), args[0])
 
     return forward
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from dtensor_ring.compute.kernels import registry as kernels_of_the_hub
-from tests import flex_package, hub
+from tests import flex_package, hub, sdpa_package
 from tests.package_calls import (
     CudnnOps,
     Run,
@@ -162,12 +162,14 @@ def aten_operators() -> dict[str, tuple[Run, dict[str, str]]]:
 @pytest.fixture
 def packages(monkeypatch: pytest.MonkeyPatch) -> Iterator[hub.Hub]:
     """All of them, as long as a test runs; what it gives counts downloads."""
-    for package in ("flash_attn", "flash_attn.cute", *flex_package.PACKAGES):
+    of_cudnn = {*flex_package.PACKAGES, *sdpa_package.PACKAGES}
+    for package in ("flash_attn", "flash_attn.cute", *of_cudnn):
         monkeypatch.setitem(sys.modules, package, ModuleType(package))
     for module, functions in {
         "flash_attn.flash_attn_interface": FLASH_ATTN,
         "flash_attn.cute.interface": FLASH_ATTN_CUTE,
         "flash_attn_interface": {},
+        sdpa_package.OPS: {"thd_lse_to_padded": function(sdpa_package.PADDED, sdpa_package.padded)},
         **{
             module: {name: function(*of) for name, of in functions.items()}
             for module, functions in flex_package.FUNCTIONS.items()
@@ -189,6 +191,11 @@ def packages(monkeypatch: pytest.MonkeyPatch) -> Iterator[hub.Hub]:
     for name, (run, names) in aten_operators().items():
         op = getattr(torch.ops.aten, name).default
         aten.impl(name, operator(op._schema, run, names), "CPU")
+    cudnn = torch.library.Library("cudnn", "FRAGMENT")
+    for name, schema in sdpa_package.SCHEMAS.items():
+        cudnn.define(f"{name}{schema}")
+        op = getattr(torch.ops.cudnn, name).default
+        cudnn.impl(name, operator(op._schema, sdpa_package.RUNS[name], {}), "CPU")
     schemas = {name: (schema, implementations[name]) for name, (schema, _) in FLASH_ATTN_3.items()}
     with hub.builds(FLASH_ATTN | HUB_FLASH_ATTN, schemas) as builds:
         there = hub.Hub(builds)
@@ -196,5 +203,5 @@ def packages(monkeypatch: pytest.MonkeyPatch) -> Iterator[hub.Hub]:
         kernels_of_the_hub._loaded.cache_clear()
         yield there
         kernels_of_the_hub._loaded.cache_clear()
-    flash3._destroy()
-    aten._destroy()
+    for library in (flash3, aten, cudnn):
+        library._destroy()

@@ -146,7 +146,8 @@ def test_ring(name: str, ring: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_which_kernels_have_segments() -> None:
-    assert ["flash_attn3", "flash_attn4", "flash_attn2", "cuda_flash", *HUB] == OF_SEGMENTS
+    flash = ["flash_attn3", "flash_attn4", "flash_attn2", "cuda_flash"]
+    assert [*flash, "cudnn_sdpa", *HUB] == OF_SEGMENTS
 
 
 @pytest.mark.parametrize("has_argument", [True, False])

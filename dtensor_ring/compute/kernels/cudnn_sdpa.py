@@ -46,7 +46,7 @@ from dtensor_ring.compute.kernels.varlen import clear_empty_rows, sizes, without
 
 # The module that registers the ops, and what it must have.
 OPS, PADDED = "cudnn.sdpa.fwd.torch_op", "thd_lse_to_padded"
-NEEDED = {"sdpa_fwd": "window_right", "sdpa_bwd": "cu_seqlens_kv"}
+NEEDED = (("sdpa_fwd", "window_right"), ("sdpa_bwd", "cu_seqlens_kv"))
 
 # The oldest version of the package whose sources were read. Earlier versions of cuDNN have windows
 # that the package works around, or refuses.
@@ -173,7 +173,7 @@ def _missing_package() -> str | None:
             oldest = ".".join(map(str, OLDEST))
             return f"it needs nvidia-cudnn-frontend {oldest} or later, found {found}"
         module = load(OPS)
-        for name, argument in NEEDED.items():
+        for name, argument in NEEDED:
             op = getattr(cudnn, name, None)
             if op is None or argument not in {x.name for x in op.default._schema.arguments}:
                 return f"nvidia-cudnn-frontend {found} has no op {name} that takes {argument}"

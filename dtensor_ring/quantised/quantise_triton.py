@@ -63,15 +63,9 @@ def quantise(x: Tensor, into: EightBits, largest: float, block_size: int) -> Non
 def quantise_pair(
     pair: tuple[Tensor, Tensor], into: tuple[EightBits, EightBits], largest: float, block_size: int
 ) -> None:
-    """Write keys and values in eight bits by one launch, into memory of any strides.
+    """Write keys and values in eight bits by one launch, see `quantise`.
 
-    So the memory may be that of a message, and nothing is copied into it afterwards.
-
-    Args:
-        pair: keys `(B, N, L, H)` and values `(B, N, L, Hv)`.
-        into: data, scales and means of each.
-        largest: the largest number of the dtype of the data.
-        block_size: tokens of a block.
+    The memory may be that of a message, so that nothing is copied into it afterwards.
     """
     sides = (_to_quantise(x, to, block_size) for x, to in zip(pair, into, strict=True))
     both = dict(zip(PREFIXES, sides, strict=True))

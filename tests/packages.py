@@ -96,6 +96,18 @@ CUTE_FORWARD = (
 )
 """Parameters of `flash_attn.cute.interface._flash_attn_fwd`; newer betas have more after them."""
 
+CUTE_BACKWARD = (
+    "q, k, v, out, dout, lse, softmax_scale=None, causal=False, softcap=0.0, "
+    "window_size_left=None, window_size_right=None, m_block_size=64, n_block_size=128, "
+    "num_threads=256, pack_gqa=False, num_stages_Q=2, num_stages_dO=2, SdP_swapAB=False, "
+    "dKV_swapAB=False, dQ_swapAB=False, AtomLayoutMSdP=2, AtomLayoutNdKV=2, AtomLayoutMdQ=2, "
+    "V_in_regs=False, cu_seqlens_q=None, cu_seqlens_k=None, seqused_q=None, seqused_k=None, "
+    "max_seqlen_q=None, max_seqlen_k=None, deterministic=False, dq=None, dk=None, dv=None, "
+    "score_mod=None, score_mod_bwd=None, mask_mod=None, aux_tensors=None, aux_scalars=None, "
+    "block_sparse_tensors=None, dlse=None, learnable_sink=None"
+)
+"""Parameters of `flash_attn.cute.interface._flash_attn_bwd`."""
+
 FLASH_ATTN_CUTE = {
     "_flash_attn_fwd": function(
         CUTE_FORWARD,
@@ -103,14 +115,7 @@ FLASH_ATTN_CUTE = {
         forward(flash4_scores, (torch.nan, -torch.inf), 3),
     ),
     "_flash_attn_bwd": function(
-        "q, k, v, out, dout, lse, softmax_scale=None, causal=False, softcap=0.0, "
-        "window_size_left=None, window_size_right=None, m_block_size=64, n_block_size=128, "
-        "num_threads=256, pack_gqa=False, num_stages_Q=2, num_stages_dO=2, SdP_swapAB=False, "
-        "dKV_swapAB=False, dQ_swapAB=False, AtomLayoutMSdP=2, AtomLayoutNdKV=2, AtomLayoutMdQ=2, "
-        "V_in_regs=False, cu_seqlens_q=None, cu_seqlens_k=None, seqused_q=None, seqused_k=None, "
-        "max_seqlen_q=None, max_seqlen_k=None, deterministic=False, dq=None, dk=None, dv=None, "
-        "score_mod=None, score_mod_bwd=None, mask_mod=None, aux_tensors=None, aux_scalars=None, "
-        "block_sparse_tensors=None, dlse=None, learnable_sink=None",
+        CUTE_BACKWARD,
         backward(flash4_scores, "dq dk dv"),
     ),
 }

@@ -27,6 +27,7 @@ from gpu_steps.by_processes import by_processes
 from gpu_steps.by_threads import by_threads
 from gpu_steps.card import Card
 from gpu_steps.findings import Findings, Taken
+from gpu_steps.host import host
 from gpu_steps.inference import inference
 from gpu_steps.installed import installed
 from gpu_steps.machine import Finding, Machine
@@ -34,6 +35,7 @@ from gpu_steps.messages import messages
 from gpu_steps.over_ranks import agreement, differing, hops, right, speed
 from gpu_steps.public import public
 from gpu_steps.quantising import eight_bits
+from gpu_steps.replays import replays
 from gpu_steps.serving import serving
 from gpu_steps.skips import skips
 from gpu_steps.suite import sanitized, suite
@@ -60,6 +62,8 @@ ALONE = {
     "bound": Planned("the tiles of 8 x 8k tokens by kernel, arrivals there", 40, bound),
     "tiles": Planned("tiles next to one launch", 20, tiles),
     "masks": Planned("windows, documents: one launch for a step, or many", 90, any_mask),
+    "host": Planned("the host's time of a call next to PyTorch's", 10, host),
+    "graphs": Planned("100 packings and a token by CUDA graphs, bit by bit", 60, replays),
     "messages": Planned("a rank's messages to itself, beside attention", 20, messages),
     "processes": Planned("4 processes on one GPU: every call, agreement", 90, by_processes),
     "inference": Planned("pools, selected keys, a model that serves", 30, inference),

@@ -26,6 +26,22 @@ TESTED = {
 }
 
 
+def too_old(library: str) -> str | None:
+    """Return why a library is absent, or older than all that the plans were tested with, or `None`.
+
+    >>> too_old("transformers")
+    """
+    oldest = TESTED[library].oldest
+    needed = f"it needs {library} {_spelled(oldest)} or later"
+    try:
+        found = version(library)
+    except PackageNotFoundError:
+        return f"{needed}, which is not installed"
+    numbers = re.match(r"(\d+)\.(\d+)", found)
+    is_old = numbers is not None and (int(numbers[1]), int(numbers[2])) < oldest
+    return f"{needed}, found {found}: pip install -U {library}" if is_old else None
+
+
 @cache
 def warn_untested(library: str) -> None:
     """Warn once per process if the plans were not tested with the version of a library."""

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from dtensor_ring.compute.kernels import registry as kernels_of_the_hub
-from tests import flex_package, hub
+from tests import flex_package, hub, sdpa_package
 from tests.package_calls import (
     CudnnOps,
     Run,
@@ -96,6 +96,18 @@ CUTE_FORWARD = (
 )
 """Parameters of `flash_attn.cute.interface._flash_attn_fwd`; newer betas have more after them."""
 
+CUTE_BACKWARD = (
+    "q, k, v, out, dout, lse, softmax_scale=None, causal=False, softcap=0.0, "
+    "window_size_left=None, window_size_right=None, m_block_size=64, n_block_size=128, "
+    "num_threads=256, pack_gqa=False, num_stages_Q=2, num_stages_dO=2, SdP_swapAB=False, "
+    "dKV_swapAB=False, dQ_swapAB=False, AtomLayoutMSdP=2, AtomLayoutNdKV=2, AtomLayoutMdQ=2, "
+    "V_in_regs=False, cu_seqlens_q=None, cu_seqlens_k=None, seqused_q=None, seqused_k=None, "
+    "max_seqlen_q=None, max_seqlen_k=None, deterministic=False, dq=None, dk=None, dv=None, "
+    "score_mod=None, score_mod_bwd=None, mask_mod=None, aux_tensors=None, aux_scalars=None, "
+    "block_sparse_tensors=None, dlse=None, learnable_sink=None"
+)
+"""Parameters of `flash_attn.cute.interface._flash_attn_bwd`."""
+
 FLASH_ATTN_CUTE = {
     "_flash_attn_fwd": function(
         CUTE_FORWARD,
@@ -103,14 +115,7 @@ FLASH_ATTN_CUTE = {
         forward(flash4_scores, (torch.nan, -torch.inf), 3),
     ),
     "_flash_attn_bwd": function(
-        "q, k, v, out, dout, lse, softmax_scale=None, causal=False, softcap=0.0, "
-        "window_size_left=None, window_size_right=None, m_block_size=64, n_block_size=128, "
-        "num_threads=256, pack_gqa=False, num_stages_Q=2, num_stages_dO=2, SdP_swapAB=False, "
-        "dKV_swapAB=False, dQ_swapAB=False, AtomLayoutMSdP=2, AtomLayoutNdKV=2, AtomLayoutMdQ=2, "
-        "V_in_regs=False, cu_seqlens_q=None, cu_seqlens_k=None, seqused_q=None, seqused_k=None, "
-        "max_seqlen_q=None, max_seqlen_k=None, deterministic=False, dq=None, dk=None, dv=None, "
-        "score_mod=None, score_mod_bwd=None, mask_mod=None, aux_tensors=None, aux_scalars=None, "
-        "block_sparse_tensors=None, dlse=None, learnable_sink=None",
+        CUTE_BACKWARD,
         backward(flash4_scores, "dq dk dv"),
     ),
 }
@@ -162,12 +167,14 @@ def aten_operators() -> dict[str, tuple[Run, dict[str, str]]]:
 @pytest.fixture
 def packages(monkeypatch: pytest.MonkeyPatch) -> Iterator[hub.Hub]:
     """All of them, as long as a test runs; what it gives counts downloads."""
-    for package in ("flash_attn", "flash_attn.cute", *flex_package.PACKAGES):
+    of_cudnn = {*flex_package.PACKAGES, *sdpa_package.PACKAGES}
+    for package in ("flash_attn", "flash_attn.cute", *of_cudnn):
         monkeypatch.setitem(sys.modules, package, ModuleType(package))
     for module, functions in {
         "flash_attn.flash_attn_interface": FLASH_ATTN,
         "flash_attn.cute.interface": FLASH_ATTN_CUTE,
         "flash_attn_interface": {},
+        sdpa_package.OPS: {"thd_lse_to_padded": function(sdpa_package.PADDED, sdpa_package.padded)},
         **{
             module: {name: function(*of) for name, of in functions.items()}
             for module, functions in flex_package.FUNCTIONS.items()
@@ -189,6 +196,11 @@ def packages(monkeypatch: pytest.MonkeyPatch) -> Iterator[hub.Hub]:
     for name, (run, names) in aten_operators().items():
         op = getattr(torch.ops.aten, name).default
         aten.impl(name, operator(op._schema, run, names), "CPU")
+    cudnn = torch.library.Library("cudnn", "FRAGMENT")
+    for name, schema in sdpa_package.SCHEMAS.items():
+        cudnn.define(f"{name}{schema}")
+        op = getattr(torch.ops.cudnn, name).default
+        cudnn.impl(name, operator(op._schema, sdpa_package.RUNS[name], {}), "CPU")
     schemas = {name: (schema, implementations[name]) for name, (schema, _) in FLASH_ATTN_3.items()}
     with hub.builds(FLASH_ATTN | HUB_FLASH_ATTN, schemas) as builds:
         there = hub.Hub(builds)
@@ -196,5 +208,5 @@ def packages(monkeypatch: pytest.MonkeyPatch) -> Iterator[hub.Hub]:
         kernels_of_the_hub._loaded.cache_clear()
         yield there
         kernels_of_the_hub._loaded.cache_clear()
-    flash3._destroy()
-    aten._destroy()
+    for library in (flash3, aten, cudnn):
+        library._destroy()

@@ -49,6 +49,7 @@ DOOR = {"dtensor_ring": dtensor_ring.__all__, "dtensor_ring.extension": extensio
 """What plans may import of the package: modules, and the names of each."""
 # Two packages install into the folder flash_attn: the longest of these names is the one imported.
 OPTIONAL = {"flash_attn", "flash_attn.cute", "flash_attn_interface", "torchtitan", "transformers"}
+OPTIONAL |= {"cudnn.flex_attention", "cudnn.sdpa", "flashinfer"}
 OPTIONAL |= {"fastapi", "prometheus_client", "pydantic", "starlette", "uvicorn"}
 OPTIONAL |= {"diffusers", "kernels", "matplotlib", "plotly", "rich", "triton", "trl"}
 SUBCLASSES = (

@@ -17,6 +17,7 @@ import torch
 
 from dtensor_ring import register_kernel
 from dtensor_ring.compute.kernels.registry import unregister_kernel
+from parallel_plans import tested
 from tests import dry_gpu_check, roofline
 from tests.fake_cuda import Event, fake_cuda
 from tests.intervals import OneLaunch
@@ -69,7 +70,9 @@ def test_every_step_runs(pool: Pool, modules: Any, capsys: pytest.CaptureFixture
     assert found["messages"]["message to itself, in a CUDA graph"] == "arrived"
     assert len(found["threads"]) == 2 * 4, "two kernels"
     assert len(found["processes"]) == 9
-    assert len(found["eight_bits"]) == 1 + 2 * (4 + 1), "a copy; each format's speeds, and a ring"
+    assert len(found["eight_bits"]) == 1 + 2 * (6 + 1), "a copy; each format's speeds, and a ring"
+    assert [x.split()[0] for x in found["graphs"].values()] == ["0", "0"], "of tensors differ"
+    assert len(found["host"]) == 2
     assert len(found["bound"]) == 5
     assert len(found["masks"]) == 2 * (1 + 2) + 5, "causal and windows; rings"
     measured = json.loads((folder / "gpu.json").read_text())
@@ -101,6 +104,18 @@ def test_masks_by_kernels_of_whole_steps(modules: Any) -> None:
     assert [x for kernel, x in numbers if kernel == "cpu_flash"] == [16, 16, 49, 20, 5]
 
 
+def test_serving_says_which_transformers_it_needs(
+    modules: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tested, "version", lambda library: "5.17.0")
+    (found,) = modules.check.ALONE["serving"].take(modules.machine.Machine(is_dry=True))
+    oldest = ".".join(map(str, tested.TESTED["transformers"].oldest))
+    assert found.found.startswith(f"left out: it needs transformers {oldest} or later, found 5.17")
+    assert not found.is_wrong
+    monkeypatch.setattr(tested, "version", lambda library: f"{oldest}.0")
+    assert tested.too_old("transformers") is None
+
+
 def test_every_step_of_several_ranks(pool: Pool, modules: Any, tmp_path: Path) -> None:
     assert pool.run(2, dry_gpu_check.together, [], str(tmp_path)) == [0, 0]
     found = found_in(tmp_path)
@@ -116,7 +131,7 @@ def test_as_a_script(tmp_path: Path) -> None:
     """It finds what it imports, and lists its steps without a GPU."""
     (done,) = run_script(BENCHMARKS / "gpu_check.py", "--dry-run", cwd=tmp_path)
     lines = done.printed.splitlines()
-    assert len(lines) == 2 + 15 + 5
+    assert len(lines) == 2 + 17 + 5
     assert lines[1] == "  installed     5 s  versions, and kernels that run"
 
 

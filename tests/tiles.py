@@ -15,6 +15,7 @@ from tests.dense import dense_attention
 
 FULL, CAUSAL = Mask.full(), Mask.causal()
 GPU = ("flash_attn3", "flash_attn4", "cudnn", "flash_attn2", "cuda_flash", "cudnn_flex")
+GPU += ("cudnn_sdpa",)
 """Kernels that need one."""
 HUB = ("hub:kernels-community/flash-attn3", "hub:kernels-community/flash-attn2")
 """Those that are downloaded."""

@@ -12,7 +12,9 @@ from dtensor_ring.quantised.block_scales import (
     FORMATS,
     Quantised,
     dequantise,
+    dequantise_pair,
     quantise_keys,
+    quantise_pair,
     quantise_values,
 )
 from dtensor_ring.transport.transport import TransferPolicy
@@ -46,6 +48,12 @@ def eight_bits(machine: Machine) -> Iterator[Finding]:
             runs[f"{kind} of {format.name}"] = partial(dequantise, q, machine.dtype)
             for name, run in runs.items():
                 yield _speed(machine, name, run, num_bytes, copy_rate)
+        pair = quantise_pair(x, x, format)
+        num_bytes = 2 * x.nbytes + sum(y.nbytes for q in pair for y in _tensors(q))
+        runs = {f"both to {format.name}, one launch": partial(quantise_pair, x, x, format)}
+        runs[f"both of {format.name}, one launch"] = partial(dequantise_pair, *pair, machine.dtype)
+        for name, run in runs.items():
+            yield _speed(machine, name, run, num_bytes, copy_rate)
     yield from _rings(machine)
 
 

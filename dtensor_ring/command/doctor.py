@@ -225,7 +225,7 @@ def _distance(sharded: Any, whole: Tensor) -> float:
 CPU_KERNELS = ("cpu_flash", "reference")
 
 # Kernels that nobody has measured.
-UNMEASURED = ("cudnn_flex",)
+UNMEASURED = ("cudnn_flex", "cudnn_sdpa")
 
 # Name of a kernel that runs on most GPUs, and needs no compiler.
 PREBUILT = "hub:kernels-community/flash-attn2"

@@ -30,6 +30,7 @@ from dtensor_ring.compute.kernels.registry import KERNELS, first_able, kernel_fo
 from dtensor_ring.compute.kernels.varlen import VarlenKernel
 from dtensor_ring.compute.memory import WHOLE, Numbers, fold_heads, unfold_heads
 from dtensor_ring.compute.merge import has_triton, merge_ragged
+from dtensor_ring.paged.paged_flashinfer import PagedFlashInfer
 from dtensor_ring.planning.ranges import Span
 from dtensor_ring.planning.tile import FULL
 
@@ -245,9 +246,11 @@ class InPlace(Anywhere):
 
 
 # In the order of the registry, whose paged kernels are for GPUs; then those that run anywhere.
+# FlashInfer comes after ours, as nobody has measured it.
 PAGED: tuple[PagedKernel, ...] = (
     *(x.paged for x in KERNELS.values() if isinstance(x, VarlenKernel) and x.paged is not None),
     PagedTriton(),
+    PagedFlashInfer(),
     InPlace(),
     Gathered(),
 )

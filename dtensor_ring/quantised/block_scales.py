@@ -1,6 +1,6 @@
 """Keys and values in eight bits, with scales by block: the same bits on all ranks.
 
-Plain PyTorch defines them. On GPUs `quantise_triton.py` computes them in one launch each.
+Plain PyTorch defines them. On GPUs `quantise_triton.py` computes keys and values in one launch.
 
 Note [Incoherent processing]: a few large channels would set the scale of a block, and the others
 would be rounded to nothing. So keys are multiplied by a random orthogonal matrix before they are
@@ -119,6 +119,72 @@ def quantise_values(x: Tensor, format: Format, block_size: int = BLOCK_SIZE) -> 
     return Quantised(data, scales.squeeze(3), means.squeeze(3), block_size)
 
 
+def quantise_pair(
+    key: Tensor,
+    value: Tensor,
+    format: Format,
+    block_size: int = BLOCK_SIZE,
+    into: tuple[Quantised, Quantised] | None = None,
+) -> tuple[Quantised, Quantised]:
+    """Quantise keys and values, on a GPU by one launch.
+
+    Args:
+        key: `(B, N, L, H)`, see `quantise_keys`.
+        value: `(B, N, L, Hv)`, see `quantise_values`.
+        format: the format of 8 bits.
+        block_size: tokens of a block.
+        into: memory for both, such as that of a message; only if `has_pair_kernel`.
+
+    Raises:
+        ValueError: if a head dim is 0, `block_size` is less than 1, or the GPU lacks the format.
+
+    >>> key, value = quantise_pair(torch.ones(1, 2, 9, 8), torch.ones(1, 2, 9, 4), FORMATS["int8"])
+    >>> key.data.shape, value.means.shape
+    (torch.Size([1, 2, 9, 8]), torch.Size([1, 2, 1, 4]))
+    """
+    if not has_pair_kernel(key, value, block_size):
+        how = format, block_size
+        return quantise_keys(key, *how), quantise_values(value, *how)
+    from dtensor_ring.quantised import quantise_triton
+
+    _check_sizes(key, block_size)
+    _check_sizes(value, block_size)
+    if into is None:
+        into = (
+            _empty_like(key, format, block_size, is_keys=True),
+            _empty_like(value, format, block_size, is_keys=False),
+        )
+    memory = _tensors(into[0]), _tensors(into[1])
+    quantise_triton.quantise_pair((key, value), memory, format.largest, block_size)
+    return into
+
+
+def has_pair_kernel(key: Tensor, value: Tensor, block_size: int = BLOCK_SIZE) -> bool:
+    """Return whether one launch on a GPU quantises keys and values in blocks of this size."""
+    return _has_kernel(key, block_size) and _has_kernel(value, block_size)
+
+
+def _tensors(q: Quantised) -> tuple[Tensor, Tensor, Tensor | None]:
+    return q.data, q.scales, q.means
+
+
+def dequantise_pair(key: Quantised, value: Quantised, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return keys and values in the user's basis and a dtype, on a GPU by one launch.
+
+    >>> both = quantise_pair(torch.ones(1, 2, 9, 8), torch.ones(1, 2, 9, 4), FORMATS["int8"])
+    >>> [x.shape[3] for x in dequantise_pair(*both, torch.float32)]
+    [8, 4]
+    """
+    if not has_pair_kernel(key.data, value.data, 1) or key.block_size != value.block_size:
+        return dequantise(key, dtype), dequantise(value, dtype)
+    from dtensor_ring.quantised import quantise_triton
+
+    of_key, of_value = (empty(q.data, q.data.shape, TOKEN_MAJOR, dtype) for q in (key, value))
+    source = _tensors(key), _tensors(value)
+    quantise_triton.dequantise_pair(source, (of_key, of_value), key.block_size)
+    return of_key, of_value
+
+
 def dequantise(q: Quantised, dtype: torch.dtype) -> Tensor:
     """Return keys or values `(B, N, L, H)` in the user's basis and a dtype.
 
@@ -182,6 +248,13 @@ def _by_kernel(x: Tensor, format: Format, block_size: int, is_keys: bool) -> Qua
     """Quantise in one launch, into memory in the order in which packets travel."""
     from dtensor_ring.quantised import quantise_triton
 
+    q = _empty_like(x, format, block_size, is_keys)
+    quantise_triton.quantise(x, _tensors(q), format.largest, block_size)
+    return q
+
+
+def _empty_like(x: Tensor, format: Format, block_size: int, is_keys: bool) -> Quantised:
+    """Allocate memory for keys or values on a GPU, and refuse formats that the GPU lacks."""
     found = torch.cuda.get_device_capability(x.device)
     if found < format.capability:
         needed, has = (".".join(map(str, version)) for version in (format.capability, found))
@@ -193,9 +266,7 @@ def _by_kernel(x: Tensor, format: Format, block_size: int, is_keys: bool) -> Qua
     of_blocks = (batch, heads, -(-num_tokens // block_size), 1 if is_keys else head_dim)
     data = empty(x, x.shape, TOKEN_MAJOR, format.dtype)
     scales = empty(x, of_blocks, TOKEN_MAJOR, torch.float32 if is_keys else torch.bfloat16)
-    means = None if is_keys else torch.empty_like(scales)
-    quantise_triton.quantise(x, (data, scales, means), format.largest, block_size)
-    return Quantised(data, scales, means, block_size)
+    return Quantised(data, scales, None if is_keys else torch.empty_like(scales), block_size)
 
 
 def _blocked(x: Tensor, block_size: int) -> Tensor:

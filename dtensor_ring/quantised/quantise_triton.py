@@ -1,4 +1,4 @@
-"""Keys and values to eight bits and back on GPUs: one launch and one pass over memory each.
+"""Keys and values to eight bits and back on GPUs: one pass over memory, one launch for both.
 
 What is computed is defined by `dtensor_ring/quantised/block_scales.py`. Sums, products and
 quotients are the same here, in the same order and never fused, so bits are those of CPUs.
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import chain
 from math import gcd
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -32,6 +32,9 @@ NUMBERS_OF_WARP, OF_WARP_WITHOUT_EXCHANGE, MAX_WARPS = 2048, 1024, 16
 # The most numbers that a thread loads or stores at once: 16 bytes of a dtype of 8 bits.
 MAX_UNIT = 16
 
+# Before the names of sizes in launches of both.
+PREFIXES = "KEY_", "VALUE_"
+
 EightBits = tuple[Tensor, Tensor, Tensor | None]
 """Data, scales and means of a `Quantised`; keys have no means."""
 
@@ -45,7 +48,7 @@ def fits(block_size: int, head_dim: int) -> bool:
 
 
 def quantise(x: Tensor, into: EightBits, largest: float, block_size: int) -> None:
-    """Write keys or values in eight bits, into memory of any strides: packed as it travels.
+    """Write keys or values in eight bits, into memory of any strides.
 
     Args:
         x: `(B, N, L, H)`.
@@ -53,9 +56,25 @@ def quantise(x: Tensor, into: EightBits, largest: float, block_size: int) -> Non
         largest: the largest number of the dtype of the data.
         block_size: tokens of a block.
     """
+    side = _to_quantise(x, into, block_size)
+    _launch(_quantise, {"": side}, block_size, LARGEST=tl.constexpr(largest))
+
+
+def quantise_pair(
+    pair: tuple[Tensor, Tensor], into: tuple[EightBits, EightBits], largest: float, block_size: int
+) -> None:
+    """Write keys and values in eight bits by one launch, see `quantise`.
+
+    The memory may be that of a message, so that nothing is copied into it afterwards.
+    """
+    sides = (_to_quantise(x, to, block_size) for x, to in zip(pair, into, strict=True))
+    both = dict(zip(PREFIXES, sides, strict=True))
+    _launch(_quantise_pair, both, block_size, LARGEST=tl.constexpr(largest))
+
+
+def _to_quantise(x: Tensor, into: EightBits, block_size: int) -> _LaunchSide:
     x = x if x.stride(3) == 1 else x.contiguous()
-    warp = NUMBERS_OF_WARP
-    _launch(_quantise, x, into, block_size, block_size, warp, LARGEST=tl.constexpr(largest))
+    return _LaunchSide(x, into, block_size, NUMBERS_OF_WARP)
 
 
 def dequantise(source: EightBits, out: Tensor, block_size: int) -> None:
@@ -66,9 +85,21 @@ def dequantise(source: EightBits, out: Tensor, block_size: int) -> None:
         out: `(B, N, L, H)` in any floating dtype and of any strides, overwritten.
         block_size: tokens of a block.
     """
+    _launch(_dequantise, {"": _to_dequantise(source, out)}, block_size)
+
+
+def dequantise_pair(
+    source: tuple[EightBits, EightBits], out: tuple[Tensor, Tensor], block_size: int
+) -> None:
+    """Write keys and values in the user's basis by one launch, see `dequantise`."""
+    sides = (_to_dequantise(*each) for each in zip(source, out, strict=True))
+    _launch(_dequantise_pair, dict(zip(PREFIXES, sides, strict=True)), block_size)
+
+
+def _to_dequantise(source: EightBits, out: Tensor) -> _LaunchSide:
     rows = max(1, min(MAX_TOKENS, MAX_TILE // _power(out.shape[3])))
     warp = NUMBERS_OF_WARP if source[2] is None else OF_WARP_WITHOUT_EXCHANGE
-    _launch(_dequantise, out, source, block_size, rows, warp)
+    return _LaunchSide(out, source, rows, warp)
 
 
 def _power(number: int) -> int:
@@ -76,36 +107,66 @@ def _power(number: int) -> int:
     return 1 << (number - 1).bit_length()
 
 
-def _launch(
-    kernel: Any,
-    wide: Tensor,
-    eight_bits: EightBits,
-    block_size: int,
-    num_rows: int,
-    numbers_of_warp: int,
-    **how: Any,
-) -> None:
-    """Launch a program for each so many rows of a head."""
-    _, heads, num_tokens, head_dim = wide.shape
-    if not wide.numel():
+class _LaunchSide(NamedTuple):
+    """Keys or values of a launch.
+
+    Attributes:
+        wide: `(B, N, L, H)`.
+        eight_bits: data, scales and means.
+        num_rows: tokens of a program.
+        numbers_of_warp: numbers of a warp, as long as there are warps.
+    """
+
+    wide: Tensor
+    eight_bits: EightBits
+    num_rows: int
+    numbers_of_warp: int
+
+    @property
+    def num_programs(self) -> int:
+        """Programs: one for each so many rows of a head."""
+        batch, heads, num_tokens, _ = self.wide.shape
+        return batch * heads * -(-num_tokens // self.num_rows)
+
+    @property
+    def num_warps(self) -> int:
+        """Warps of a program."""
+        numbers = _power(self.num_rows) * _power(self.wide.shape[3])
+        return max(1, min(MAX_WARPS, numbers // self.numbers_of_warp))
+
+    def given(self, prefix: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return tensors with strides, and what programs are compiled for, by name."""
+        tensors = [x for x in (self.wide, *self.eight_bits) if x is not None]
+        assert all(x.stride(3) == 1 or x.shape[3] == 1 for x in tensors), "last strides are 1"
+        head_dim = self.wide.shape[3]
+        unit, strides = _in_units(tensors, head_dim)
+        sizes = {"HEAD_DIM": head_dim, "BLOCK_ROWS": _power(self.num_rows)}
+        sizes |= {"BLOCK_DIMS": _power(head_dim), "UNIT": unit}
+        constants = {prefix + name: tl.constexpr(size) for name, size in sizes.items()}
+        return (self.wide, *self.eight_bits, strides), constants
+
+
+def _launch(kernel: Any, sides: dict[str, _LaunchSide], block_size: int, **how: Any) -> None:
+    """Launch programs for keys or values, or for keys and then values; names have a prefix."""
+    first, *others = sides.values()
+    if not first.wide.numel():
         return
-    tensors = [x for x in (wide, *eight_bits) if x is not None]
-    assert all(x.stride(3) == 1 or x.shape[3] == 1 for x in tensors), "last strides are 1"
-    unit, strides = _in_units(tensors, head_dim)
-    num_programs = wide.shape[0] * heads * -(-num_tokens // num_rows)
-    block = _power(num_rows), _power(head_dim)
-    with torch.cuda.device_of(wide):
-        kernel[(num_programs,)](
-            *(wide, *eight_bits, strides, heads, num_tokens),
-            HEAD_DIM=tl.constexpr(head_dim),
+    tensors, numbers = [], [*first.wide.shape[1:3]]
+    for prefix, side in sides.items():
+        of_side, constants = side.given(prefix)
+        tensors += of_side
+        how |= constants
+    if others:
+        numbers.append(first.num_programs)
+    with torch.cuda.device_of(first.wide):
+        kernel[(sum(x.num_programs for x in sides.values()),)](
+            *tensors,
+            *numbers,
             BLOCK_SIZE=tl.constexpr(block_size),
-            BLOCK_ROWS=tl.constexpr(block[0]),
-            BLOCK_DIMS=tl.constexpr(block[1]),
-            UNIT=tl.constexpr(unit),
             **how,
             # A product that is fused with a sum is not rounded, so bits would differ.
             enable_fp_fusion=False,
-            num_warps=max(1, min(MAX_WARPS, block[0] * block[1] // numbers_of_warp)),
+            num_warps=max(x.num_warps for x in sides.values()),
         )
 
 
@@ -143,8 +204,81 @@ def _quantise(
     UNIT: tl.constexpr,
     LARGEST: tl.constexpr,
 ):
+    """Quantise keys or values, a block of tokens in each program."""
+    _quantise_rows(
+        *(tl.program_id(0), x, data, scales, means, strides, num_heads, num_tokens),
+        *(HEAD_DIM, BLOCK_SIZE, BLOCK_ROWS, BLOCK_DIMS, UNIT, LARGEST),
+    )
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_keys"])
+def _quantise_pair(
+    key,
+    key_data,
+    key_scales,
+    key_means,
+    key_strides,
+    value,
+    value_data,
+    value_scales,
+    value_means,
+    value_strides,
+    num_heads,
+    num_tokens,
+    num_keys,
+    KEY_HEAD_DIM: tl.constexpr,
+    KEY_BLOCK_ROWS: tl.constexpr,
+    KEY_BLOCK_DIMS: tl.constexpr,
+    KEY_UNIT: tl.constexpr,
+    VALUE_HEAD_DIM: tl.constexpr,
+    VALUE_BLOCK_ROWS: tl.constexpr,
+    VALUE_BLOCK_DIMS: tl.constexpr,
+    VALUE_UNIT: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    LARGEST: tl.constexpr,
+):
+    """Quantise keys in the first programs, and values in the others."""
+    program = tl.program_id(0)
+    if program < num_keys:
+        _quantise_rows(
+            *(program, key, key_data, key_scales, key_means, key_strides),
+            *(num_heads, num_tokens, KEY_HEAD_DIM, BLOCK_SIZE),
+            *(KEY_BLOCK_ROWS, KEY_BLOCK_DIMS, KEY_UNIT, LARGEST),
+        )
+    else:
+        _quantise_rows(
+            *(program - num_keys, value, value_data, value_scales, value_means, value_strides),
+            *(
+                num_heads,
+                num_tokens,
+                VALUE_HEAD_DIM,
+                BLOCK_SIZE,
+                VALUE_BLOCK_ROWS,
+                VALUE_BLOCK_DIMS,
+            ),
+            *(VALUE_UNIT, LARGEST),
+        )
+
+
+@triton.jit
+def _quantise_rows(
+    program,
+    x,
+    data,
+    scales,
+    means,
+    strides,
+    num_heads,
+    num_tokens,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_DIMS: tl.constexpr,
+    UNIT: tl.constexpr,
+    LARGEST: tl.constexpr,
+):
     """Quantise a block of tokens of one head and batch row."""
-    batch, head, block = _place(num_heads, tl.cdiv(num_tokens, BLOCK_SIZE))
+    batch, head, block = _place(program, num_heads, tl.cdiv(num_tokens, BLOCK_SIZE))
     row, dims = tl.arange(0, BLOCK_ROWS), tl.arange(0, BLOCK_DIMS)[None, :]
     rows, is_dim = block * BLOCK_SIZE + row, dims < HEAD_DIM
     is_row = ((row < BLOCK_SIZE) & (rows < num_tokens))[:, None]
@@ -185,8 +319,79 @@ def _dequantise(
     BLOCK_DIMS: tl.constexpr,
     UNIT: tl.constexpr,
 ):
+    """Dequantise keys or values, some tokens in each program."""
+    _dequantise_rows(
+        *(tl.program_id(0), out, data, scales, means, strides, num_heads, num_tokens),
+        *(HEAD_DIM, BLOCK_SIZE, BLOCK_ROWS, BLOCK_DIMS, UNIT),
+    )
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_keys"])
+def _dequantise_pair(
+    key,
+    key_data,
+    key_scales,
+    key_means,
+    key_strides,
+    value,
+    value_data,
+    value_scales,
+    value_means,
+    value_strides,
+    num_heads,
+    num_tokens,
+    num_keys,
+    KEY_HEAD_DIM: tl.constexpr,
+    KEY_BLOCK_ROWS: tl.constexpr,
+    KEY_BLOCK_DIMS: tl.constexpr,
+    KEY_UNIT: tl.constexpr,
+    VALUE_HEAD_DIM: tl.constexpr,
+    VALUE_BLOCK_ROWS: tl.constexpr,
+    VALUE_BLOCK_DIMS: tl.constexpr,
+    VALUE_UNIT: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+):
+    """Dequantise keys in the first programs, and values in the others."""
+    program = tl.program_id(0)
+    if program < num_keys:
+        _dequantise_rows(
+            *(program, key, key_data, key_scales, key_means, key_strides),
+            *(num_heads, num_tokens, KEY_HEAD_DIM, BLOCK_SIZE),
+            *(KEY_BLOCK_ROWS, KEY_BLOCK_DIMS, KEY_UNIT),
+        )
+    else:
+        _dequantise_rows(
+            *(program - num_keys, value, value_data, value_scales, value_means, value_strides),
+            *(
+                num_heads,
+                num_tokens,
+                VALUE_HEAD_DIM,
+                BLOCK_SIZE,
+                VALUE_BLOCK_ROWS,
+                VALUE_BLOCK_DIMS,
+            ),
+            VALUE_UNIT,
+        )
+
+
+@triton.jit
+def _dequantise_rows(
+    program,
+    out,
+    data,
+    scales,
+    means,
+    strides,
+    num_heads,
+    num_tokens,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_DIMS: tl.constexpr,
+    UNIT: tl.constexpr,
+):
     """Dequantise some tokens of one head and batch row."""
-    batch, head, tile = _place(num_heads, tl.cdiv(num_tokens, BLOCK_ROWS))
+    batch, head, tile = _place(program, num_heads, tl.cdiv(num_tokens, BLOCK_ROWS))
     rows, dims = tile * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS), tl.arange(0, BLOCK_DIMS)[None, :]
     is_here = (rows < num_tokens)[:, None] & (dims < HEAD_DIM)
     at = offset_of(strides[1], batch, head, rows)[:, None] * UNIT + dims
@@ -211,9 +416,8 @@ def _dequantise(
 
 
 @triton.jit
-def _place(num_heads, num_blocks):
+def _place(program, num_heads, num_blocks):
     """Return batch row, head and block of a program; neighbours are heads of the same tokens."""
-    program = tl.program_id(0)
     rest = program // num_heads
     # 64 bits: offsets into long sequences exceed 2**31.
     batch, head = (rest // num_blocks).to(tl.int64), (program % num_heads).to(tl.int64)

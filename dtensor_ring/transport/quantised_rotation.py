@@ -33,10 +33,10 @@ from dtensor_ring.quantised.block_scales import (
     BLOCK_SIZE,
     FORMATS,
     Quantised,
-    dequantise,
+    dequantise_pair,
+    has_pair_kernel,
     num_bytes,
-    quantise_keys,
-    quantise_values,
+    quantise_pair,
 )
 from dtensor_ring.transport.rotation import Packet, ShardRotation
 from dtensor_ring.transport.transport import Transport
@@ -158,8 +158,7 @@ def quantised_pair(shard: Pair, dtype: torch.dtype) -> tuple[Quantised, Quantise
             f"keys and values on {key.device.type} cannot travel as {dtype}: {why_not}; use "
             'TransferPolicy(kv_dtype="int8"), or leave kv_dtype out'
         )
-    how = BY_DTYPE[dtype], BLOCK_SIZE
-    return quantise_keys(key, *how), quantise_values(value, *how)
+    return quantise_pair(key, value, BY_DTYPE[dtype], BLOCK_SIZE)
 
 
 @cache
@@ -180,7 +179,8 @@ class QuantisedPacket(Packet):
         cols: the columns, counted in the whole shard.
         parts: the keys and the values.
         blocks: which columns of shards are a block.
-        buffer: the uint8 tensor that holds all of it; `None` for a rank's own whole shard.
+        memory: the uint8 tensor that holds all of it, as one message; `None` if nothing does.
+        is_own: whether it is a rank's own whole shard, whose memory no other packet may have.
     """
 
     def __init__(
@@ -189,17 +189,30 @@ class QuantisedPacket(Packet):
         cols: Cols,
         parts: tuple[Quantised, Quantised],
         blocks: ScaleBlocks,
-        buffer: Tensor | None = None,
+        memory: Tensor | None = None,
+        is_own: bool = False,
     ) -> None:
-        super().__init__(cols, (parts[0].data, parts[1].data), buffer)
+        super().__init__(cols, (parts[0].data, parts[1].data), None if is_own else memory)
+        self.memory = memory
         self._source, self._parts, self._blocks = source, parts, blocks
         self._touched = blocks.touched(source, cols)
 
     @classmethod
     def of(cls, source: int, shard: Pair, dtype: torch.dtype) -> QuantisedPacket:
-        """Quantise a whole shard of one owner to an 8-bit dtype."""
-        cols, parts = Cols.union([(0, shard[0].shape[2])]), quantised_pair(shard, dtype)
-        return cls(source, cols, parts, ScaleBlocks(parts[0].block_size))
+        """Quantise a whole shard of one owner to an 8-bit dtype, on a GPU as it is sent.
+
+        One launch writes the message there, so that nothing is packed if all of it is sent.
+        """
+        key, value = shard
+        cols, blocks = Cols.union([(0, key.shape[2])]), ScaleBlocks(BLOCK_SIZE)
+        if not has_pair_kernel(key, value, BLOCK_SIZE):
+            return cls(source, cols, quantised_pair(shard, dtype), blocks)
+        batch, heads, num_tokens, head_dim = key.shape
+        size = packet_size(dtype, batch, heads, (head_dim, value.shape[3])).of_shard(num_tokens)
+        memory = torch.empty(size, dtype=torch.uint8, device=key.device)
+        found = cls.lying_in(memory, source, shard, dtype, blocks)
+        quantise_pair(key, value, BY_DTYPE[dtype], BLOCK_SIZE, found._parts)
+        return found
 
     @classmethod
     def lying_in(
@@ -208,11 +221,11 @@ class QuantisedPacket(Packet):
         """Return the packet of a whole shard that a buffer holds; `like` has its shapes."""
         key, value = (x[:, :, :0] for x in like)
         none = cls(source, Cols(), quantised_pair((key, value), dtype), blocks)
-        found = none.empty_in(buffer, source, Cols.union([(0, like[0].shape[2])]))
-        found.buffer = None  # no other packet may have it
-        return found
+        return none.empty_in(buffer, source, Cols.union([(0, like[0].shape[2])]), is_own=True)
 
-    def empty_in(self, buffer: Tensor, source: int, cols: Cols) -> QuantisedPacket:
+    def empty_in(
+        self, buffer: Tensor, source: int, cols: Cols, is_own: bool = False
+    ) -> QuantisedPacket:
         """Return a packet of other columns, in a buffer; its content is undefined."""
         blocks, offset = self._blocks.touched(source, cols), 0
         made: tuple[dict[str, Any], ...] = {}, {}
@@ -224,7 +237,7 @@ class QuantisedPacket(Packet):
             made[number][name] = flat.as_strided(shape, strides(shape, TOKEN_MAJOR))
             offset = end
         key, value = (replace(q, **x) for q, x in zip(self._parts, made, strict=True))
-        return QuantisedPacket(source, cols, (key, value), self._blocks, buffer)
+        return QuantisedPacket(source, cols, (key, value), self._blocks, buffer, is_own)
 
     @property
     def num_bytes(self) -> int:
@@ -244,15 +257,16 @@ class QuantisedPacket(Packet):
 
     def dequantised(self, dtype: torch.dtype) -> Pair:
         """Return keys and values in the dtype of the kernels."""
-        key, value = (dequantise(self._by_token(q), dtype) for q in self._parts)
+        keys, values = self._parts
+        key, value = dequantise_pair(self._by_token(keys), self._by_token(values), dtype)
         if key.is_meta:
             note_pass("pack", self.num_bytes + key.nbytes + value.nbytes)
         return key, value
 
     def messages(self, is_apart: bool) -> list[Tensor]:
         """Return the one message that has all of it."""
-        assert self.buffer is not None, "only packets travel"
-        return [self.buffer[: self.num_bytes]]
+        assert self.memory is not None, "only what is one message travels"
+        return [self.memory[: self.num_bytes]]
 
     def _tensors(self) -> list[tuple[int, str, Tensor]]:
         """Return all tensors, the widest dtype first: so each is aligned in a buffer."""
@@ -323,8 +337,8 @@ class QuantisedRotation(ShardRotation):
 
     def _packed(self, source: int, cols: Cols, label: Label) -> Packet:
         whole: Any = self._own if source == self._rank else self._resident[source]
-        if whole.cols == cols and whole.buffer is not None:
-            return whole  # it goes on as it came
+        if whole.cols == cols and whole.memory is not None:
+            return whole  # it goes as it was rounded, or on as it came
         packet: Any = self._packet(source, cols)
         with label("pack"):
             packet.take(whole)

@@ -117,6 +117,7 @@ CASES = {
     "blocks of 5": Case((4, 5, 6, 143), splits=2, block=5),
     "blocks of 64": Case((63, 64, 65, 1), block=64, splits=2),
     "blocks of 128": Case((127, 257), block=128, splits=3),
+    "blocks of 256": Case((255, 300), block=256, splits=2),
     "shared blocks": replace(SPLIT, is_shared=True),
     "3 queries": replace(SPLIT, lengths=(40, 150), num_queries=3),
     "17 queries, tiles of rows": Case((40, 150), 2, num_queries=17, heads=(8, 2)),

@@ -17,6 +17,7 @@ from tests.machine_code import ARCHITECTURES, Compiling, MachineCode, compiling
 
 BF16, F32 = torch.bfloat16, torch.float32
 KERNELS = "_quantise", "_dequantise"
+PAIRS = "_quantise_pair", "_dequantise_pair"
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
 
 
@@ -38,18 +39,27 @@ class Shard:
         from dtensor_ring.quantised import quantise_triton
 
         block_size = 1 if self.token_scales else self.block_size
-        num_blocks = -(-self.num_tokens // block_size)
-        x = self._tensor(self.num_tokens, self.head_dim, self.dtype, self.order)
-        data = self._tensor(self.num_tokens, self.head_dim, FORMATS[self.format].dtype)
-        if self.is_keys:
-            scales, means = self._tensor(num_blocks, 1, F32), None
-        else:
-            scales, means = (self._tensor(num_blocks, self.head_dim, BF16) for _ in range(2))
-        eight_bits = data, scales, means
+        largest, x = FORMATS[self.format].largest, self._wide()
+        both, pair = (self._eight_bits(True), self._eight_bits(False)), (x, self._wide())
         if kernel == "_quantise":
-            quantise_triton.quantise(x, eight_bits, FORMATS[self.format].largest, block_size)
+            quantise_triton.quantise(x, both[0 if self.is_keys else 1], largest, block_size)
+        elif kernel == "_dequantise":
+            quantise_triton.dequantise(both[0 if self.is_keys else 1], x, block_size)
+        elif kernel == "_quantise_pair":
+            quantise_triton.quantise_pair(pair, both, largest, block_size)
         else:
-            quantise_triton.dequantise(eight_bits, x, block_size)
+            quantise_triton.dequantise_pair(both, pair, block_size)
+
+    def _wide(self) -> Tensor:
+        return self._tensor(self.num_tokens, self.head_dim, self.dtype, self.order)
+
+    def _eight_bits(self, is_keys: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+        num_blocks = -(-self.num_tokens // (1 if self.token_scales else self.block_size))
+        data = self._tensor(self.num_tokens, self.head_dim, FORMATS[self.format].dtype)
+        if is_keys:
+            return data, self._tensor(num_blocks, 1, F32), None
+        scales, means = (self._tensor(num_blocks, self.head_dim, BF16) for _ in range(2))
+        return data, scales, means
 
     @staticmethod
     def _tensor(
@@ -79,8 +89,13 @@ ALWAYS = [
     ("sm_90", "values 192 fp8", "_quantise"),
     ("sm_100", "fp8", "_dequantise"),
     ("gfx942", "values 72", "_dequantise"),
+    ("sm_90", "128", "_quantise_pair"),
+    ("sm_100", "128", "_quantise_pair"),
+    ("sm_90", "fp8", "_dequantise_pair"),
+    ("sm_100", "128", "_dequantise_pair"),
 ]
 REPEATED = [(x, name, kernel) for x in ARCHITECTURES for name in SHARDS for kernel in KERNELS]
+REPEATED += [(x, name, kernel) for x in ARCHITECTURES for name in KEYS for kernel in PAIRS]
 
 
 @contextmanager
@@ -96,8 +111,9 @@ def check(architecture: str, shard: Shard, kernel: str) -> None:
         shard.launch(kernel)
         code = MachineCode.of(found.last)
     assert code.spilled == 0, str(code)
-    rows, dims = found.block
-    what = "load" if kernel == "_quantise" else "store"
+    prefix = "KEY_" if kernel in PAIRS else ""
+    rows, dims = (found.options[f"{prefix}BLOCK_{side}"] for side in ("ROWS", "DIMS"))
+    what = "load" if "_quantise" in kernel else "store"
     wide = 16 * code.widths(what).count(16) * code.num_threads
     assert wide >= rows * dims * shard.dtype.itemsize, str(code)
 
@@ -115,7 +131,7 @@ def test_machine_code_of_all(architecture: str, name: str, kernel: str) -> None:
     check(architecture, SHARDS[name], kernel)
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", [*KERNELS, *PAIRS])
 def test_lengths_compile_nothing_new(kernel: str) -> None:
     with compiled_for("sm_90", kernel) as found:
         for num_tokens in (8192, 4097, 33, 16, 1):

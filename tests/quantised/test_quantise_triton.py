@@ -5,9 +5,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Any
 from unittest.mock import patch
@@ -23,9 +24,12 @@ from dtensor_ring.quantised.block_scales import (
     FORMATS,
     Quantised,
     dequantise,
+    dequantise_pair,
     quantise_keys,
+    quantise_pair,
     quantise_values,
 )
+from dtensor_ring.transport.quantised_rotation import QuantisedPacket
 
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 KINDS: dict[str, Callable[..., Quantised]] = {"keys": quantise_keys, "values": quantise_values}
@@ -139,6 +143,41 @@ def by_kernel(function: Callable[..., Any], x: Any, *how: Any) -> Any:
         return function(x, *how)
 
 
+def check_pair(case: Case, value_dim: int, device: str) -> None:
+    """One launch for keys and values, and one back, gives the bits of two."""
+    key = case.tensor(device)
+    value = replace(case, shape=(*case.shape[:3], value_dim)).tensor(device)
+    how = FORMATS[case.format], case.block_size
+    pair = by_kernel(quantise_pair, key, value, *how)
+    alone = by_kernel(quantise_keys, key, *how), by_kernel(quantise_values, value, *how)
+    for found, wanted in zip(pair, alone, strict=True):
+        for name in ("data", "scales", "means"):
+            one, other = getattr(found, name), getattr(wanted, name)
+            assert (one is None) == (other is None)
+            assert one is None or torch.equal(one.float(), other.float())
+    both = by_kernel(dequantise_pair, *pair, F32)
+    for found, q in zip(both, alone, strict=True):
+        assert torch.equal(found, by_kernel(dequantise, q, F32))
+
+
+def check_message(dtype: torch.dtype, device: str) -> None:
+    """A rank's own shard is rounded into the message that it sends, which plain PyTorch packs."""
+    key, value = (Case((2, 3, 150, x)).tensor() for x in (16, 8))
+    plain = QuantisedPacket.of(0, (key, value), dtype)
+    assert plain.memory is None
+    packed = plain.empty_in(torch.empty(plain.num_bytes, dtype=torch.uint8), 0, plain.cols)
+    packed.take(plain)
+    pair = key.to(device), value.to(device)
+    found = by_kernel(lambda *shard: QuantisedPacket.of(0, shard, dtype), *pair)
+    assert found.buffer is None, "no other packet may have its memory"
+    (message,), (wanted,) = found.messages(True), packed.messages(True)
+    assert torch.equal(message.cpu(), wanted)
+
+
+PAIRS = {"": 16, "80 channels": 64, "blocks of 5": 16, "192 channels, float16": 128}
+"""Head dims of values, by cases for keys."""
+
+
 every_kind = pytest.mark.parametrize("kind", KINDS)
 
 
@@ -147,6 +186,18 @@ every_kind = pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", [*CASES, *LARGE])
 def test_on_a_gpu(name: str, kind: str) -> None:
     check((CASES | LARGE)[name], kind, "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", PAIRS)
+def test_both_on_a_gpu(name: str) -> None:
+    check_pair(CASES[name], PAIRS[name], "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_message_on_a_gpu(format: str) -> None:
+    check_message(FORMATS[format].dtype, "cuda")
 
 
 @pytest.mark.gpu
@@ -258,6 +309,29 @@ def check_far(kind: str) -> None:
     assert torch.equal(out, dequantise(near, F32))
 
 
+KERNELS, PAIR = ("_quantise", "_dequantise"), ("", "_pair")
+
+
+@contextmanager
+def counted() -> Iterator[Counter[str]]:
+    """How often each kernel is launched."""
+    from dtensor_ring.quantised import quantise_triton
+
+    found = Counter[str]()
+
+    class Counting:
+        def __init__(self, name: str) -> None:
+            self._name, self._kernel = name, getattr(quantise_triton, name)
+
+        def __getitem__(self, grid: Any) -> Any:
+            found[self._name] += 1
+            return self._kernel[grid]
+
+    names = [x + pair for x in KERNELS for pair in PAIR]
+    with patch.multiple(quantise_triton, **{name: Counting(name) for name in names}):
+        yield found
+
+
 def check_in_the_interpreter() -> None:
     """`tests/interpreted.py` calls it."""
     from tests.compute.test_merge_triton import patched_once
@@ -267,3 +341,13 @@ def check_in_the_interpreter() -> None:
             for each in CASES.values():
                 check(each, of_kind, "cpu")
             check_far(of_kind)
+        with counted() as launches:
+            for name, value_dim in PAIRS.items():
+                check_pair(CASES[name], value_dim, "cpu")
+            assert launches == Counter(
+                {f"{x}{pair}": len(PAIRS) * (1 if pair else 2) for x in KERNELS for pair in PAIR}
+            )
+            launches.clear()
+            for format in FORMATS.values():
+                check_message(format.dtype, "cpu")
+            assert launches == {"_quantise_pair": len(FORMATS)}

@@ -60,11 +60,8 @@ class Cudnn(Kernel):
         return reason
 
     def supports(self, problem: Problem) -> str | None:
-        dims = problem.head_dim, problem.value_head_dim
-        if reason := gpu_limits(problem):
+        if reason := gpu_limits(problem) or own_head_dims(problem):
             return reason
-        if any(dim % 8 or dim > 128 for dim in dims):
-            return f"it needs head dims that are multiples of 8 up to 128, got {dims[0]}, {dims[1]}"
         if problem.windowed:
             return "it has no windows"
         if problem.packed:
@@ -75,8 +72,8 @@ class Cudnn(Kernel):
         return "its gradients are not deterministic" if is_strict else None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, launch: Launch, scores: Scores) -> Result:
-        if _is_thin(q, k):
-            return for_thin(q, v).forward(q, k, v, launch, scores)
+        if is_thin(q, k):
+            return flash_or_reference(q, v).forward(q, k, v, launch, scores)
         is_causal = _is_causal(launch.mask)
         out, lse, *_ = aten._scaled_dot_product_cudnn_attention.default(
             q, k, v, None, True, 0.0, is_causal, False, scale=scores.scale
@@ -87,8 +84,8 @@ class Cudnn(Kernel):
         self, saved: Saved, q: Tensor, k: Tensor, v: Tensor, launch: Launch, scores: Scores
     ) -> Gradients:
         tensors = q, k, v
-        if _is_thin(q, k):
-            return for_thin(q, v).backward(saved, *tensors, launch, scores)
+        if is_thin(q, k):
+            return flash_or_reference(q, v).backward(saved, *tensors, launch, scores)
         # Use the query's memory order: see Note [cuDNN's attention] on PyTorch's cache.
         grad_out, out = (in_order(x, order_of(q), x.dtype) for x in (saved.grad_out, saved.out))
         unused = torch.empty((), dtype=torch.int64, device=q.device)
@@ -110,12 +107,21 @@ class Cudnn(Kernel):
         )
 
 
-def _is_thin(query: Tensor, key: Tensor) -> bool:
+def own_head_dims(problem: Problem) -> str | None:
+    """Return why cuDNN does not take the head dims, which may differ, or `None`."""
+    dims = problem.head_dim, problem.value_head_dim
+    if any(dim % 8 or dim > 128 for dim in dims):
+        return f"it needs head dims that are multiples of 8 up to 128, got {dims[0]}, {dims[1]}"
+    return None
+
+
+def is_thin(query: Tensor, key: Tensor) -> bool:
+    """Return whether there is a single query or a single key."""
     return query.shape[2] == 1 or key.shape[2] == 1
 
 
-def for_thin(query: Tensor, value: Tensor) -> Kernel:
-    """Return the kernel for a single query or a single key: flash attention has one head dim."""
+def flash_or_reference(query: Tensor, value: Tensor) -> Kernel:
+    """Return the kernel for tiles that cuDNN does not take: flash attention has one head dim."""
     flash, has_one_dim = CudaFlash(), query.shape[3] == value.shape[3]
     return flash if has_one_dim and flash.missing() is None else Reference()
 

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dtensor_ring.compute.kernels.cudnn import for_thin
+from dtensor_ring.compute.kernels.cudnn import flash_or_reference
 from dtensor_ring.compute.kernels.kernel import (
     COMPILER,
     Gradients,
@@ -97,7 +97,7 @@ class CudnnFlex(Kernel):
         from cudnn.flex_attention.execution import _flex_attention_forward
 
         if _is_thin(launch, q):
-            return for_thin(q, v).forward(q, k, v, launch, scores)
+            return flash_or_reference(q, v).forward(q, k, v, launch, scores)
         q, k, v = (_token_major(x) for x in (q, k, v))
         plan = _plan_of(launch, q, k, v)
         options = {"mask_plan": plan, "softmax_scale": scores.scale, "return_lse": True}
@@ -112,7 +112,7 @@ class CudnnFlex(Kernel):
         from cudnn.flex_attention.execution import _flex_attention_backward
 
         if _is_thin(launch, q) and saved.grad_lse is None:
-            return for_thin(q, v).backward(saved, q, k, v, launch, scores)
+            return flash_or_reference(q, v).backward(saved, q, k, v, launch, scores)
         tensors = q, k, v, saved.out, saved.grad_out
         q, k, v, out, grad_out = (_token_major(x) for x in tensors)
         slopes = None if saved.grad_lse is None else saved.grad_lse.float().contiguous()

@@ -55,6 +55,11 @@ class Segments:
         pairs = zip(pairwise(self.rows), pairwise(self.cols), strict=True)
         return any(length(rows) and not length(cols) for rows, cols in pairs)
 
+    @cached_property
+    def has_empty_cols(self) -> bool:
+        """Whether there are keys that no row sees."""
+        return Segments(self.cols, self.rows).has_empty_rows
+
     def boundaries(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return `rows` and `cols` as int32 tensors on the device, see `Numbers`."""
         rows, cols = self._numbers.on(device)

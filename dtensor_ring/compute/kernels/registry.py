@@ -21,6 +21,7 @@ from dtensor_ring.compute.kernels.cpu_flash import CpuFlash
 from dtensor_ring.compute.kernels.cuda_flash import CudaFlash
 from dtensor_ring.compute.kernels.cudnn import Cudnn
 from dtensor_ring.compute.kernels.cudnn_flex import CudnnFlex
+from dtensor_ring.compute.kernels.cudnn_sdpa import CudnnSdpa
 from dtensor_ring.compute.kernels.emulated import WidenedKernel
 from dtensor_ring.compute.kernels.flash_attn2 import FlashAttn2
 from dtensor_ring.compute.kernels.flash_attn3 import FlashAttn3
@@ -163,23 +164,25 @@ _ORDER = (
     CudaFlash(),
     CpuFlash(),
     CudnnFlex(),
+    CudnnSdpa(),
     Reference(),
 )
 
 # The kernels by name, in order of preference, which follows published speed. Flash attention 3 runs
 # on Hopper only. So 4 leads on Blackwell, and on Hopper if 3 is not installed. cuDNN comes next on
-# both, and flash attention 2 serves older GPUs. `cudnn_flex` comes before the reference only, as
-# nobody has measured it. A kernel that cannot run gives a reason in `missing()` and is skipped.
+# both, and flash attention 2 serves older GPUs. `cudnn_flex` and `cudnn_sdpa` come before the
+# reference only, as nobody has measured them. A kernel that cannot run gives a reason in
+# `missing()` and is skipped.
 KERNELS: dict[str, Kernel] = {kernel.name: kernel for kernel in _ORDER}
 
 
 def register_kernel(kernel: Kernel, *, before: str | None = None) -> None:
     """Add a block kernel of your own.
 
-    By default it comes after all kernels but `"cudnn_flex"`, which nobody has measured, and
-    `"reference"`, which is slow and supports everything. So it is chosen by its name, or if no
-    other kernel serves. Register the same kernels in the same order on all ranks, before the first
-    attention.
+    By default it comes after all kernels but `"cudnn_flex"` and `"cudnn_sdpa"`, which nobody has
+    measured, and `"reference"`, which is slow and supports everything. So it is chosen by its
+    name, or if no other kernel serves. Register the same kernels in the same order on all ranks,
+    before the first attention.
 
     The first launch of each kind is checked: a result whose shape, dtype or device breaks the
     contract of `dtensor_ring.extension.Kernel` raises `ValueError`.
@@ -198,8 +201,8 @@ def register_kernel(kernel: Kernel, *, before: str | None = None) -> None:
         >>> class Mine(Reference):
         ...     name = "mine"
         >>> register_kernel(Mine(), before="cpu_flash")
-        >>> list(available_kernels())[-4:]
-        ['mine', 'cpu_flash', 'cudnn_flex', 'reference']
+        >>> list(available_kernels())[-5:]
+        ['mine', 'cpu_flash', 'cudnn_flex', 'cudnn_sdpa', 'reference']
         >>> unregister_kernel("mine")
     """
     _check_registrable(kernel)

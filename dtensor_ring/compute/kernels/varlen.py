@@ -148,12 +148,23 @@ def clear_empty_rows(
     """
     if segments.has_empty_rows:
         rows, cols = segments.boundaries(out.device)
-        # Without `output_size` the host would wait for the device.
-        has_no_keys = (cols.diff() == 0).repeat_interleave(rows.diff(), output_size=out.shape[0])
+        has_no_keys = without_partners(rows, cols, out.shape[0])
         if fill:
             out.masked_fill_(has_no_keys.view(-1, 1, 1), 0)
         lse.masked_fill_(has_no_keys, -torch.inf)
     return out, lse
+
+
+def without_partners(own: Tensor, other: Tensor, num_tokens: int) -> Tensor:
+    """Return which tokens of a side are in segments that have nothing on the other side.
+
+    Args:
+        own: boundaries of the segments on the side of the tokens.
+        other: those on the other side.
+        num_tokens: all tokens of the side.
+    """
+    # Without `output_size` the host would wait for the device.
+    return (other.diff() == 0).repeat_interleave(own.diff(), output_size=num_tokens)
 
 
 def sizes(segments: Segments, device: torch.device) -> tuple[Tensor, Tensor, int, int]:

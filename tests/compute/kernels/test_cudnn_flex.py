@@ -6,8 +6,6 @@ import ast
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from importlib.machinery import PathFinder
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -26,6 +24,7 @@ from dtensor_ring.planning.tile import CAUSAL
 from tests import flex_package
 from tests.flex_package import Plan
 from tests.intervals import CASES, OPTIONS, IntervalsCase, check_intervals
+from tests.package_sources import arguments_of, parsed, plain_arguments
 from tests.packages import packages
 from tests.rings import Case as RingCase
 from tests.rings import Ring
@@ -78,11 +77,11 @@ def test_few_queries_make_no_plan(made: list[bool], monkeypatch: pytest.MonkeyPa
     """As those to a cache, whose keys are others for each token."""
     called: list[object] = []
 
-    def for_thin(query: Tensor, value: Tensor) -> Reference:
+    def flash_or_reference(query: Tensor, value: Tensor) -> Reference:
         called.append(query)
         return Reference()
 
-    monkeypatch.setattr(cudnn_flex, "for_thin", for_thin)
+    monkeypatch.setattr(cudnn_flex, "flash_or_reference", flash_or_reference)
     check_tile(FLEX, Case(cudnn_flex.THIN, 300), "cpu")
     assert len(called) == 2, "forward and backward"
     assert not made
@@ -205,20 +204,13 @@ SIGNATURES = {
 @pytest.mark.parametrize("file", SIGNATURES)
 def test_signatures_are_those_of_the_package(file: str) -> None:
     """Its sources are read, as importing them takes CUDA's libraries."""
-    tree = parsed(file)
-    functions = {x.name: x.args for x in ast.walk(tree) if isinstance(x, ast.FunctionDef)}
+    functions = {x.name: x.args for x in ast.walk(of_flex(file)) if isinstance(x, ast.FunctionDef)}
     for name, text in SIGNATURES[file].items():
-        expected = ast.parse(f"lambda {text}: None", mode="eval").body
-        assert isinstance(expected, ast.Lambda)
-        found = functions[name]
-        for argument in ast.walk(found):
-            if isinstance(argument, ast.arg):
-                argument.annotation = None
-        assert ast.dump(found) == ast.dump(expected.args), name
+        assert plain_arguments(functions[name]) == arguments_of(text), name
 
 
 def test_head_dims_are_those_of_the_package() -> None:
-    body = [x for x in parsed("plan/validation.py").body if isinstance(x, ast.Assign)]
+    body = [x for x in of_flex("plan/validation.py").body if isinstance(x, ast.Assign)]
     known: dict[str, Any] = {}
     for assign in body:
         if ast.unparse(assign.targets[0]).endswith("HEAD_DIMS"):
@@ -237,7 +229,7 @@ def test_the_package_accepts_what_it_gets(
     arch.get_device_arch = lambda index: 90  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "cudnn.flex_attention.runtime.arch", arch)
     monkeypatch.setitem(sys.modules, "validation", ModuleType("validation"))
-    exec(compile(source_of("plan/validation.py"), "validation.py", "exec"), known)
+    exec(compile(of_flex("plan/validation.py"), "validation.py", "exec"), known)
     lengths = dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"))
     found: list[Any] = []
 
@@ -264,18 +256,8 @@ def test_the_package_accepts_what_it_gets(
     assert (geometry.hmask, geometry.nfunc) == (1, intervals.ends.shape[1])
 
 
-def parsed(file: str) -> ast.Module:
-    return ast.parse(source_of(file))
-
-
-def source_of(file: str) -> str:
-    """A source file of the package; skips where it is not installed."""
-    spec = PathFinder.find_spec("cudnn")  # which does not find the stand-in
-    places = [Path(x) for x in (spec.submodule_search_locations or ())] if spec else []
-    found = [x / "flex_attention" / file for x in places]
-    if not found:
-        pytest.skip("nvidia-cudnn-frontend is not installed")
-    return found[0].read_text()
+def of_flex(file: str) -> ast.Module:
+    return parsed("cudnn", f"flex_attention/{file}", "nvidia-cudnn-frontend")
 
 
 @pytest.mark.pairs

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Iterable
 from dataclasses import replace
 from itertools import product
@@ -14,7 +15,8 @@ from dtensor_ring.compute.kernels import KERNELS, Kernel, Saved, flash_attn3, na
 from dtensor_ring.compute.kernels.cuda_flash import CudaFlash
 from dtensor_ring.compute.kernels.registry import able_kernel
 from dtensor_ring.planning.tile import CAUSAL
-from tests.packages import packages
+from tests.package_sources import parsed
+from tests.packages import CUTE_BACKWARD, CUTE_FORWARD, packages
 from tests.rings import Case as RingCase
 from tests.segments import PACKED, SegmentsCase, check_part_of_the_keys, check_segments
 from tests.test_played import RINGS, Played, check_ring
@@ -146,7 +148,8 @@ def test_ring(name: str, ring: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_which_kernels_have_segments() -> None:
-    assert ["flash_attn3", "flash_attn4", "flash_attn2", "cuda_flash", *HUB] == OF_SEGMENTS
+    flash = ["flash_attn3", "flash_attn4", "flash_attn2", "cuda_flash"]
+    assert [*flash, "cudnn_sdpa", *HUB] == OF_SEGMENTS
 
 
 @pytest.mark.parametrize("has_argument", [True, False])
@@ -176,3 +179,21 @@ def test_flash_attn3_leaves_multiprocessors_to_messages(
     expected = ranks * (steps - 1) if has_argument else 0  # nothing is sent in the last step
     assert margins.count(flash_attn3.SM_MARGIN) == expected
     assert margins.count(0) == len(margins) - expected
+
+
+@pytest.mark.parametrize(
+    ("name", "text"), [("_flash_attn_fwd", CUTE_FORWARD), ("_flash_attn_bwd", CUTE_BACKWARD)]
+)
+def test_signatures_of_flash_attn4(name: str, text: str) -> None:
+    """Those of the stand-in are the first of the package's, which has the same defaults."""
+    tree = parsed("flash_attn", "cute/interface.py", "flash-attn-4")
+    (found,) = (x.args for x in ast.walk(tree) if isinstance(x, ast.FunctionDef) and x.name == name)
+    assert spelled(found)[: len(text.split(", "))] == text.split(", ")
+
+
+def spelled(arguments: ast.arguments) -> list[str]:
+    """Each argument as `"x"` or `"x=None"`."""
+    names = [x.arg for x in arguments.args]
+    plain = len(names) - len(arguments.defaults)
+    defaults = [f"={ast.unparse(x)}" for x in arguments.defaults]
+    return [x + y for x, y in zip(names, [""] * plain + defaults, strict=True)]

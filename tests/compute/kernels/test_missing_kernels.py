@@ -20,14 +20,16 @@ from dtensor_ring.compute.kernels import (
     Problem,
     clear_kernel_cache,
     cudnn_flex,
+    cudnn_sdpa,
     flash_attn2,
     flash_attn3,
     flash_attn4,
 )
-from tests import flex_package
+from tests import flex_package, sdpa_package
 from tests.tiles import GPU
 
-NEWER = ["flash_attn4", "cudnn", "flash_attn2", "cuda_flash", "cpu_flash", "cudnn_flex"]
+NEWER = ["flash_attn4", "cudnn", "flash_attn2", "cuda_flash", "cpu_flash"]
+NEWER += ["cudnn_flex", "cudnn_sdpa"]
 """Kernels of Hopper and Blackwell."""
 
 
@@ -42,7 +44,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
         monkeypatch.setattr(torch.backends.cudnn, "version", lambda: cudnn)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (major, minor))
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-        for module in (cudnn_flex, flash_attn2, flash_attn3, flash_attn4):
+        for module in (cudnn_flex, cudnn_sdpa, flash_attn2, flash_attn3, flash_attn4):
             monkeypatch.setattr(module, "_missing_package", lambda: None)
         clear_kernel_cache()
 
@@ -104,7 +106,7 @@ def test_head_dims_without_gradients(gpu: Callable[..., None]) -> None:
 
 def test_available_kernels() -> None:
     available = available_kernels()
-    assert list(available) == [*GPU[:-1], "cpu_flash", "cudnn_flex", "reference"]
+    assert list(available) == [*GPU[:-2], "cpu_flash", *GPU[-2:], "reference"]
     assert available["cpu_flash"] is available["reference"] is None
     if not torch.cuda.is_available():
         assert all(available[name] == "no CUDA device" for name in GPU)
@@ -196,6 +198,40 @@ def test_missing_cudnn_flex(monkeypatch: pytest.MonkeyPatch) -> None:
         assert reason.endswith(f"1.40.0 has no _flex_attention_backward that takes {lacks}")
     monkeypatch.setattr(cudnn_flex, "load", lambda module: 1 / 0)
     assert "does not load: division by zero" in (cudnn_flex._missing_package() or "")
+
+
+def test_missing_cudnn_sdpa(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It says what the package and cuDNN itself lack."""
+
+    def missing(package: str) -> str:
+        raise PackageNotFoundError(package)
+
+    def reason() -> str | None:
+        return cudnn_sdpa._missing_package()
+
+    def op(schema: str) -> Any:
+        names = [SimpleNamespace(name=x) for x in re.findall(r"(\w+)[=,]", schema)]
+        return SimpleNamespace(default=SimpleNamespace(_schema=SimpleNamespace(arguments=names)))
+
+    ops = SimpleNamespace(**{name: op(x) for name, x in sdpa_package.SCHEMAS.items()})
+    versions = {"cudnn": SimpleNamespace(backend_version=lambda: 91900)}
+    modules = versions | {sdpa_package.OPS: SimpleNamespace(thd_lse_to_padded=None)}
+    monkeypatch.setattr(cudnn_sdpa, "cudnn", ops)
+    monkeypatch.setattr(cudnn_sdpa, "load", modules.__getitem__)
+    monkeypatch.setattr(cudnn_sdpa, "version", missing)
+    assert reason() == "the nvidia-cudnn-frontend package is not installed"
+    for version, is_old in {"1.9.0": True, "1.31.0": True, "1.32.0": False, "2.0": False}.items():
+        monkeypatch.setattr(cudnn_sdpa, "version", lambda _, version=version: version)
+        expected = f"it needs nvidia-cudnn-frontend 1.32 or later, found {version}"
+        assert reason() == (expected if is_old else None)
+    versions["cudnn"].backend_version = lambda: 91400
+    assert reason() == "it needs cuDNN 9.15 or later, found version 91400"
+    del modules[sdpa_package.OPS].thd_lse_to_padded
+    assert reason() == "nvidia-cudnn-frontend 2.0 has no thd_lse_to_padded"
+    ops.sdpa_bwd = op("Tensor q, ")
+    assert reason() == "nvidia-cudnn-frontend 2.0 has no op sdpa_bwd that takes cu_seqlens_kv"
+    monkeypatch.setattr(cudnn_sdpa, "load", lambda module: 1 / 0)
+    assert "does not load: division by zero" in (reason() or "")
 
 
 def test_missing_flash_attn3(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,8 +42,8 @@ def test_before_what_nobody_has_measured_and_the_reference_by_default() -> None:
     before = list(KERNELS)
     register_kernel(Mine())
     register_kernel(Yours())
-    assert list(available_kernels()) == [*before[:-2], "mine", "yours", *before[-2:]]
-    assert before[-2:] == ["cudnn_flex", "reference"]
+    assert list(available_kernels()) == [*before[:-3], "mine", "yours", *before[-3:]]
+    assert before[-3:] == ["cudnn_flex", "cudnn_sdpa", "reference"]
     assert select_kernel(None, PROBLEM).name == "cpu_flash"
     assert select_kernel("yours", PROBLEM).name == "yours"
     assert select_kernel(None, replace(PROBLEM, softcap=2.0)).name == "mine"

@@ -266,7 +266,7 @@ def _add_calibrate(commands: argparse._SubParsersAction[Any]) -> None:
     acts.add_argument("--compare", nargs=2, metavar="FILE", help="print two files side by side")
     command.add_argument("--kernel", help="measure, or show, this kernel")
     command.add_argument("--heads", type=heads_of, help="of queries, and of keys: 32,8")
-    command.add_argument("--head-dim", type=number, help="of queries, keys and values")
+    command.add_argument("--head-dim", type=number, help="this one; else, on a GPU, 64 to 256")
     command.add_argument("--dtype", type=dtype_of, help="of queries, keys and values: bfloat16")
     command.add_argument("--quick", action="store_true", help="measure a few sizes, in seconds")
 

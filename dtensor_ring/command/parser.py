@@ -145,7 +145,7 @@ def _add_estimate(commands: argparse._SubParsersAction[Any]) -> None:
     command.add_argument("--layout", help="how tokens are sharded")
     _add_strategy(command)
     command.add_argument(
-        "--dtype", type=dtype_of, default="bfloat16", help="of the parameters: bfloat16, float32"
+        "--dtype", type=dtype_of, default="bfloat16", help="of the layers: bfloat16, float32"
     )
     command.add_argument("--json", action="store_true", dest="as_json", help="print JSON")
     _add_settings(command)

@@ -335,6 +335,8 @@ def rows(content: dict[str, Any], found: Simulated) -> Iterator[str]:
     yield "# Published and simulated"
     yield ""
     yield "Written by `python -m benchmarks.published --write`; docs/simulator.md says what counts."
+    yield ""
+    yield from _counted(content, values, [*content["sources"], None])
     for name, source in content["sources"].items():
         of_source = [x for x in values if x.setting.source == name]
         if of_source:
@@ -348,16 +350,19 @@ def rows(content: dict[str, Any], found: Simulated) -> Iterator[str]:
 
 
 def summary(content: dict[str, Any], found: Simulated) -> Iterator[str]:
-    """Yield the lines of the page: hits by source, and those without adaptations."""
-    yield from _counted(content, values_of(content, found, "adapted"))
+    """Yield the lines of the page: hits of all sources, and those without adaptations."""
+    yield from _counted(content, values_of(content, found, "adapted"), [None])
     yield ""
     yield from _plain(values_of(content, found, "plain"))
 
 
-def _counted(content: dict[str, Any], values: Sequence[Value]) -> Iterator[str]:
+def _counted(
+    content: dict[str, Any], values: Sequence[Value], names: Sequence[str | None]
+) -> Iterator[str]:
+    """Yield a table of hits, a row for each source, or for all where it is `None`."""
     yield table_row("source", "comparisons", "right", "values", "within 15 %", "median error")
     yield table_row("---", *["---:"] * 5)
-    for name in (*content["sources"], None):
+    for name in names:
         ours = [x for x in values if name in (None, x.setting.source)]
         if ours:
             title = "all" if name is None else content["sources"][name]["title"]

@@ -145,7 +145,7 @@ def _add_estimate(commands: argparse._SubParsersAction[Any]) -> None:
     command.add_argument("--layout", help="how tokens are sharded")
     _add_strategy(command)
     command.add_argument(
-        "--dtype", type=dtype_of, default="bfloat16", help="of the parameters: bfloat16, float32"
+        "--dtype", type=dtype_of, default="bfloat16", help="of the layers: bfloat16, float32"
     )
     command.add_argument("--json", action="store_true", dest="as_json", help="print JSON")
     _add_settings(command)
@@ -266,7 +266,7 @@ def _add_calibrate(commands: argparse._SubParsersAction[Any]) -> None:
     acts.add_argument("--compare", nargs=2, metavar="FILE", help="print two files side by side")
     command.add_argument("--kernel", help="measure, or show, this kernel")
     command.add_argument("--heads", type=heads_of, help="of queries, and of keys: 32,8")
-    command.add_argument("--head-dim", type=number, help="of queries, keys and values")
+    command.add_argument("--head-dim", type=number, help="this one; else, on a GPU, 64 to 256")
     command.add_argument("--dtype", type=dtype_of, help="of queries, keys and values: bfloat16")
     command.add_argument("--quick", action="store_true", help="measure a few sizes, in seconds")
 

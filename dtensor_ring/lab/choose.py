@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from math import inf
 from os import PathLike
 
 import torch
@@ -95,10 +96,10 @@ def chosen_strategy(
         ValueError: if no strategy can run the problem, or the machine lacks the kernel.
     """
     able, totals = list(_able(problem, strategies)), dict[Strategy, float]()
-    # Those with fewest steps first: what cannot be as fast as they are needs no backward.
+    # Those with fewest steps first: what cannot be as fast as they are is not run to its end.
     for strategy in sorted(able, key=lambda x: -x.heads):
-        simulation = Simulation(problem, strategy, machine)
-        if not totals or simulation.least <= min(totals.values()) * (1 + 3 * TIE):
+        simulation, most = Simulation(problem, strategy, machine), min(totals.values(), default=inf)
+        if all(least <= most * (1 + 3 * TIE) for least in simulation.bounds()):
             totals[strategy] = simulation.timeline().total
     if not totals:
         listed = ", ".join(x.spec for x in strategies or ()) or "no strategies"

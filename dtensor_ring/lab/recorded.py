@@ -289,7 +289,8 @@ class RankAttention(NamedTuple):
 
     def costs(self) -> tuple[Cost, Cost]:
         """Return what its forward and its backward send and hold."""
-        run = self._directions(unlaunched(self.plan), lambda _: ShapeKernel(), on_gpu=True)
+        idle = self._replace(plan=unlaunched(self.plan))
+        run = idle.directions(lambda _: ShapeKernel(), on_gpu=True)
         forward, backward = (replace(x.cost, held=x.cost.held + held) for x, held in run)
         return forward, backward
 
@@ -300,20 +301,28 @@ class RankAttention(NamedTuple):
             has_segments: whether its kernel takes segments.
             on_gpu: whether it runs on a GPU.
         """
-        run = self._directions(self.plan, lambda x: NotedKernel(x, has_segments), on_gpu)
+        run = self.directions(lambda x: NotedKernel(x, has_segments), on_gpu)
         return (recorder.recording() for recorder, _ in run)
 
-    def _directions(
-        self, plan: Plan, kernel_of: Callable[[Recorder], Kernel], on_gpu: bool
+    def directions(
+        self, kernel_of: Callable[[Recorder], Kernel], on_gpu: bool
     ) -> Iterator[tuple[Recorder, int]]:
-        """Run both directions; yield what noted each, and bytes held beside message buffers."""
+        """Run each direction when it is asked for.
+
+        Args:
+            kernel_of: makes the kernel of a direction.
+            on_gpu: whether it runs on a GPU.
+
+        Yields:
+            What noted the direction, and bytes held beside message buffers.
+        """
         heads, dims = (self.sizes.heads[0], *[self.sizes.heads[1]] * 2), self.sizes.head_dims
         inputs = [self._empty(*of) for of in zip(heads, (dims[0], *dims), strict=True)]
         first, second, scores = Recorder(), Recorder(), Scores(FULL, 1.0)
         with noting(DryRun(first.passed, on_gpu)):
             query, key, value, *rounded = self._exchanged(inputs, heads, first, rounds=True)
             policy, bytes_of = self._policy(bool(rounded)), (rounded or [None])[0]
-            how = plan, kernel_of(first), scores, first, policy, bytes_of
+            how = self.plan, kernel_of(first), scores, first, policy, bytes_of
             out, lse = ring_forward(query, (key, value), *how)
             (result,) = self._exchanged([out], heads[:1], first, is_back=True)
         # Without an all-to-all, these are the user's own tensors.
@@ -324,7 +333,7 @@ class RankAttention(NamedTuple):
         with noting(DryRun(second.passed, on_gpu)):
             grad = no_content(result.shape, result.dtype)
             (grad,) = self._exchanged([grad], heads[:1], second)
-            how = plan, kernel_of(second), scores, second, policy, bytes_of
+            how = self.plan, kernel_of(second), scores, second, policy, bytes_of
             grads = ring_backward(Saved(grad, out, lse), query, (key, value), *how)
             self._exchanged(list(grads), heads, second, is_back=True)
         # Backward also holds the gradients of query, key, value and output.
@@ -344,10 +353,15 @@ class RankAttention(NamedTuple):
         )
         return out, coming, out + sums, coming + home
 
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the rank before an all-to-all."""
+        exchange = self.all_to_all
+        return self.plan.num_local[0] if exchange is None else exchange.num_tokens[0]
+
     def _empty(self, heads: int, head_dim: int) -> Tensor:
-        sizes, exchange = self.sizes, self.all_to_all
-        tokens = self.plan.num_local[0] if exchange is None else exchange.num_tokens[0]
-        return no_content((sizes.batch, heads, tokens, head_dim), sizes.dtype)
+        sizes = self.sizes
+        return no_content((sizes.batch, heads, self.num_tokens, head_dim), sizes.dtype)
 
     def _policy(self, is_rounded: bool) -> TransferPolicy:
         """Return the policy of the ring, in which what arrived rounded travels as it came."""

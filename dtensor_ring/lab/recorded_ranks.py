@@ -37,28 +37,56 @@ class RecordedRanks:
         on_gpu: whether it runs on GPUs.
 
     Attributes:
-        kinds: the number of the recording that stands for each rank, `(W,)`.
-        ranks: the rank that was recorded for each rank, `(W,)`.
         heads: consecutive ranks of a group of an all-to-all.
-        num_planned: ranks that were looked at; others are taken to be like the nearest of those.
     """
 
     def __init__(
         self, problem: SimulatedProblem, strategy: Strategy, has_segments: bool, on_gpu: bool
     ) -> None:
-        nearest, self.heads = looked_at(problem.world_size, strategy.heads), strategy.heads
-        found = _alike(problem, strategy, np.unique(nearest).tolist())
-        self.num_planned = len(found)
-        alike = {x.plan.rank: x for x in found.values()}
-        numbers = {rank: number for number, rank in enumerate(alike)}
-        self.ranks = np.array([found[x].plan.rank for x in nearest.tolist()])
-        self.kinds = np.array([numbers[x] for x in self.ranks.tolist()])
-        self._runs = [x.recordings(has_segments, on_gpu) for x in alike.values()]
+        self.heads, self._asked, self._how = (
+            strategy.heads,
+            (problem, strategy),
+            (has_segments, on_gpu),
+        )
+        self._runs = [rank_attention(problem, strategy, 0).recordings(*self._how)]
+
+    @cached_property
+    def first(self) -> Recording:
+        """The recording of the forward of rank 0; no other rank is planned for it."""
+        return next(self._runs[0])
+
+    @cached_property
+    def _looked_at(self) -> tuple[dict[int, RankAttention], np.ndarray]:
+        """The attentions of the ranks that are looked at, and which of these is each rank's."""
+        problem, strategy = self._asked
+        nearest = looked_at(problem.world_size, strategy.heads)
+        return _alike(problem, strategy, np.unique(nearest).tolist()), nearest
+
+    @property
+    def num_planned(self) -> int:
+        """Ranks that were looked at; others are taken to be like the nearest of those."""
+        return len(self._looked_at[0])
+
+    @cached_property
+    def ranks(self) -> np.ndarray:
+        """The rank that was recorded for each rank, `(W,)`."""
+        found, nearest = self._looked_at
+        return np.array([found[x].plan.rank for x in nearest.tolist()])
+
+    @cached_property
+    def kinds(self) -> np.ndarray:
+        """The number of the recording that stands for each rank, `(W,)`."""
+        numbers = {rank: number for number, rank in enumerate(dict.fromkeys(self.ranks.tolist()))}
+        return np.array([numbers[x] for x in self.ranks.tolist()])
 
     @cached_property
     def forward(self) -> list[Recording]:
         """The recordings of the forward."""
-        return [next(x) for x in self._runs]
+        found = self._looked_at[0]
+        # Rank 0 is looked at first, so nobody stands for it.
+        alike = list({x.plan.rank: x for x in found.values()}.values())
+        self._runs += [x.recordings(*self._how) for x in alike[1:]]
+        return [self.first, *(next(x) for x in self._runs[1:])]
 
     @cached_property
     def backward(self) -> list[Recording]:

@@ -96,6 +96,12 @@ def least_backward(ranks: RecordedRanks, kernels: KernelSeconds) -> float:
     return float(_Work(ranks.forward, kernels, is_forward=False).tiles.sum(0).max())
 
 
+def least_of_first(ranks: RecordedRanks, kernels: KernelSeconds) -> float:
+    """Return what both directions take at least: the tiles of rank 0."""
+    both = (_Work([ranks.first], kernels, is_forward) for is_forward in (True, False))
+    return sum(float(work.tiles.sum()) for work in both)
+
+
 class _Phase(NamedTuple):
     """What the recorded ranks do in a phase: the first of each, the second, and so on, `(n, K)`.
 

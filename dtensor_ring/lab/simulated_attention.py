@@ -18,7 +18,13 @@ from dtensor_ring.lab.machine import FORMS, Machine
 from dtensor_ring.lab.presets import as_machine
 from dtensor_ring.lab.problem import SimulatedProblem, problem_of
 from dtensor_ring.lab.recorded_ranks import RecordedRanks
-from dtensor_ring.lab.replay import Direction, KernelSeconds, least_backward, replayed
+from dtensor_ring.lab.replay import (
+    Direction,
+    KernelSeconds,
+    least_backward,
+    least_of_first,
+    replayed,
+)
 from dtensor_ring.planning.layout import Layout
 from dtensor_ring.planning.mask import Boundaries, Mask
 from dtensor_ring.planning.slices import Slices
@@ -265,10 +271,10 @@ class Simulation:
         """The times of the backward."""
         return replayed(self._ranks, self._kernels, False, self._keeps_spans)
 
-    @property
-    def least(self) -> float:
-        """What it takes at least, without a simulated backward."""
-        return float(self.forward.ends.max()) + least_backward(self._ranks, self._kernels)
+    def bounds(self) -> Iterator[float]:
+        """Yield what it takes at least: by one rank's kernels, then without a backward."""
+        yield least_of_first(self._ranks, self._kernels)
+        yield float(self.forward.ends.max()) + least_backward(self._ranks, self._kernels)
 
     def timeline(self) -> Timeline:
         """Return the times of both directions."""

@@ -21,6 +21,8 @@ from dtensor_ring.lab.calibrate.calibrate import curves_of, mesh_of_hosts, numbe
 from dtensor_ring.lab.calibrate.calibrate_kernels import (
     CalibratedProblem,
     TileTensors,
+    kernel_points,
+    kernel_speeds,
     mask_of_form,
     tile_calls,
 )
@@ -90,7 +92,8 @@ def test_calibrate(ranks: int, tmp_path: Path) -> None:
     both = {"inside": "measured", "between": "those inside"}
     assert found.samples["links"] == (both if ranks else dict.fromkeys(both, "memory"))
     assert (found.hop > 0) == bool(ranks)
-    repeats = found.samples["reference full 2 heads forward"]["seconds"]
+    assert found.element_rate > 0
+    repeats = found.samples["reference full 2 heads of 16 forward"]["seconds"]
     assert all(len(x) == QUICK_EFFORT.repeats for x in repeats)
     for name, _, curve in curves_of(found):
         assert curve(1e12) > curve(0) >= 0, name
@@ -228,9 +231,28 @@ def test_forms_of_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         assert problem.tiles(device) == expected
 
 
-def test_flops_of_tiles() -> None:
+def test_head_dims_that_kernels_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each other one that is served, keys and values of latents too; FLOPs go by their mean."""
+    device = torch.device("cpu")
+    problem = CalibratedProblem((2, 1), 128, torch.float32, "reference")
+    dims = [x.head_dims for x in problem.with_other_dims(device)]
+    assert dims == [(64, 64), (96, 96), (192, 128), (256, 256)]
+    latent = problem.with_other_dims(device)[2]
+    assert [x.shape[3] for x in TileTensors.random(latent, 4, device)] == [192, 128, 192, 128]
+    series = [*kernel_points(problem, [latent], device)]
+    assert series[-1] == "reference window 2 heads of 192/128 backward"
+    times = dict.fromkeys(series, Series((1.0, 2.0), ((1.0,), (2.0,))))
+    *_, last = kernel_speeds(problem, [latent], device, times, 0.0)
+    assert (last.head_dim, last.form, last.heads) == (160, "window", 2)
+    # This one has one head dim for queries and values.
+    one = problem._replace(kernel="cpu_flash").with_other_dims(device)
+    assert (192, 128) not in [x.head_dims for x in one]
+
+
+@pytest.mark.parametrize("value_dim", [None, 4])
+def test_flops_of_tiles(value_dim: int | None) -> None:
     """FLOPs are those of visible pairs, counted one by one."""
-    problem = CalibratedProblem((2, 1), 8, torch.float32)
+    problem = CalibratedProblem((2, 1), 8, torch.float32, value_dim=value_dim)
     for form in FORMS:
         mask = mask_of_form(form, 64)
         seen = torch.ones(64, 64, dtype=torch.bool)
@@ -240,7 +262,8 @@ def test_flops_of_tiles() -> None:
             seen = seen.triu(-mask.left)
         tensors = TileTensors.random(problem, 64, torch.device("cpu"))
         tile = tile_calls(problem, Reference(), form, 64, tensors)
-        assert tile.flops == 4 * int(seen.sum()) * 2 * 8, form
+        numbers = 2 * sum(problem.head_dims)
+        assert tile.flops == numbers * int(seen.sum()) * 2, form
 
 
 class NamedMessages:

@@ -94,7 +94,10 @@ def _measure(
         usual = HEADS[watch.on_gpu], HEAD_DIM[watch.on_gpu]
         sizes = heads or usual[0], head_dim or usual[1], dtype or ranks.dtype
         problem = CalibratedProblem(*sizes, kernel)
-        machine = measure_machine(path.stem, watch, mesh_of_hosts(kind), problem)
+        # On a CPU all head dims have the rate of one.
+        has_others = head_dim is None and watch.on_gpu
+        others = problem.with_other_dims(watch.device) if has_others else []
+        machine = measure_machine(path.stem, watch, mesh_of_hosts(kind), problem, others)
         if dist.get_rank() == 0:
             path.write_text(machine.to_json())
             _show_machine(machine)
@@ -175,6 +178,7 @@ def numbers_of(machine: Machine) -> dict[str, tuple[float, str]]:
         **products,
         "memory": (float(machine.memory), "B"),
         "memory rate": (machine.memory_rate, "B/s"),
+        **({"looked up": (machine.element_rate, "numbers/s")} if machine.element_rate else {}),
         "launch": (machine.launch, "s"),
         "hop": (machine.hop, "s"),
         "transfer beside a kernel": (machine.beside_kernel, "times"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from itertools import cycle, product
 from typing import NamedTuple
@@ -38,15 +38,27 @@ class CalibratedProblem(NamedTuple):
 
     Attributes:
         heads: number of query heads, and of key and value heads.
-        head_dim: head dim of queries, keys and values.
+        head_dim: head dim of queries and keys.
         dtype: their dtype.
         kernel: name of a kernel; `None` takes the first that serves.
+        value_dim: head dim of values; `None` for that of queries.
     """
 
     heads: tuple[int, int]
     head_dim: int
     dtype: torch.dtype
     kernel: str | None = None
+    value_dim: int | None = None
+
+    @property
+    def head_dims(self) -> tuple[int, int]:
+        """Head dim of queries and keys, and of values."""
+        return self.head_dim, self.value_dim or self.head_dim
+
+    @property
+    def mean_dim(self) -> int:
+        """The mean of both, by which FLOPs go: one product has the one, one the other."""
+        return sum(self.head_dims) // 2
 
     @property
     def dtype_name(self) -> str:
@@ -63,7 +75,7 @@ class CalibratedProblem(NamedTuple):
             raise ValueError(
                 f"the query heads must be a multiple of those of keys and values, got {self.heads}"
             )
-        dims = self.head_dim, self.head_dim, default_scale(self.head_dim), 0.0
+        dims = *self.head_dims, default_scale(self.head_dim), 0.0
         is_grouped = self.heads[0] > self.heads[1]
         found = [
             kernel_for(self.kernel, device.type, self.dtype, *dims, False, windowed, is_grouped)
@@ -88,13 +100,28 @@ class CalibratedProblem(NamedTuple):
         every = [(max(1, query // size), max(1, key // size)) for size in (1, 2, 4)]
         return [self._replace(heads=heads) for heads in dict.fromkeys(every)]
 
-    def random(self, device: torch.device, num_rows: int, is_key: bool = False) -> Tensor:
-        """Return a random tensor `(1, N, R, H)` in the memory order of projections."""
-        return self.zeros(device, num_rows, is_key).normal_()
+    def with_other_dims(self, device: torch.device) -> list[CalibratedProblem]:
+        """Return this attention with each other head dim of `HEAD_DIMS` that a kernel serves."""
+        every = (self._replace(head_dim=x, value_dim=y) for x, y in HEAD_DIMS)
+        return [x for x in every if x.head_dims != self.head_dims and x._is_served(device)]
 
-    def zeros(self, device: torch.device, num_rows: int, is_key: bool = False) -> Tensor:
-        """Return such a tensor that is 0."""
-        shape = 1, self.heads[is_key], num_rows, self.head_dim
+    def _is_served(self, device: torch.device) -> bool:
+        try:
+            return bool(self.kernels(device))
+        except ValueError:
+            return False
+
+    def random(
+        self, device: torch.device, num_rows: int, is_key: bool = False, is_value: bool = False
+    ) -> Tensor:
+        """Return a random tensor `(1, N, R, H)` in the memory order of projections."""
+        return self.zeros(device, num_rows, is_key, is_value).normal_()
+
+    def zeros(
+        self, device: torch.device, num_rows: int, is_key: bool = False, is_value: bool = False
+    ) -> Tensor:
+        """Return such a tensor that is 0; `is_value` gives it the head dim of values."""
+        shape = 1, self.heads[is_key], num_rows, self.head_dims[is_value]
         like = torch.empty(0, device=device, dtype=self.dtype)
         return empty(like, shape, TOKEN_MAJOR).zero_()
 
@@ -134,9 +161,8 @@ class TileTensors(NamedTuple):
     @classmethod
     def random(cls, problem: CalibratedProblem, num_rows: int, device: torch.device) -> TileTensors:
         """Return random tensors with `num_rows` queries and as many keys."""
-        return cls(
-            *(problem.random(device, num_rows, is_key) for is_key in (False, False, True, True))
-        )
+        sides = (False, False), (False, True), (True, False), (True, True)
+        return cls(*(problem.random(device, num_rows, *side) for side in sides))
 
 
 def tile_calls(
@@ -157,7 +183,7 @@ def tile_calls(
         return kernel.backward(kept[0], query, kv[0], kv[1], launch, scores)
 
     area = Tile((0, num_rows), (0, num_rows), mask).area
-    flops = FORWARD_FLOPS * area * problem.heads[0] * problem.head_dim
+    flops = FORWARD_FLOPS * area * problem.heads[0] * problem.mean_dim
     return TileCalls(float(flops), forward, backward)
 
 
@@ -169,13 +195,43 @@ def full_tile(
     return tile_calls(problem, kernel, "full", num_rows, tensors)
 
 
-def series_name(kernel: str, form: str, heads: int, direction: str) -> str:
-    """Return the name under which the times of a kernel are kept."""
-    return f"{kernel} {form} {heads} heads {direction}"
+# Head dims of models, of queries and keys and of values; 192 and 128 are those of latent attention
+# (DeepSeek-AI, 2024, arXiv 2405.04434).
+HEAD_DIMS = (64, 64), (96, 96), (128, 128), (192, 128), (256, 256)
 
 
-def kernel_points(problem: CalibratedProblem, device: torch.device) -> dict[str, Points]:
-    """Return tiles of all kernels of the problem by their FLOPs, for `Stopwatch.measure`.
+class _Speed(NamedTuple):
+    """A kernel whose tiles of a form are measured."""
+
+    problem: CalibratedProblem
+    kernel: Kernel
+    form: str
+
+    def series(self, direction: str) -> str:
+        """Return the name under which its times are kept."""
+        heads, dims = self.problem.heads[0], self.problem.head_dims
+        of = "/".join(map(str, dict.fromkeys(dims)))
+        return f"{self.kernel.name} {self.form} {heads} heads of {of} {direction}"
+
+
+def _speeds(
+    problem: CalibratedProblem, others: Sequence[CalibratedProblem], device: torch.device
+) -> list[_Speed]:
+    """Return what is measured, the preferred kernel of the problem first."""
+    fewer = product(problem.tiles(device), problem.with_fewer_heads())
+    found = [_Speed(asked, *tile) for tile, asked in fewer]
+    return found + [_Speed(asked, *tile) for asked in others for tile in asked.tiles(device)]
+
+
+def kernel_points(
+    problem: CalibratedProblem, others: Sequence[CalibratedProblem], device: torch.device
+) -> dict[str, Points]:
+    """Return tiles of all kernels of the problems by their FLOPs, for `Stopwatch.measure`.
+
+    Args:
+        problem: the attention, which is measured with fewer heads, too.
+        others: attentions with other head dims.
+        device: where they run.
 
     Raises:
         ValueError: if no kernel serves the problem.
@@ -191,37 +247,33 @@ def kernel_points(problem: CalibratedProblem, device: torch.device) -> dict[str,
             else:
                 yield tile.flops * BACKWARD_FLOPS / FORWARD_FLOPS, tile.backward
 
-    every = product(problem.tiles(device), problem.with_fewer_heads(), DIRECTIONS)
-    return {
-        series_name(kernel.name, form, asked.heads[0], direction): tiles(
-            asked, kernel, form, direction
-        )
-        for (kernel, form), asked, direction in every
-    }
+    every = product(_speeds(problem, others, device), DIRECTIONS)
+    return {speed.series(direction): tiles(*speed, direction) for speed, direction in every}
 
 
 def kernel_speeds(
-    problem: CalibratedProblem, device: torch.device, times: Mapping[str, Series], launch: float
+    problem: CalibratedProblem,
+    others: Sequence[CalibratedProblem],
+    device: torch.device,
+    times: Mapping[str, Series],
+    launch: float,
 ) -> tuple[KernelSpeed, ...]:
     """Return what `kernel_points` took, the preferred kernel first.
 
     Args:
         problem: the attention.
+        others: attentions with other head dims.
         device: where it ran.
         times: what was measured, by name.
         launch: seconds of the host that are part of each time, and not of the speeds.
     """
-    every = product(problem.tiles(device), problem.with_fewer_heads())
     return tuple(
         KernelSpeed(
-            *(kernel.name, problem.dtype_name, problem.head_dim, form),
-            *(
-                times[series_name(kernel.name, form, asked.heads[0], direction)].curve(launch)
-                for direction in DIRECTIONS
-            ),
-            heads=asked.heads[0],
+            *(speed.kernel.name, problem.dtype_name, speed.problem.mean_dim, speed.form),
+            *(times[speed.series(direction)].curve(launch) for direction in DIRECTIONS),
+            heads=speed.problem.heads[0],
         )
-        for (kernel, form), asked in every
+        for speed in _speeds(problem, others, device)
     )
 
 
@@ -302,6 +354,16 @@ def measure_matrices(watch: Stopwatch, dtypes: list[torch.dtype]) -> dict[str, f
         seconds = watch.seconds(lambda a=a, b=b, out=out: torch.mm(a, b, out=out))
         found[str(dtype).removeprefix("torch.")] = 2.0 * size**3 / seconds
     return found
+
+
+def measure_elements(watch: Stopwatch) -> float:
+    """Return the numbers per second of a product that looks them up, as dtypes differ."""
+    numel = ADDED[watch.on_gpu] // 4
+    a, b = (
+        torch.ones(numel, device=watch.device, dtype=x) for x in (torch.bfloat16, torch.float32)
+    )
+    out = torch.empty_like(b)
+    return numel / watch.seconds(lambda: torch.mul(a, b, out=out))
 
 
 def measure_memory(watch: Stopwatch) -> float:

@@ -22,6 +22,7 @@ from dtensor_ring.lab.calibrate.calibrate_kernels import (
     kernel_points,
     kernel_speeds,
     launch_seconds,
+    measure_elements,
     measure_matrices,
     measure_memory,
     merge_points,
@@ -44,7 +45,11 @@ MOST = 100.0
 
 
 def measure_machine(
-    name: str, watch: Stopwatch, mesh: DeviceMesh, problem: CalibratedProblem
+    name: str,
+    watch: Stopwatch,
+    mesh: DeviceMesh,
+    problem: CalibratedProblem,
+    others: Sequence[CalibratedProblem] = (),
 ) -> Machine:
     """Measure kernels and links of a machine; all ranks of the default process group call this.
 
@@ -56,6 +61,7 @@ def measure_machine(
         watch: times the calls of all ranks.
         mesh: the axes `BETWEEN` and `INSIDE`, in this order.
         problem: the attention that is measured.
+        others: attentions with other head dims, of which kernels alone are measured.
 
     Returns:
         The machine, with the same times on all ranks.
@@ -69,7 +75,7 @@ def measure_machine(
         for axis in (BETWEEN, INSIDE)
         if mesh[axis].size() > 1
     }
-    times = _measured(watch, problem, axes)
+    times = _measured(watch, problem, others, axes)
     host_waits = not watch.on_gpu
     # Only where the host waits are its seconds part of what was measured.
     in_launch = launch if host_waits else 0.0
@@ -89,9 +95,10 @@ def measure_machine(
         source="measured",
         ranks_per_host=mesh[INSIDE].size(),
         memory=_memory(watch.device, mesh[INSIDE].size()),
-        kernels=kernel_speeds(problem, watch.device, times, in_launch),
+        kernels=kernel_speeds(problem, others, watch.device, times, in_launch),
         gemm=measure_matrices(watch, [problem.dtype, torch.float32]),
         memory_rate=rate,
+        element_rate=measure_elements(watch),
         merge=times["merge"].curve(in_launch),
         pack=times["pack"].curve(in_launch),
         inside=links[INSIDE],
@@ -296,10 +303,13 @@ def device_name(device: torch.device) -> str:
 
 
 def _measured(
-    watch: Stopwatch, problem: CalibratedProblem, axes: Mapping[str, TimedMessages]
+    watch: Stopwatch,
+    problem: CalibratedProblem,
+    others: Sequence[CalibratedProblem],
+    axes: Mapping[str, TimedMessages],
 ) -> dict[str, Series]:
     """Time everything that has a size."""
-    points = kernel_points(problem, watch.device)
+    points = kernel_points(problem, others, watch.device)
     points["merge"] = merge_points(problem, watch.device)
     points["pack"] = pack_points(problem, watch.device)
     links: dict[str, Points] = {}

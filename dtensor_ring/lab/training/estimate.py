@@ -27,7 +27,7 @@ from dtensor_ring.lab.report import Finding, refused, show
 from dtensor_ring.lab.training.config_fields import check_config
 from dtensor_ring.lab.training.footprint import Attention, Footprint
 from dtensor_ring.lab.training.longest import usable
-from dtensor_ring.lab.training.step_memory import fetched_layers
+from dtensor_ring.lab.training.step_memory import KEPT_ITEMSIZE, fetched_layers
 from dtensor_ring.lab.training.step_request import MemorySetting, memory_setting
 from dtensor_ring.ops.ring_op import ring_op
 from dtensor_ring.selected.op import select_op, selected_op
@@ -64,7 +64,7 @@ class Estimate:
         attentions: each kind of attention, with its number of calls in a forward.
         cache: keys and values that this rank keeps of the sequence for `generate`; `None` if they
             were not asked for.
-        dtype: of the parameters.
+        dtype: of the layers; parameters that FSDP2 shards are float32, as are what belongs to them.
         capacity: what a step may take of a device; `None` if no device was given.
         device: whose capacity that is.
     """
@@ -112,7 +112,7 @@ class Estimate:
             "cache of generate": self.cache or 0,
         }
         rows = [("model", self.model), ("mesh", axes), ("tokens", f"{self.seq_len:,}")]
-        rows.append(("dtype of parameters", self.dtype))
+        rows.append(("dtype of layers", self.dtype))
         rows += [(name, f"{size / 2**20:,.1f} MiB") for name, size in sizes.items() if size]
         for each in self.attentions:
             (heads, key_heads), (dim, value_dim) = each["heads"], each["head_dims"]
@@ -214,12 +214,12 @@ def estimated(
         model = load(spec, axis, asked)
         if setting.checkpoint != "none":
             checkpoint_layers(model.module, setting.checkpoint, host)
-        step, forward = _run(model, ranks)
+        step, forward = _run(model, is_sharded)
         cache = None if asked.cache_dtype is None else _cache(model)
     if not forward.attentions:
         raise ValueError(f"{model.name} has no attention over its sequence, so nothing to shard")
-    memory: dict[str, Any] = {**_of_parameters(model.module, ranks)}
-    activations = step.peak - _of_step(model.module, ranks)
+    memory: dict[str, Any] = {**_of_parameters(model.module, ranks, is_sharded)}
+    activations = step.peak - _of_step(model.module, is_sharded)
     on_host = 0
     if host is not None:
         fetched = fetched_layers(setting.checkpoint)
@@ -263,17 +263,17 @@ class _Forward(NamedTuple):
     others: int
 
 
-def _run(model: MetaModel, ranks: int) -> tuple[Footprint, _Forward]:
+def _run(model: MetaModel, is_sharded: bool) -> tuple[Footprint, _Forward]:
     """Run a training step on the meta device, and return its footprint and its forward.
 
     Args:
         model: the model, whose parameters are whole.
-        ranks: number of ranks that FSDP2 shards them over.
+        is_sharded: whether FSDP2 shards them.
 
     Raises:
         ValueError: if the model's code needs the content of tensors.
     """
-    if ranks > 1:
+    if is_sharded:
         _drop_gradients(model.module)
     try:
         with Footprint() as step:
@@ -335,18 +335,20 @@ def _drop_gradients(module: nn.Module) -> None:
             parameter.register_post_accumulate_grad_hook(drop)
 
 
-def _of_step(module: nn.Module, ranks: int) -> int:
+def _of_step(module: nn.Module, is_sharded: bool) -> int:
     """Return the bytes of parameters and gradients of other ranks that a dry run had."""
     whole = _size(module)
-    return whole if ranks > 1 else whole + _size(module, trained=True)
+    return whole if is_sharded else whole + _size(module, trained=True)
 
 
-def _of_parameters(module: nn.Module, ranks: int) -> dict[str, int]:
+def _of_parameters(module: nn.Module, ranks: int, is_sharded: bool) -> dict[str, int]:
     """Return the bytes of parameters, gradients, states of AdamW, and what FSDP2 gathers."""
-    whole, trained = _size(module), _size(module, trained=True)
+    least = KEPT_ITEMSIZE if is_sharded else 1
+    whole, trained = (_size(module, trained=x, least=least) for x in (False, True))
+    is_gathered = ranks > 1 or (is_sharded and whole > _size(module))
     parts = dict(zip(STATES, (whole, trained, OPTIMIZER * trained), strict=True))
     parts = {name: -(-size // ranks) for name, size in parts.items()}
-    return parts | {"gathered": _gathered(module) if ranks > 1 else 0}
+    return parts | {"gathered": _gathered(module) if is_gathered else 0}
 
 
 def _gathered(module: nn.Module) -> int:
@@ -358,9 +360,10 @@ def _gathered(module: nn.Module) -> int:
     return root + 3 * largest
 
 
-def _size(module: nn.Module, trained: bool = False) -> int:
+def _size(module: nn.Module, trained: bool = False, least: int = 1) -> int:
+    """Return the bytes of parameters, at least so many for each number."""
     parameters = [x for x in module.parameters() if x.requires_grad or not trained]
-    return sum(x.numel() * x.itemsize for x in parameters)
+    return sum(x.numel() * max(least, x.itemsize) for x in parameters)
 
 
 def _show(found: Estimate) -> None:

@@ -282,7 +282,7 @@ def test_whether_it_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
         assert main(load, [*command, *options]) == 0
         printed = " ".join(capsys.readouterr().out.split())
         assert " ".join(said.split()) in printed
-        assert "dtype of parameters bfloat16" in printed
+        assert "dtype of layers bfloat16" in printed
         assert "dp_shard 2 x cp 2" in printed
     assert main(load, [*command, "--memory", "0.01", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)

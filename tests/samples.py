@@ -114,7 +114,7 @@ OLDEST = {
         "test_autocast_does_what_it_does_to_sdpa[dtype0]",
     ],
     "ops/test_compile.py": [
-        "test_five_batches_of_documents_compile_once[dtype0]",
+        "test_five_batches_of_documents_compile_once",
         "test_inductor_equals_eager",
         "test_three_attentions_are_three_nodes_forward_and_backward",
     ],
@@ -124,7 +124,7 @@ OLDEST = {
     ],
     "ops/test_fakes.py": [
         "test_fake_kernels_promise_what_the_real_ones_return[grouped-token-major]",
-        "test_opcheck[documents]",
+        "test_opcheck[cross]",
     ],
     "ops/test_flops.py": ["test_flops_of_dtensors_are_those_of_all_ranks[None]"],
     "ops/test_gradcheck.py": [

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from dtensor_ring import Balanced, Contiguous, Mask, Striped, ZigZag
+from dtensor_ring import Contiguous, Mask, Striped, ZigZag
 from dtensor_ring.ops.options import flatten
 from dtensor_ring.ops.ring_op import ring_backward_op, ring_op
 from dtensor_ring.planning.run_table import RunTable
@@ -26,8 +26,6 @@ CAUSAL, FULL = Mask.causal(), Mask.full()
 SINKS = (0.5, -1.0, 2.0, 0.0)
 CHECKED = {
     "plain": Case(Ring(ZigZag(), 1, 8, CAUSAL), torch.float32),
-    "documents": Case(Ring(Contiguous(), 1, 8, Mask(3, 1), ((0, 3, 7),)), torch.float32),
-    "runs": Case(Ring(Balanced(CAUSAL, 8, 1), 1, 8, Mask(3, 0, prefix=2)), torch.float32),
     "turn": Case(
         Ring(RunTable([[(5, 3)]]), 1, 8, CAUSAL, key_layout=RunTable([[(0, 8)]]), begin=5),
         torch.float32,

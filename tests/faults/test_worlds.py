@@ -27,8 +27,6 @@ def do(log: Log, what: str) -> int:
             raise ArithmeticError("seven")
         if what == "exit":
             sys.exit(7)
-        if what == "hang":
-            time.sleep(100)
         if what != "return":
             os.kill(os.getpid(), getattr(signal, what))
     return dist.get_rank()
@@ -40,7 +38,6 @@ def do(log: Log, what: str) -> int:
         ("return", "returned"),
         ("raise", "raised"),
         ("exit", "raised"),
-        pytest.param("hang", "hung", marks=pytest.mark.repeats),  # as a process that is stopped
         ("SIGSTOP", "hung"),
         ("SIGKILL", "SIGKILL"),
         ("SIGABRT", "SIGABRT"),

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 from torch._inductor import config as inductor
 
 from tests.pool import Pool, start_server
@@ -47,7 +47,9 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = "1"  # else each process compiles for 7 s to find out
     inductor.cpp.vec_isa_ok = True
     if not config.option.all_cases:  # they are others in each run
-        settings.register_profile("half", max_examples=50)
+        # A machine that has other work draws slowly, which is no fault of a test.
+        slow = [HealthCheck.too_slow]
+        settings.register_profile("half", max_examples=50, suppress_health_check=slow)
         settings.load_profile("half")
     if config.option.decode_cases is None:
         config.option.decode_cases = 2000 if config.option.all_cases else 600

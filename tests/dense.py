@@ -99,13 +99,14 @@ def dense_attention(
         inputs.append(sinks.detach().double().requires_grad_())
     q, k, v = inputs[:3]
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-    q, *biases = q.split([k.shape[-1], *[1] * (q.shape[-1] - k.shape[-1])], -1)
+    q, biases = q.tensor_split([k.shape[-1]], -1)
     scores = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
     if softcap:
         scores = softcap * (scores / softcap).tanh()
-    lags = torch.arange(scores.shape[2]).unsqueeze(1) - torch.arange(scores.shape[3])
-    for lag, bias in enumerate(biases):
-        scores = scores + bias * (lags == lag)
+    if num_biases := biases.shape[-1]:
+        lags = torch.arange(scores.shape[2]).unsqueeze(1) - torch.arange(scores.shape[3])
+        at = lags.clamp(0, num_biases - 1).expand_as(scores)
+        scores = scores + biases.gather(-1, at) * ((lags >= 0) & (lags < num_biases))
     num_rows, num_cols = scores.shape[2:]
     if seen is None:
         bounds = cu_seqlens, key_cu_seqlens

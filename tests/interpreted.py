@@ -13,10 +13,8 @@ from tests.quantised import test_quantise_triton
 
 
 def main() -> None:
-    paged = test_paged_triton.CASES if "--all" in sys.argv else test_paged_triton.FEW
-    test_merge_triton.check_in_the_interpreter()
-    test_quantise_triton.check_in_the_interpreter()
-    test_paged_triton.check_in_the_interpreter([*paged])
+    for tests in (test_merge_triton, test_quantise_triton, test_paged_triton):
+        tests.check_in_the_interpreter([*(tests.CASES if "--all" in sys.argv else tests.FEW)])
 
 
 if __name__ == "__main__":

@@ -83,8 +83,10 @@ CASES = {
         f"{layout.spec} to {to.spec}, {heads} of {world_size}": Case(
             layout, to, heads, world_size, 24
         )
-        for layout, to in product((ZigZag(), Striped(), Contiguous(), BlockCyclic(2)), repeat=2)
-        for world_size, heads in ((2, 1), (2, 2), (4, 2), (3, 3))
+        for i, (layout, to) in enumerate(
+            product((ZigZag(), Striped(), Contiguous(), BlockCyclic(2)), repeat=2)
+        )
+        for world_size, heads in ((2, 2), (2, 1), (4, 2), (3, 3))[(i + i // 4) % 2 :: 2]
         if heads > 1 or layout != to
     },
     "six ranks": Case(ZigZag(), ZigZag(), 3, 6, 24, (9, 9, 9), 9),

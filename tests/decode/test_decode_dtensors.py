@@ -67,18 +67,22 @@ def _check(placements: tuple[Placement, ...], layout: str, num_queries: int) -> 
         (decode_attention, last),
         (lambda *x: decode_attention(*x, mask=sliding, merge="two_shot"), window),
     ]
-    for attend, sees in attentions:
-        expected = dense_attention(*inputs, Mask.full(), seen=sees).out
-        compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
-        for run, mode in (
-            (attend, torch.no_grad),
-            (attend, torch.inference_mode),
-            (compiled, torch.no_grad),
-        ):
-            with mode():
-                out = run(*tensors)
+
+    def all_of_them(*inputs: Any) -> list[Any]:
+        return [attend(*inputs) for attend, _ in attentions]
+
+    compiled = torch.compile(all_of_them, fullgraph=True, backend="aot_eager")
+    expected = [dense_attention(*inputs, Mask.full(), seen=sees).out for _, sees in attentions]
+    for run, mode in (
+        (all_of_them, torch.no_grad),
+        (all_of_them, torch.inference_mode),
+        (compiled, torch.no_grad),
+    ):
+        with mode():
+            outs = run(*tensors)
+        for out, wanted in zip(outs, expected, strict=True):
             assert tuple(out.placements) == without(placements)
-            torch.testing.assert_close(out.full_tensor().double(), expected, atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(out.full_tensor().double(), wanted, atol=1e-5, rtol=1e-5)
 
 
 def test_options_by_batch_row(pool: Pool) -> None:

@@ -107,7 +107,7 @@ def test_bits_do_not_depend_on_who_holds_a_block() -> None:
 
 
 POLICY = TransferPolicy(order="fixed", block=BLOCK)
-PROMPT, NUM_TOKENS = 53, 45
+PROMPT, NUM_TOKENS = 53, 21
 MASKS = {"causal": Mask.causal(), "window": Mask.sliding(37)}
 
 
@@ -139,6 +139,7 @@ def _generate(name: str, dtype: torch.dtype, heads: tuple[int, int], ends: bool)
     return found
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("name", [*MASKS])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("heads", "ends"), [((4, 2), False), ((4, 4), True)])

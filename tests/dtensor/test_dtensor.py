@@ -130,23 +130,14 @@ EVERYWHERE: dict[str, dict[str, Any]] = {
     "uneven contiguous, chunk": {"layout": "contiguous", "seq_len": 13, "mask": Mask.chunked(4)},
     "uneven zigzag, prefix": {"seq_len": 13, "mask": Mask.prefix_causal(5), "grad_lse": True},
 }  # fmt: skip
-for name, fields in EVERYWHERE.items():
-    CASES[f"dp, cp: {name}"] = Case(*DP_CP, **fields)
-    CASES[f"cp, tp: {name}"] = Case(*CP_TP, **fields)
 OF_HEADS = "multi-query", "sinks", "DTensor sinks", "value head dim", "cross, documents", "softcap"
 OF_BOTH = "scale", "documents by row", "balanced, every option"
-REPEATED = {
-    f"{'dp, cp' if name in OF_HEADS else 'cp, tp'}: {name}"
-    for name in EVERYWHERE
-    if name not in OF_BOTH
-}
 """What is of heads matters where heads are sharded, all else where batches are."""
+CASES |= {f"dp, cp: {x}": Case(*DP_CP, **EVERYWHERE[x]) for x in EVERYWHERE if x not in OF_HEADS}
+CASES |= {f"cp, tp: {x}": Case(*CP_TP, **EVERYWHERE[x]) for x in OF_HEADS + OF_BOTH}
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(x, marks=pytest.mark.repeats if x in REPEATED else ()) for x in CASES],
-)
+@pytest.mark.parametrize("name", CASES)
 def test_dense_result(pool: Pool, name: str) -> None:
     pool.run(CASES[name].world_size, _check_case, CASES[name])
 
@@ -157,10 +148,7 @@ def test_dense_result(pool: Pool, name: str) -> None:
         "dp, cp: window",
         "cp, tp: DTensor sinks",
         "dp, cp: balanced, every option",
-        "cp, tp: uneven zigzag, prefix",
-        # Their masks and documents are only other numbers of the same node.
-        pytest.param("dp, cp: cross, documents by row", marks=pytest.mark.repeats),
-        pytest.param("cp, tp: chunk, window, documents", marks=pytest.mark.repeats),
+        "dp, cp: uneven zigzag, prefix",
     ],
 )
 def test_compiled(pool: Pool, name: str) -> None:
@@ -221,8 +209,7 @@ ORDERS = {"heads first": (0, 1, 2, 3), "token-major": (0, 2, 1, 3)}
     ("order", "backend"),
     [
         *product(ORDERS, [""]),
-        *product(["token-major"], ("aot_eager", "inductor")),
-        pytest.param("heads first", "aot_eager", marks=pytest.mark.repeats),
+        ("token-major", "inductor"),
     ],
 )
 def test_memory_order_of_the_query_is_kept(pool: Pool, order: str, backend: str) -> None:
@@ -289,13 +276,17 @@ REFUSALS = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSALS)
-def test_refusal(pool: Pool, name: str) -> None:
-    pool.run(4, _check_refusal, REFUSALS[name])
+def test_refusals(pool: Pool) -> None:
+    pool.run(4, _check_refusals)
 
 
-def _check_refusal(case: Refusal) -> None:
+def _check_refusals() -> None:
     mesh = annotated_mesh((2, 2), (SEQUENCE, REPLICATE), "zigzag")
+    for case in REFUSALS.values():
+        _check_refusal(mesh, case)
+
+
+def _check_refusal(mesh: DeviceMesh, case: Refusal) -> None:
     query, key, value, _ = random_inputs(2, 16, *case.heads)
     other_mesh = init_device_mesh("cpu", case.key_mesh, mesh_dim_names=mesh.mesh_dim_names)
     placed: list[Any] = [place(query, mesh, case.query)]

@@ -15,8 +15,8 @@ from torch.distributed.fsdp import fully_shard
 from dtensor_ring import InBlocks, SequenceAxis, TransferPolicy
 from tests.pool import Pool
 
-SEQ_LEN, WIDTH, HEADS, KEY_HEADS, VOCAB = 128, 64, 4, 2, 96
-STEPS, LAYERS, BLOCK = 20, 2, 16
+SEQ_LEN, WIDTH, HEADS, KEY_HEADS, VOCAB = 64, 64, 4, 2, 96
+STEPS, LAYERS, BLOCK = 8, 2, 16
 FIXED = TransferPolicy(order="fixed", block=BLOCK)
 LAYOUT = f"whole_blocks:{BLOCK}"
 
@@ -171,7 +171,7 @@ def _by_fsdp() -> Tensor:
     torch.set_num_threads(1)
     size, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
     torch.manual_seed(0)
-    layer, x = nn.Linear(WIDTH, WIDTH, bias=False), torch.randn(2, 8 * SEQ_LEN, WIDTH)
+    layer, x = nn.Linear(WIDTH, WIDTH, bias=False), torch.randn(2, 16 * SEQ_LEN, WIDTH)
     fully_shard(layer, mesh=init_device_mesh("cpu", (size,)))
     layer(x.chunk(size, dim=1)[rank]).square().sum().backward()
     grad: Any = layer.weight.grad

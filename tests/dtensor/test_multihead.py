@@ -58,6 +58,8 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], list[str], Callable[..., Any]]
     ),
 }  # fmt: skip
 
+COMPILED = "attention, causal", "causal encoder", "decoder"
+
 
 @pytest.mark.parametrize("name", MODULES)
 def test_module(pool: Pool, name: str) -> None:
@@ -97,6 +99,8 @@ def _check_module(name: str) -> None:
     for module in (sharded, deepcopy(sharded), pickle.loads(pickle.dumps(sharded))):
         with torch.no_grad():
             same(call(module.eval(), *local), call(stock.eval(), *whole))
+    if name not in COMPILED:
+        return
     with torch.no_grad():
         compiled = torch.compile(sharded, fullgraph=True, backend="aot_eager")
         same(call(compiled, *local), call(stock, *whole))

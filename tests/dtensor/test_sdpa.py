@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -37,19 +38,10 @@ CASES: dict[str, tuple[tuple[Placement, ...], str, dict[str, Any]]] = {
     "dp, cp, full, scale": ((BATCH, SEQUENCE), "striped", {"scale": 0.2}),
     "dp, cp, grouped": ((BATCH, SEQUENCE), "striped", {"is_causal": True, "enable_gqa": True}),
     "cp, tp": ((SEQUENCE, HEADS), "contiguous", {"is_causal": True, "scale": 0.7}),
-    "cp, tp, full, grouped": ((SEQUENCE, HEADS), "zigzag", {"enable_gqa": True}),
-    "replicate, cp": ((REPLICATE, SEQUENCE), "zigzag", {"is_causal": True}),
 }
 
 
-REPEATED = ("cp, tp, full, grouped", "replicate, cp")
-"""Both are over axes and with options of others; a replicated axis is in test_dtensor, too."""
-
-
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=pytest.mark.repeats if name in REPEATED else ()) for name in CASES],
-)
+@pytest.mark.parametrize("name", CASES)
 def test_dense_result(pool: Pool, name: str) -> None:
     pool.run(4, _check_case, *CASES[name])
 
@@ -196,15 +188,23 @@ REFUSALS: dict[str, tuple[list[tuple[Placement, ...]], dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("mode", [nullcontext, torch.no_grad, torch.inference_mode])
-@pytest.mark.parametrize("name", REFUSALS)
-def test_refusal(pool: Pool, name: str, mode: Any) -> None:
-    pool.run(4, _check_refusal, *REFUSALS[name], mode)
+def test_refusals(pool: Pool, mode: Any) -> None:
+    pool.run(4, _check_refusals, mode)
+
+
+def _check_refusals(mode: Any) -> None:
+    mesh = annotated_mesh((2, 2), (SEQUENCE, REPLICATE), "zigzag")
+    for refusal in REFUSALS.values():
+        _check_refusal(mesh, mode, *refusal)
 
 
 def _check_refusal(
-    placements: list[tuple[Placement, ...]], options: dict[str, Any], message: str, mode: Any
+    mesh: DeviceMesh,
+    mode: Any,
+    placements: list[tuple[Placement, ...]],
+    options: dict[str, Any],
+    message: str,
 ) -> None:
-    mesh = annotated_mesh((2, 2), (SEQUENCE, REPLICATE), "zigzag")
     options = dict(options)
     shape = (2, 4, options.pop("seq_len", 16), 8)
     inputs = [place(torch.randn(shape), mesh, where).requires_grad_() for where in placements]

@@ -64,13 +64,7 @@ def test_exchange(pool: Pool) -> None:
 
 
 def test_compiled(pool: Pool) -> None:
-    pool.run(2, _check_compiled, "zigzag", "ring", CALLS[1:8])
-
-
-@pytest.mark.repeats
-@pytest.mark.parametrize(("world_size", "layout"), cases())
-def test_all_compiled(pool: Pool, world_size: int, layout: str) -> None:
-    pool.run(world_size, _check_compiled, layout, "ring", CALLS)
+    pool.run(2, _check_compiled, "zigzag", "ring", CALLS[1:8:2])
 
 
 def _check_windows(layout: str, strategy: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import product
 from typing import Any
 
@@ -13,11 +13,8 @@ from tests.faults.calls import WAYS, Ending, make
 from tests.faults.differences import DIFFERENCES, Difference
 from tests.faults.worlds import Fate, Worlds
 
-COMPILED = ["mask: sliding 4, causal", "dtype: bfloat16, float32", "backward skipped"]
-COMPILED += ["other order, two shapes", "no call"]
-"""The differences that are compiled, which takes its time."""
-SELDOM_COMPILED = ["documents: other boundaries", "batch", "layout", "scale"]
-"""They are named in the same record, which is sent the same way."""
+COMPILED = ["mask: sliding 4, causal", "backward skipped", "other order, two shapes"]
+"""The differences that are compiled, which takes its time: all are named in the same record."""
 
 
 @pytest.mark.parametrize("training", [True, False], ids=["training", "inference"])
@@ -26,65 +23,46 @@ def test_equal_calls(worlds: Worlds, way: str, training: bool) -> None:
     check(worlds, Difference(None), (way, way), training, "zigzag", 2)
 
 
-@pytest.mark.parametrize("training", [True, False], ids=["training", "inference"])
-@pytest.mark.parametrize("way", ["plain", "DTensors", "SDPA"])
+@pytest.mark.parametrize(
+    ("way", "training"), [("plain", True), ("DTensors", False), ("SDPA", True)]
+)
 def test_one_rank_is_compiled(worlds: Worlds, way: str, training: bool) -> None:
     """As where the compiler of one rank gives up."""
     ways = "compiled", way
     check(worlds, Difference(None), ways, training, "contiguous", 2)
 
 
-SETTINGS = [
-    pytest.param(
-        *(training, layout, world_size),
-        # Every two of the three come together in the others.
-        marks=[] if training ^ (layout == "zigzag") ^ (world_size == 3) else pytest.mark.repeats,
-        id=f"{'training' if training else 'inference'}-{layout}-{world_size} ranks",
-    )
-    for training, layout, world_size in product((True, False), ("contiguous", "zigzag"), (2, 3))
-]
+def cases(also: bool) -> Iterator[tuple[str, str, bool, str, int]]:
+    """Each difference in training and in inference, where layouts and world sizes take turns.
 
-
-@pytest.mark.parametrize(("training", "layout", "world_size"), SETTINGS)
-@pytest.mark.parametrize("name", DIFFERENCES)
-def test_plain(worlds: Worlds, name: str, training: bool, layout: str, world_size: int) -> None:
-    check(worlds, DIFFERENCES[name], ("plain",) * world_size, training, layout, world_size)
-
-
-@pytest.mark.parametrize("name", DIFFERENCES)
-def test_ranks_that_are_no_neighbours(worlds: Worlds, name: str) -> None:
-    check(worlds, DIFFERENCES[name], ("plain",) * 4, True, "contiguous", 4)
-
-
-def in_turn(names: Iterable[str]) -> list[Any]:
-    """Each name in training or, the next one, in inference; the other of the two repeats
-    test_plain."""
-    return [
-        pytest.param(
-            *(name, training),
-            id=f"{name}-{'training' if training else 'inference'}",
-            marks=() if training == (number % 2 == 0) else pytest.mark.repeats,
-        )
-        for (number, name), training in product(enumerate(names), (True, False))
-    ]
-
-
-@pytest.mark.parametrize(("name", "training"), in_turn(DIFFERENCES))
-def test_dtensors(worlds: Worlds, name: str, training: bool) -> None:
-    check(worlds, DIFFERENCES[name], ("DTensors",) * 2, training, "zigzag", 2)
+    As DTensors in one of the two; by SDPA, which is called with the same, and among ranks that are
+    no neighbours only some, as all that differs is named in the same record. `also` is the rest.
+    """
+    settings = [*product(("contiguous", "zigzag"), (2, 3))]
+    for (number, name), training in product(enumerate(DIFFERENCES), (True, False)):
+        for index, setting in enumerate(settings):
+            if (index == (number + 2 * training) % 4) != also:
+                yield name, "plain", training, *setting
+        is_turn = training == (number % 2 == 0)
+        if is_turn != also:
+            yield name, "DTensors", training, "zigzag", 2
+        if DIFFERENCES[name].suits_sdpa and (is_turn and number % 3 == 0) != also:
+            yield name, "SDPA", training, "zigzag", 2
+        if training and (number % 4 == 0) != also:
+            yield name, "plain", True, "contiguous", 4
 
 
 @pytest.mark.parametrize(
-    ("name", "training"), in_turn(x for x in DIFFERENCES if DIFFERENCES[x].suits_sdpa)
+    ("name", "way", "training", "layout", "world_size"),
+    [*cases(False), *(pytest.param(*x, marks=pytest.mark.repeats) for x in cases(True))],
 )
-def test_sdpa(worlds: Worlds, name: str, training: bool) -> None:
-    check(worlds, DIFFERENCES[name], ("SDPA",) * 2, training, "zigzag", 2)
+def test_different_calls(
+    worlds: Worlds, name: str, way: str, training: bool, layout: str, world_size: int
+) -> None:
+    check(worlds, DIFFERENCES[name], (way,) * world_size, training, layout, world_size)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [*COMPILED, *(pytest.param(name, marks=pytest.mark.repeats) for name in SELDOM_COMPILED)],
-)
+@pytest.mark.parametrize("name", COMPILED)
 def test_compiled(worlds: Worlds, name: str) -> None:
     check(worlds, DIFFERENCES[name], ("compiled",) * 2, True, "contiguous", 2)
 

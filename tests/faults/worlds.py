@@ -20,7 +20,7 @@ import torch.multiprocessing as mp
 
 from tests.pool import DROPPED, Place, run_rank, settle
 
-TIMEOUT = 3.0
+TIMEOUT = 2.0
 """Seconds that groups wait for a message, where a test is about that limit."""
 DEADLINE = 30.0
 """Seconds after which a rank hangs."""

@@ -16,10 +16,10 @@ from dtensor_ring.transport.transport import P2P, Work
 from tests.played_group import PlayedGroup, play_group
 from tests.rings import Case, Ring, local
 
-FIXED = TransferPolicy(order="fixed", block=32)
-SEQ_LEN = 512
+FIXED = TransferPolicy(order="fixed", block=16)
+SEQ_LEN = 64
 CASES = [
-    ("whole_blocks:32", "ring", 4),
+    ("whole_blocks:16", "ring", 4),
     ("contiguous", "ring", 2),
     ("zigzag", "all_gather", 3),
     ("striped", "ring", 2),

@@ -51,7 +51,7 @@ def cases(world_size: int) -> list[Case]:
     return [*map(case, rings), *(case(ring, **x) for x in options)]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", [1, 4])
 def test_equals_dense_attention_with_the_same_mask(pool: Pool, world_size: int) -> None:
     given = cases(world_size)
     for rank, by_case in enumerate(pool.run(world_size, errors_of, given)):
@@ -143,12 +143,11 @@ def _check_recomputation() -> None:
         seen.clear()
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_compiled(pool: Pool, backend: str) -> None:
-    pool.run(2, _check_compiled, backend)
+def test_compiled(pool: Pool) -> None:
+    pool.run(2, _check_compiled)
 
 
-def _check_compiled(backend: str) -> None:
+def _check_compiled() -> None:
     """One graph, whose seeds come from the random state, alike on all ranks, anew in each call."""
     mesh = init_device_mesh("cpu", (2,))
     axis = SequenceAxis(mesh, "zigzag")
@@ -158,13 +157,12 @@ def _check_compiled(backend: str) -> None:
     def attend(*inputs: Tensor) -> Tensor:
         return axis.attention(*inputs, dropout_p=RATE)
 
-    compiled = torch.compile(attend, fullgraph=True, backend=backend)
+    compiled = torch.compile(attend, fullgraph=True)
     torch.manual_seed(2)
     # A seed that is given says what is dropped in graphs, too.
     given = torch.compile(
         lambda *x: axis.attention(*x[:3], dropout_p=RATE, dropout_seed=x[3]),
         fullgraph=True,
-        backend=backend,
     )
     out = given(*inputs, torch.tensor(5))
     dense = dense_attention(*whole, CAUSAL, factors=dropout_factors(RATE, 5, (2, 4, 16, 16)))

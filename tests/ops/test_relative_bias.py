@@ -54,7 +54,7 @@ def cases(world_size: int) -> list[Case]:
     return [*map(case, rings), *(case(ring, **x) for x in options)]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", [1, 4])
 def test_equals_dense_attention(pool: Pool, world_size: int) -> None:
     given = cases(world_size)
     for rank, by_case in enumerate(pool.run(world_size, errors_of, given)):
@@ -183,7 +183,7 @@ def test_refused(pool: Pool) -> None:
     pool.run(1, _check_refused)
 
 
-def _check_compiled(backend: str) -> None:
+def _check_compiled() -> None:
     mesh = init_device_mesh("cpu", (2,))
     axis = SequenceAxis(mesh, "zigzag")
     local = [axis.shard(x, 2).to_local().requires_grad_() for x in _whole()]
@@ -193,13 +193,12 @@ def _check_compiled(backend: str) -> None:
         return ring_attention(query, key, value, **how).square()
 
     results = []
-    for run in (attend, torch.compile(attend, backend=backend, fullgraph=True)):
+    for run in (attend, torch.compile(attend, backend="aot_eager", fullgraph=True)):
         out = run(*local)
         results.append([out, *torch.autograd.grad(out.sum(), local)])
     for x, y in zip(*results, strict=True):
         torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_compiled_in_one_graph(pool: Pool, backend: str) -> None:
-    pool.run(2, _check_compiled, backend)
+def test_compiled_in_one_graph(pool: Pool) -> None:
+    pool.run(2, _check_compiled)

@@ -40,7 +40,7 @@ CASES = {
 
 
 @pytest.mark.pairs
-@pytest.mark.parametrize("world_size", range(1, 5))
+@pytest.mark.parametrize("world_size", [1, 3])
 @pytest.mark.parametrize("kernel", ["in_place", "gathered"])
 @pytest.mark.parametrize("name", CASES)
 def test_paged_attention(name: str, kernel: str, world_size: int) -> None:

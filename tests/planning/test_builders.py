@@ -17,7 +17,7 @@ from tests.planning.builders import KINDS, Built, check
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_builders_show_what_they_say(kind: Callable[[], st.SearchStrategy[Built]]) -> None:
-    settings(deadline=None, max_examples=examples(200))(given(kind())(check))()
+    settings(deadline=None, max_examples=examples(80))(given(kind())(check))()
 
 
 def test_ranges_that_move_along_are_few_slices() -> None:

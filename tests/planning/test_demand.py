@@ -138,7 +138,7 @@ def one_by_one(last_hops: LastHop) -> list[tuple[int, int, int]]:
     return found
 
 
-@settings(deadline=None, max_examples=examples(200))
+@settings(deadline=None, max_examples=examples(120))
 @given(rings() | cross_rings(), st.sampled_from([1, 30, 2**20]))
 def test_demand_is_what_is_visible(ring: Ring, block: int) -> None:
     expected = everything(TableDemand(table_of(ring)))
@@ -176,7 +176,7 @@ def narrow_bands(draw: st.DrawFn, seq_lens: tuple[int, int]) -> Slices:
     return Slices.of_tables(rows)
 
 
-@settings(deadline=None, max_examples=examples(200))
+@settings(deadline=None, max_examples=examples(120))
 @given(st.data(), st.integers(1, 4), st.sampled_from([1, 30, 2**20]))
 def test_demand_of_sides_that_are_sharded_differently(
     data: st.DataObject, world_size: int, block: int
@@ -215,7 +215,7 @@ def test_gaps_are_not_seen(ring: Ring) -> None:
     assert everything(demand_of(ring)) == everything(demand_of(ring, PairwiseDemand)) == expected
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=examples(60))
 @given(rings())
 def test_too_many_pairs_count_more_as_seen_on_both_sides(ring: Ring) -> None:
     exact, most = table_of(ring), demand.MAX_PAIRS

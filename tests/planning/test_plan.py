@@ -115,7 +115,7 @@ def covered(ring: Ring) -> Tensor:
     return count
 
 
-@settings(deadline=None, max_examples=examples(200))
+@settings(deadline=None, max_examples=examples(120))
 @given(rings() | cross_rings())
 @example(Ring(Contiguous(), 2, 10, Mask(4, None), ((0, 3, 10),)))  # more rows than columns
 @example(Ring(Contiguous(), 1, 8, Mask(0, 3, prefix=4), ((0, 6, 8),)))  # behind the prefix
@@ -176,7 +176,7 @@ def most_slices(mask: Mask, stride: int) -> int:
     return 3 if mask.left is None else 4
 
 
-@settings(deadline=None, max_examples=examples(200))
+@settings(deadline=None, max_examples=examples(120))
 @given((rings() | cross_rings()).filter(lambda ring: ring.slices is None))
 def test_few_tiles(ring: Ring) -> None:
     """At most `most_slices` tiles for each document that a run of queries shares with one of keys.

@@ -12,6 +12,7 @@ from dtensor_ring.planning.demand import Cols
 from dtensor_ring.planning.plan import plan
 from dtensor_ring.planning.route import ROUTES, AroundRoute, DirectRoute, Hop, Route
 from tests.columns import indices_of
+from tests.drawn import examples
 from tests.planning.player import MakeRoute, played
 from tests.planning.test_demand import Table, TableDemand, demand_of, table_of, tables
 from tests.planning.written_out import HOPS
@@ -22,7 +23,7 @@ EACH_ROUTE = pytest.mark.parametrize("make", ROUTES.values(), ids=list(ROUTES))
 
 
 @EACH_ROUTE
-@settings(deadline=None)
+@settings(deadline=None, max_examples=examples(60))
 @given(tables())
 @example(((Cols(),),))
 def test_all_arrives_in_time_and_comes_home_once(make: MakeRoute, table: Table) -> None:
@@ -48,7 +49,7 @@ def route_of(route: Route) -> tuple[list[int], list[Hop], list[Hop]]:
 
 
 @EACH_ROUTE
-@settings(deadline=None)
+@settings(deadline=None, max_examples=examples(60))
 @given(tables())
 @example(((Cols(),),))
 def test_routes_are_those_written_out(make: MakeRoute, table: Table) -> None:

@@ -14,7 +14,7 @@ from tests.rings import Ring
 from tests.slices import shown
 
 
-@settings(deadline=None, max_examples=examples(300))
+@settings(deadline=None, max_examples=examples(120))
 @given(rings() | cross_rings())
 def test_slices_show_what_is_visible(ring: Ring) -> None:
     documents, key_documents = (

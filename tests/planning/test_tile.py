@@ -99,10 +99,9 @@ def test_area(num_rows: int, num_cols: int, left: int | None, data: st.DataObjec
         assert Tile(rows, cols, Mask(left, right)).area == len(seen)
 
 
-@pytest.mark.parametrize("longest", range(-2, 8))
-@pytest.mark.parametrize("num_terms", range(6))
-def test_triangle(longest: int, num_terms: int) -> None:
-    assert _triangle(longest, num_terms) == sum(max(0, longest - i) for i in range(num_terms))
+def test_triangle() -> None:
+    for longest, num_terms in product(range(-2, 8), range(6)):
+        assert _triangle(longest, num_terms) == sum(max(0, longest - i) for i in range(num_terms))
 
 
 tile_grids = st.lists(

@@ -25,7 +25,7 @@ CAUSAL, FULL = Mask.causal(), Mask.full()
 
 
 @pytest.mark.parametrize("route", ROUTES)
-@settings(deadline=None, max_examples=examples(100))
+@settings(deadline=None, max_examples=examples(60))
 @given(rings() | cross_rings())
 def test_nothing_moves_that_nobody_sees(route: str, ring: Ring) -> None:
     plans, ranks = replace(ring, strategy=route).plans(), range(ring.world_size)

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -85,6 +85,8 @@ CASES = {
     "infinite": Case((1, 2, 17, 8), bad=(torch.inf,)),
     "bad": Case((1, 2, 17, 8), "fp8", bad=(torch.nan, torch.inf, -torch.inf)),
 }
+FEW = ("", "blocks of 5", "blocks of 1", "80 channels", "192 channels, float16", "no token")
+FEW += ("1 channel, float64", "some of a longer", "every other number", "huge", "bad")
 LARGE = {
     "long": Case((2, 8, 4133, 128), block_size=64),
     "long fp8": Case((1, 4, 4133, 192), "fp8", 64, order=HEAD_MAJOR),
@@ -332,14 +334,14 @@ def counted() -> Iterator[Counter[str]]:
         yield found
 
 
-def check_in_the_interpreter() -> None:
+def check_in_the_interpreter(names: Sequence[str]) -> None:
     """`tests/interpreted.py` calls it."""
     from tests.compute.test_merge_triton import patched_once
 
     with exact_interpreter(), patched_once():
         for of_kind in KINDS:
-            for each in CASES.values():
-                check(each, of_kind, "cpu")
+            for each in names:
+                check(CASES[each], of_kind, "cpu")
             check_far(of_kind)
         with counted() as launches:
             for name, value_dim in PAIRS.items():

@@ -243,6 +243,7 @@ class Failure(Exception):
 
 def fail_at(case: Any, what: str, number: int) -> list[Happened]:
     """What a rank's host does if that call of a function fails, the user forgets, and goes on."""
+    gc.freeze()  # so that what is collected below is of this call
     trace, calls = Trace(is_batched=True), count()
 
     def failing(real: Callable[..., Any]) -> Callable[..., Any]:

@@ -38,22 +38,22 @@ def supporting(name: str, case: Case | SegmentsCase) -> Kernel:
     return able
 
 
-def in_turn(cases: Iterable[str], always: Iterable[str] = ()) -> list[Any]:
-    """Case by case, each kernel: every third of them in turn, and cudnn, which serves few cases."""
+def in_turn(cases: Iterable[str], every: int, always: Iterable[str] = ()) -> list[Any]:
+    """Case by case, each kernel: every n-th of them in turn, and cudnn, which serves few cases."""
     turns = {name: turn for turn, name in enumerate(x for x in GPU if x != "cudnn")}
     return [
         pytest.param(
             *(case, name),
             id=f"{case}-{name}",
             marks=()
-            if case in always or name not in turns or (number + turns[name]) % 3 == 0
+            if case in always or name not in turns or (number + turns[name]) % every == 0
             else pytest.mark.repeats,
         )
         for (number, case), name in product(enumerate(cases), GPU)
     ]
 
 
-@pytest.mark.parametrize(("case", "name"), in_turn(CASES, always=TILES))
+@pytest.mark.parametrize(("case", "name"), in_turn(CASES, 3, always=TILES))
 def test_tile(name: str, case: str) -> None:
     """Each kernel has each tile, and each option in one of the shapes."""
     check_case(name, CASES[case])
@@ -138,7 +138,7 @@ def test_cudnn_leaves_a_single_query_or_key_to_others(
     assert bool(called) == (dims[0] == dims[1])
 
 
-OF_RINGS = [*in_turn(RINGS), *(pytest.param("zigzag", name, id=f"zigzag-{name}") for name in HUB)]
+OF_RINGS = [*in_turn(RINGS, 6), *(pytest.param("zigzag", x, id=f"zigzag-{x}") for x in HUB)]
 
 
 @pytest.mark.parametrize(("ring", "name"), OF_RINGS)

@@ -73,7 +73,7 @@ def said(family: str, layout: str, seq_len: int, world_size: int) -> tuple[bool,
 def test_bytes_are_those_that_ranks_send(pool: Pool, family: str, world_size: int) -> None:
     """Of each rank, in each direction: maps, and tokens that are exchanged, if they are."""
     stayed = set()
-    for layout, seq_len in (("contiguous", 32), ("zigzag", 16), ("zigzag", 128), ("striped", 64)):
+    for layout, seq_len in (("contiguous", 32), ("zigzag", 128), ("striped", 64)):
         real = pool.run(world_size, messages, family, layout, seq_len)
         stays, expected = said(family, layout, seq_len, world_size)
         found = [[x["states"] + x["exchanged"] for x in ways] for ways in real]

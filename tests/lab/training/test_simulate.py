@@ -12,6 +12,7 @@ import pytest
 
 from dtensor_ring.command.main import main
 from dtensor_ring.lab.presets import as_machine
+from dtensor_ring.lab.training import simulate
 from dtensor_ring.lab.training.collectives import COMPUTE
 from dtensor_ring.lab.training.simulate import step_page
 from dtensor_ring.lab.training.step import simulate_step, step_trace
@@ -29,6 +30,13 @@ def config(tmp_path: Path) -> Path:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(CONFIG))
     return path
+
+
+@pytest.fixture(autouse=True)
+def _small_maps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pictures of winners have two rows and two columns."""
+    monkeypatch.setattr(simulate, "MAP_TOKENS", (1024, 8192))
+    monkeypatch.setattr(simulate, "MAP_RATES", (25e9, 400e9))
 
 
 def _run(command: str, path: Path, *more: str) -> int:
@@ -122,7 +130,7 @@ def test_a_picture_of_winners(config: Path, tmp_path: Path) -> None:
 
 def test_many_ranks_are_not_drawn() -> None:
     pytest.importorskip("plotly")
-    page = step_page(simulate_step(CONFIG, 2**17, {"cp": 128}))
+    page = step_page(simulate_step(CONFIG, 2**12, {"cp": 128}))
     assert 'id="step"' in page
     assert 'id="attention0"' not in page
 
@@ -133,20 +141,11 @@ def test_many_ranks_are_not_drawn() -> None:
         ("--mesh dp=2,cp", "'dp=2,cp' is not a mesh, such as cp=8 or dp=4,cp=8"),
         ("--mesh dp=2,dp=2", "is not a mesh"),
         ("--mesh dp=2,pp=2", "axes are dp_replicate, dp_shard, cp, tp and dp, which is dp_shard"),
-        ("--mesh cp=3", "8192 tokens cannot be divided over the 3 ranks of cp"),
         ("--mesh cp=4,tp=8", "4 heads of llama cannot be divided over the 8 ranks of tp"),
-        ("--world-size 16", "mesh dp_shard 2 x cp 4 has 8 ranks, and world_size is 16"),
         ("--seq-len 99999999999999999", "is not a positive number up to 1,099,511,627,776"),
         ("--mesh cp=99999999999999999999", "is not a mesh"),
         ("--seq-len 1099511627776", "has more pairs of tokens than 1,152,921,504,606,846,976"),
-        ("--batch 99999999999", "batch must be from 1 to"),
-        ("--machine h1000", "machine 'h1000' is neither a file that can be read"),
         ("--machine {folder}/other.json", "has schema 0, this version reads 2"),
-        ("--kernel mine", "has no speed of kernel mine"),
-        ("--dtype float32", "for dtype float32"),
-        ("--dtype int8", "dtype must be one of"),
-        ("--strategy ulises", "unknown strategy 'ulises'"),
-        ("--strategy ulysses:3", "do not divide the 4"),
         ("--layout zag", "unknown layout 'zag'"),
         ("--cu-seqlens 4,8", "cu_seqlens"),
         ("--sweep pp=2", "'pp=2' cannot be swept"),
@@ -165,6 +164,7 @@ def test_many_ranks_are_not_drawn() -> None:
 def test_what_cannot_be_simulated_is_one_sentence(
     command: str, message: str, config: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """What `simulate_step` refuses beside it is in test_step.py."""
     folder = config.parent
     (folder / "text.json").write_text("text")
     (folder / "huge.json").write_text(json.dumps(CONFIG | {"hidden_size": 2**40}))

@@ -16,9 +16,9 @@ from weakref import ref
 from torch import Tensor
 
 from dtensor_ring.agreement.call_record import CallRecord
-from dtensor_ring.compute.kernels import Kernel, Launch
+from dtensor_ring.compute.kernels import Kernel, kernel_for
 from dtensor_ring.compute.lags import is_biased
-from dtensor_ring.compute.sole import sole_launch
+from dtensor_ring.compute.sole import Sole, sole_launch
 from dtensor_ring.ops.checks import LOG, announce, check_inputs, warn_of_boundaries, warn_of_tiles
 from dtensor_ring.ops.options import LEAVES, unflatten
 from dtensor_ring.planning.plan import Plan
@@ -63,7 +63,8 @@ class BoundCall:
         is_rounded = self.call.place.policy.kv_dtype in QUANTISED
         self._may_be_sole = is_kept and not is_rounded and not is_biased(query, key)
         self.records: dict[str, CallRecord] = {}
-        self._soles: dict[str, Launch | None] = {}
+        self._soles: dict[str, Sole | None] = {}
+        self._facts: dict[bool, tuple[Any, ...]] = {}
 
     @property
     def is_alive(self) -> bool:
@@ -98,7 +99,20 @@ class BoundCall:
             plan = self.plan(query, key)
             announce(self.call, self.request, plan, kernel.name, key, value)
 
-    def sole(self, kernel: Kernel, query: Tensor, key: Tensor) -> Launch | None:
+    def kernel(
+        self, query: Tensor, key: Tensor, value: Tensor, differentiable_lse: bool = False
+    ) -> Kernel:
+        """Return the named kernel, or the first one that supports the call.
+
+        Kernels may be registered at any time, so only what decides is kept.
+        """
+        facts = self._facts.get(differentiable_lse)
+        if facts is None:
+            asked = query, key, value, self.request.slices, differentiable_lse
+            facts = self._facts[differentiable_lse] = self.call.facts(*asked)
+        return kernel_for(*facts)
+
+    def sole(self, kernel: Kernel, query: Tensor, key: Tensor) -> Sole | None:
         """Return the launch that is all of a call that is kept, `None` if there is more to do."""
         if not self._may_be_sole:
             return None

@@ -346,6 +346,26 @@ def group_of(mesh: DeviceMesh, axis: int) -> ProcessGroup:
     return group
 
 
+def known_calls_of(mesh: DeviceMesh) -> tuple[str, dict[Any, Any]] | None:
+    """Return the group's name and the known calls of a 1-D mesh, if it was used before.
+
+    Else, or if its group is gone, return `None`.
+    """
+    kept = getattr(mesh, _GROUPS, None)
+    if kept is None or kept.calls is None:
+        return None
+    name, known = kept[0]
+    group = _registered(name)
+    return None if group is None or group is not known() else (name, kept.calls)
+
+
+def keep_calls_of(mesh: DeviceMesh) -> dict[Any, Any]:
+    """Return the known calls of a 1-D mesh, which `known_calls_of` returns from now on."""
+    group, kept = axis_group(mesh), _groups_of(mesh)
+    kept[0], kept.calls = (group.group_name, ref(group)), annotation_of(group).calls
+    return kept.calls
+
+
 def _has_tokens(mesh: DeviceMesh) -> bool:
     return tokens_of(mesh) is not None
 
@@ -381,6 +401,10 @@ for _constant in (_has_tokens, _facts_of_group):
     _constant._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
+# The attribute of a mesh that holds its groups.
+_GROUPS = "_dtensor_ring_groups"
+
+
 class _Groups(dict[int, tuple[str, Any]]):
     """Maps an axis to the name and a weak reference of its group; it is not pickled.
 
@@ -388,8 +412,10 @@ class _Groups(dict[int, tuple[str, Any]]):
         world: the default group in which the mesh was first used.
         is_of_world: whether a group of the mesh was seen to be one of that world. Then all are, and
             stay so: names are used again by later worlds only.
+        calls: the known calls of a 1-D mesh, once there is one.
     """
 
+    calls: dict[Any, Any] | None = None
     world: ref[ProcessGroup] | None = None
     is_of_world: bool = False
 
@@ -399,9 +425,9 @@ class _Groups(dict[int, tuple[str, Any]]):
 
 def _groups_of(mesh: DeviceMesh) -> _Groups:
     """Return what is kept on a mesh of its groups."""
-    kept = mesh.__dict__.get("_dtensor_ring_groups")
+    kept = mesh.__dict__.get(_GROUPS)
     if kept is None:
-        kept = mesh.__dict__["_dtensor_ring_groups"] = _Groups()
+        kept = mesh.__dict__[_GROUPS] = _Groups()
     return kept
 
 

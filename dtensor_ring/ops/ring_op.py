@@ -134,7 +134,8 @@ def _backward(
     kernel = bound.kernel(query, key, value, saved.grad_lse is not None)
     sole = bound.sole(kernel, query, key)
     grad_out, query, key, value, out = loadable(saved.grad_out, query, key, value, saved.out)
-    saved = Saved(grad_out, out, saved.lse, saved.grad_lse)
+    if grad_out is not saved.grad_out or out is not saved.out:
+        saved = Saved(grad_out, out, saved.lse, saved.grad_lse)
     if sole is not None:
         return *sole_backward(saved, query, (key, value), sole, kernel, call.scores), None
     plan, transport = bound.plan(query, key), transport or transport_of(call.group)
@@ -319,7 +320,7 @@ def attend_bound(
     if forward_ad._current_level >= 0 or not nodes.is_plain(query, key, value):
         return ring_op(query, key, value, *bound.options)
     if torch.is_grad_enabled() and torch._C._any_requires_grad(query, key, value):
-        return nodes.recorded(_RingFunction, query, key, value, None, None, bound.options, bound)
+        return _RingFunction.apply(query, key, value, None, None, bound.options, bound)
     return _below_autograd(bound, query, key, value)
 
 

@@ -56,8 +56,9 @@ class BoundCall:
         self.request = self.call.request(query.shape[0])
         self.rank, self.is_shared = self.request.rank, self.request.world_size > 1
         self._group = ref(self.call.group) if is_kept else None
-        self._plan: Plan | None = None  # of a call that is not kept
-        self._is_planned = False
+        # A call that is not kept owns its plan; plans of others are in their own cache.
+        self._plan: Plan | None = None
+        self._planned: ref[Plan] | None = None
         # Sinks and dropout are tensors, too; a bias by distance is in the query. Eight bits round
         # this rank's own keys and values, as they are rounded on other ranks.
         is_rounded = self.call.place.policy.kv_dtype in QUANTISED
@@ -77,12 +78,13 @@ class BoundCall:
         Raises:
             ValueError: as `PlanRequest.plan`; call it where other ranks hear of it.
         """
-        if self._plan is not None:
-            return self._plan
+        found = self._plan if self._planned is None else self._planned()
+        if found is not None:
+            return found
         planned = self.request.plan(query, key)
         if self._group is None:
             self._plan = planned
-        if not self._is_planned:
+        if self._planned is None:
             if self.call.scores.dropout_p:
                 self.call.place.policy.refuse_order("dropout")
             if is_biased(query, key):
@@ -90,7 +92,7 @@ class BoundCall:
             warn_of_tiles(planned, self.request)
             if self.request.documents is not None:
                 warn_of_boundaries(self.request)
-            self._is_planned = True
+        self._planned = ref(planned)
         return planned
 
     def announce(self, kernel: Kernel, query: Tensor, key: Tensor, value: Tensor) -> None:

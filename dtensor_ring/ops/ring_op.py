@@ -10,6 +10,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
+from torch.distributed import ProcessGroup
 from torch.utils.flop_counter import register_flop_formula
 
 from dtensor_ring.agreement.call_record import MAX_BYTES, CallRecord
@@ -68,10 +69,13 @@ def run_forward(
     """Run a bound call on plain tensors."""
     if not bound.is_shared:  # nobody to agree with
         return _forward(bound, query, key, value, None)
-    with checked_call(bound, query, value) as transport:
+    group = bound.call.group
+    with checked_call(bound, group, query, value) as transport:
         # Within the context: an error of this rank is reported to the others.
         out, lse = _forward(bound, query, key, value, transport)
-    group_state_of(bound.call.group).remember(lse)
+    state = group_state_of(group)
+    if state.sends_records:
+        state.remember(lse)
     return out, lse
 
 
@@ -117,7 +121,7 @@ def run_backward(
     """Run the backward of a bound call on plain tensors; without sinks their gradient is `None`."""
     if not bound.is_shared:
         return _backward(bound, saved, query, key, value, None)
-    with checked_call(bound, query, value, saved.lse) as transport:
+    with checked_call(bound, bound.call.group, query, value, saved.lse) as transport:
         return _backward(bound, saved, query, key, value, transport)
 
 
@@ -191,17 +195,21 @@ def _fake_backward(
 
 
 def checked_call(
-    bound: BoundCall, query: Tensor, value: Tensor, lse: Tensor | None = None
+    bound: BoundCall,
+    group: ProcessGroup,
+    query: Tensor,
+    value: Tensor,
+    lse: Tensor | None = None,
 ) -> TransportContext:
     """Return the context of a call over several ranks, which gives its transport.
 
     Args:
         bound: the call.
+        group: its group.
         query: this rank's queries.
         value: this rank's values.
         lse: the lse that the forward call returned, if this is its backward call.
     """
-    group = bound.call.group
     forward_call = 0 if lse is None else group_state_of(group).forward_call_of(lse)
     direction = "forward" if lse is None else "backward"
     record = bound.records.get(direction)

@@ -74,8 +74,8 @@ def goes_apart(num_bytes: int) -> bool:
     return num_bytes >= LARGE
 
 
-# The attribute of a buffer that holds the last views of it.
-_VIEWS = "dtensor_ring_views"
+# The attribute of a buffer that holds views of it, and the most that are kept.
+_VIEWS, MAX_VIEWS = "dtensor_ring_views", 8
 
 
 class _Dense(NamedTuple):
@@ -121,10 +121,11 @@ class Packet:
         key, value = like
         num_cols = cols.offsets[-1]  # `len` would be a call
         asked = key.shape, value.shape, num_cols, dtype
-        # The same packets come again, in the next hop or call: keep the last views of a buffer.
-        kept = buffer.__dict__.get(_VIEWS)
-        if kept is not None and kept[0] == asked:
-            return cls(cols, kept[1], buffer, kept[2])
+        # The same packets come again, in the next hop or call.
+        kept = buffer.__dict__.setdefault(_VIEWS, {})
+        found = kept.get(asked)
+        if found is not None:
+            return cls(cols, found[0], buffer, found[1])
         of_key, of_value = _dense(key.shape, num_cols), _dense(value.shape, num_cols)
         # A reused buffer may be larger; only this part travels.
         flat = buffer[: (of_key.size + of_value.size) * dtype.itemsize].view(dtype)
@@ -134,8 +135,9 @@ class Packet:
             flat.as_strided(of_key.shape, of_key.strides, begin),
             flat.as_strided(of_value.shape, of_value.strides, begin + of_key.size),
         )
-        if flat._base is None:  # else autograd tracks views, which would keep the buffer alive
-            buffer.__dict__[_VIEWS] = asked, pair, flat
+        # A view that autograd tracks would keep the buffer alive.
+        if flat._base is None and len(kept) < MAX_VIEWS:
+            kept[asked] = pair, flat
         return cls(cols, pair, buffer, flat)
 
     @classmethod

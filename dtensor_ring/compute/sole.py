@@ -11,21 +11,21 @@ from dtensor_ring.compute.kernels import Kernel, Launch, Saved, Scores
 from dtensor_ring.compute.kernels.kernel import Gradients
 from dtensor_ring.compute.memory import TOKEN_MAJOR, in_order, order_of, part_of
 from dtensor_ring.compute.trace import Label
-from dtensor_ring.planning.plan import Plan
+from dtensor_ring.planning.plan import Plan, Step
 
 
 class Sole:
-    """The launch that is all of a ring, in calls of one shape.
+    """The launch that is all of a ring, or of a decode call, in calls of one shape.
 
     Attributes:
         launch: the launch.
-        forward: names it in a profile, in a forward call.
+        forward: names it in a profile, in a forward or a decode call.
         backward: names it there in a backward call.
     """
 
-    def __init__(self, launch: Launch, source: int) -> None:
+    def __init__(self, launch: Launch, source: int, forward: str) -> None:
         self.launch = launch
-        self.forward, self.backward = Label("forward", 0, source), Label("backward", 0, source)
+        self.forward, self.backward = Label(forward, 0, source), Label("backward", 0, source)
         # Strides of results that are in order, next to those of the queries for outputs.
         self._ordered: set[tuple[Any, ...]] = set()
 
@@ -64,12 +64,27 @@ def sole_launch(plan: Plan, query: Tensor, key: Tensor, kernel: Kernel) -> Sole 
     """
     if plan.num_steps > 1 or plan.order is not None:
         return None
-    found = launches_of(plan.steps[0], query, key, kernel)
+    return sole_of(plan.steps[0], query, key, kernel)
+
+
+def sole_of(
+    step: Step, query: Tensor, key: Tensor, kernel: Kernel, ring: str = "forward"
+) -> Sole | None:
+    """Return the launch that is all of a step without messages, `None` if there are more.
+
+    Args:
+        step: the step.
+        query: local queries `(B, N, L, H)`.
+        key: resident keys `(B, Nkv, C, H)`.
+        kernel: the block kernel.
+        ring: what the call is, for a profile; tiles of a `"decode"` call are not joined.
+    """
+    found = launches_of(step, query, key, kernel, joins_tiles=ring != "decode")
     if len(found) != 1 or found[0].segments is not None:
         return None
     (launch,) = found
     is_whole = part_of(query, launch.rows) is query and part_of(key, launch.cols) is key
-    return Sole(launch, plan.rank) if is_whole else None
+    return Sole(launch, step.source, ring) if is_whole else None
 
 
 def sole_forward(

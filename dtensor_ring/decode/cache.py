@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from dtensor_ring.compute.memory import columns
 from dtensor_ring.decode.column_memory import SEQUENCE, AppendSteps, ColumnMemory, column_memory
 from dtensor_ring.decode.plan import CacheTable
 from dtensor_ring.decode.whole import NO_PICKLE, gather_columns, pairs_of, saved, shard_of
@@ -42,6 +44,7 @@ class CacheLayer:
         """Forget all columns, and free their memory."""
         self._memory: tuple[ColumnMemory, ...] = ()
         self._rows: Tensor | None = None  # selected rows that are not copied yet
+        self._checked: tuple[Any, ...] = ()  # what was accepted last
         self.capacities: tuple[int, ...] = (0,) * self._appends.table.world_size
 
     def num_bytes(self, num_cols: int) -> int:
@@ -85,15 +88,14 @@ class CacheLayer:
             TypeError: if one of them is not a plain tensor.
         """
         step, given = self._appends.of_layer(self.number), (key, value)
-        self._check(given, step.num_given)
+        self._check_once(given, step.num_given)
         self._reorder()
         where = step.cols[0], step.capacities[self._appends.rank]
-        # Tensors made in inference mode are read-only outside of it.
-        with torch.inference_mode(False), torch.no_grad():
+        with _writing():
             # Both before either is kept, so that an error leaves the layer as it was.
             appended = []
             for memory, x in zip(self._memory or self._empty(given), given, strict=True):
-                parts = [x.narrow(SEQUENCE, a, b - a) for a, b in step.kept]
+                parts = [columns(x, span) for span in step.kept]
                 appended.append(memory.append(parts, *where))
             self._memory = tuple(appended)
         self.capacities, self._appends.batch = step.capacities, key.shape[0]
@@ -114,7 +116,7 @@ class CacheLayer:
         """Free memory beyond `capacities`, which dropped tokens had allocated."""
         if self._appends.batch is None:  # the dropped append step was the first
             self.reset()
-        with torch.inference_mode(False), torch.no_grad():
+        with _writing():
             kept = capacities[self._appends.rank]
             self._memory = tuple([x.shrink(kept) for x in self._memory])
         self.capacities = capacities
@@ -122,7 +124,7 @@ class CacheLayer:
     def _reorder(self) -> None:
         """Copy the rows that `select` chose."""
         if self._rows is not None:
-            with torch.inference_mode(False), torch.no_grad():
+            with _writing():
                 rows = self._rows
                 self._memory = tuple([x.select(rows) for x in self._memory])
             self._rows = None
@@ -142,6 +144,18 @@ class CacheLayer:
         """Return memory without columns for such keys and values."""
         each = zip(like, ("keys", "values"), strict=True)
         return [column_memory(x, self._format, kind) for x, kind in each]
+
+    def _check_once(self, given: tuple[Tensor, Tensor], num_tokens: int) -> None:
+        """Check tensors, unless the last ones were like them: all tokens of a batch are."""
+        key, value = given
+        is_plain = type(key) is type(value) is Tensor and not torch.is_grad_enabled()
+        if not is_plain or key.is_nested or value.is_nested:  # nested ones have no shape
+            return self._check(given, num_tokens)
+        shapes, kinds = (key.shape, value.shape), (key.dtype, value.dtype, key.device, value.device)
+        seen = num_tokens, self._appends.batch, *shapes, *kinds, key.layout, value.layout
+        if seen != self._checked:
+            self._check(given, num_tokens)
+            self._checked = seen
 
     def _check(self, given: tuple[Tensor, Tensor], num_tokens: int) -> None:
         """Refuse what is no plain tensor of an append step, or differs from what is cached."""
@@ -180,6 +194,19 @@ def _check_plain(given: tuple[Tensor, Tensor], num_tokens: int) -> None:
             raise ValueError(
                 f"{name} needs a gradient, which a cache has none of: use torch.no_grad()"
             )
+
+
+@contextmanager
+def _inside_no_mode() -> Iterator[None]:
+    # Tensors made in inference mode are read-only outside of it.
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+def _writing() -> AbstractContextManager[None]:
+    """Return the context of a change of memory; entering modes costs as much as a copy."""
+    is_needed = torch.is_inference_mode_enabled() or torch.is_grad_enabled()
+    return _inside_no_mode() if is_needed else nullcontext()
 
 
 def _described(x: Tensor) -> str:

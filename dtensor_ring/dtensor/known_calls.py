@@ -17,10 +17,14 @@ from dtensor_ring.all_to_all.ulysses import is_exchanged
 from dtensor_ring.dtensor.annotation import keep_calls_of, known_calls_of
 from dtensor_ring.ops.bound import BoundCall, bound_call
 from dtensor_ring.ops.options import Call, flatten
+from dtensor_ring.planning.mask import Mask
 from dtensor_ring.planning.strategy import AUTO
 
 # The most calls of an axis that are kept; a model has a few.
 MAX_KNOWN = 256
+
+# Types of options that do not change.
+_CONSTANTS = {type(None), bool, int, float, str, Mask}
 
 # Mask, scale, softcap, kernel and strategy as the caller gave them.
 Asked = tuple[Any, ...]
@@ -59,12 +63,23 @@ def keep_call(
         return
     if call.place.strategy == AUTO or is_exchanged(call):
         return
+    group_name: Any = call.place.group_name
+    found = bound_call(flatten(call), query, key, value)
+    keep(mesh, _key(group_name, query, key, value, asked), found)
+
+
+def keep(mesh: DeviceMesh, key: tuple[Any, ...], found: Any) -> None:
+    """Keep what was found for a call over the axis of a mesh.
+
+    The last item of the key are the options as the caller gave them. If one of them may change, as
+    the number in a tensor may, nothing is kept.
+    """
+    if not _CONSTANTS.issuperset(map(type, key[-1])):
+        return
     calls = keep_calls_of(mesh)
     if len(calls) >= MAX_KNOWN:
         calls.clear()
-    group_name: Any = call.place.group_name
-    found = bound_call(flatten(call), query, key, value)
-    calls[_key(group_name, query, key, value, asked)] = found
+    calls[key] = found
 
 
 def _are_plain(query: Any, key: Any, value: Any) -> bool:

@@ -227,8 +227,8 @@ class BoundDecode:
         return kernel_for(*self._facts)
 
     def sole(self, step: Step, query: Tensor, key: Tensor, kernel: Kernel) -> Sole | None:
-        """Return the launch that is all of a call that is kept, `None` if there is more to do."""
-        if not self.is_kept or self.round is not None or self.call.place.block is not None:
+        """Return the launch of this rank in a call that is kept, `None` if there are more."""
+        if not self.is_kept or self.call.place.block is not None:
             return None
         if is_biased(query, key):
             return None

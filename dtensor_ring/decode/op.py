@@ -56,7 +56,8 @@ def forward(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> tuple[T
         sole = bound.sole(step, query, key, kernel)
         query, key, value = loadable(query, key, value)
         if sole is not None:
-            return sole_forward(query, (key, value), sole, kernel, call.scores)
+            found = sole_forward(query, (key, value), sole, kernel, call.scores)
+            return found if combine is None else _combined(query, found, combine, None, step.source)
         if call.place.block is None:
             lags = _lags(request, step, query) if is_biased(query, key) else None
             return decode(query, (key, value), step, kernel, call.scores, combine, lags)
@@ -108,13 +109,26 @@ def decode(
     # Without segments: a varlen kernel packs the batch into one dim, which would copy the keys.
     how = running, kernel, scores, label
     forward_step(step, query, kv, *how, joins_tiles=False, lags=lags)
-    out, lse = running.result()
+    found = running.result()
     if combine is None:
-        return out, lse
-    with label("merge"):
-        out, lse = combine(out, lse)
-        if scores.sinks is not None:
-            lse = add_sinks(out, lse, scores.sinks)
+        return found
+    return _combined(query, found, combine, scores.sinks, step.source)
+
+
+def _combined(
+    query: Tensor,
+    found: tuple[Tensor, Tensor],
+    combine: Combine,
+    sinks: Tensor | None,
+    source: int,
+) -> tuple[Tensor, Tensor]:
+    """Return the merged `(out, lse)` of all ranks, of which this rank has found its own part."""
+    out, lse = found
+    with Label("decode", 0, source)("merge"):
+        # The message has the same bytes on all ranks, whatever their kernels return.
+        out, lse = combine(out.to(torch.promote_types(query.dtype, torch.float32)), lse)
+        if sinks is not None:
+            lse = add_sinks(out, lse, sinks)
         return in_order(out, order_of(query), query.dtype), lse
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -21,13 +21,8 @@ from dtensor_ring.decode.call import (
 from dtensor_ring.decode.op import attend
 from dtensor_ring.decode.plan import DecodeRequest
 from dtensor_ring.dtensor import call_check
-from dtensor_ring.dtensor.annotation import (
-    annotation_of,
-    axis_group,
-    config_of_call,
-    known_calls_of,
-)
-from dtensor_ring.dtensor.known_calls import keep
+from dtensor_ring.dtensor.annotation import annotation_of, axis_group, config_of_call
+from dtensor_ring.dtensor.known_calls import keep, known_calls_of
 from dtensor_ring.dtensor.per_query import with_bias, with_sinks
 from dtensor_ring.ops.checks import called_by_user, check_sinks
 from dtensor_ring.planning.mask import Mask

@@ -8,13 +8,14 @@ gets another configuration, see Note [Bound calls].
 from __future__ import annotations
 
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from dtensor_ring.all_to_all.ulysses import is_exchanged
-from dtensor_ring.dtensor.annotation import keep_calls_of, known_calls_of
+from dtensor_ring.dtensor.annotation import annotation_of, axis_group, groups_of, registered
 from dtensor_ring.ops.bound import BoundCall, bound_call
 from dtensor_ring.ops.options import Call, flatten
 from dtensor_ring.planning.mask import Mask
@@ -24,7 +25,7 @@ from dtensor_ring.planning.strategy import AUTO
 MAX_KNOWN = 256
 
 # Types of options that do not change.
-_CONSTANTS = {type(None), bool, int, float, str, Mask}
+_CONSTANTS = frozenset((type(None), bool, int, float, str, Mask))
 
 # Mask, scale, softcap, kernel and strategy as the caller gave them.
 Asked = tuple[Any, ...]
@@ -55,6 +56,19 @@ def known_call(
         return None
 
 
+def known_calls_of(mesh: DeviceMesh) -> tuple[str, dict[Any, Any]] | None:
+    """Return the group's name and the known calls of a 1-D mesh.
+
+    Without such calls, or if its group is gone, return `None`.
+    """
+    kept = groups_of(mesh) if type(mesh) is DeviceMesh else None
+    if kept is None or kept.calls is None:
+        return None
+    name, known = kept[0]
+    group = registered(name)
+    return None if group is None or group is not known() else (name, kept.calls)
+
+
 def keep_call(
     call: Call, query: Tensor, key: Tensor, value: Tensor, mesh: DeviceMesh | None, asked: Asked
 ) -> None:
@@ -76,7 +90,9 @@ def keep(mesh: DeviceMesh, key: tuple[Any, ...], found: Any) -> None:
     """
     if not _CONSTANTS.issuperset(map(type, key[-1])):
         return
-    calls = keep_calls_of(mesh)
+    group, kept = axis_group(mesh), groups_of(mesh)
+    calls = kept.calls = annotation_of(group).calls
+    kept[0] = group.group_name, ref(group)
     if len(calls) >= MAX_KNOWN:
         calls.clear()
     calls[key] = found

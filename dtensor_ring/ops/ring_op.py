@@ -110,9 +110,9 @@ def backward(
     """Run the ring's backward op on plain tensors."""
     saved = Saved(grad_out, out, lse, grad_lse)
     bound = bound_call(options, query, key, value)
-    *grads, grad_sinks = run_backward(bound, saved, query, key, value)
+    dq, dk, dv, grad_sinks = run_backward(bound, saved, query, key, value)
     # An op cannot return nothing.
-    return *grads, query.new_empty(0) if grad_sinks is None else grad_sinks
+    return dq, dk, dv, query.new_empty(0) if grad_sinks is None else grad_sinks
 
 
 def run_backward(
@@ -328,7 +328,8 @@ def attend_bound(
     if forward_ad._current_level >= 0 or not nodes.is_plain(query, key, value):
         return ring_op(query, key, value, *bound.options)
     if torch.is_grad_enabled() and torch._C._any_requires_grad(query, key, value):
-        return _RingFunction.apply(query, key, value, None, None, bound.options, bound)
+        node: Any = _RingFunction  # no transform is active, see `nodes.recorded`
+        return node.apply(query, key, value, None, None, bound.options, bound)
     return _below_autograd(bound, query, key, value)
 
 

@@ -113,19 +113,19 @@ class CpuFlash(Kernel):
         return "it has no softcap" if problem.softcap else None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, launch: Launch, scores: Scores) -> Result:
-        mask, scale, sizes = launch.mask, scores.scale, _sizes(q, launch.by_block)
+        mask, scale, sizes = _constant(launch.mask), scores.scale, _sizes(q, launch.by_block)
         _, num_heads, num_rows, _ = q.shape
         is_few = num_rows <= FEW_ROWS and num_heads > k.shape[1]
-        if is_few and launch.is_full and not launch.by_block:
+        if is_few and mask is FULL and not launch.by_block:
             return _attend_folded((q, k, v), scale)
         k, v = _by_head(q, k, sizes.whole), _by_head(q, v, sizes.whole)
         # Cutting saves hidden pairs, but each launch has a fixed cost.
-        if _in_one(launch, q, sizes.whole, sizes.huge):
-            return _attend_whole((q, k, v), scale, launch.is_causal, sizes)
+        if _in_one(mask, q, sizes.whole, sizes.huge):
+            return _attend_whole((q, k, v), scale, mask is CAUSAL, sizes)
         out = empty(q, q.shape, order_of(q))
         wide = torch.promote_types(q.dtype, torch.float32)
         lse = empty(q, q.shape[:3], TOKEN_MAJOR[:-1], wide)  # as aten's are
-        if launch.is_causal:
+        if mask is CAUSAL:
             _attend_square((q, k, v), scale, (out, lse), sizes)
         else:
             _attend_band((q, k, v), scale, (out, lse), sizes, mask)
@@ -134,18 +134,18 @@ class CpuFlash(Kernel):
     def backward(
         self, saved: Saved, q: Tensor, k: Tensor, v: Tensor, launch: Launch, scores: Scores
     ) -> Gradients:
-        scale, sizes = scores.scale, _sizes(q, launch.by_block)
+        mask, scale, sizes = _constant(launch.mask), scores.scale, _sizes(q, launch.by_block)
         k, v = _by_head(q, k, sizes.whole), _by_head(q, v, sizes.whole)
         by_row, by_col = (saved.grad_out, q, saved.out, saved.lse), (k, v)
-        if _in_one(launch, q, sizes.whole, LARGE_BACKWARD):
-            return _backward(by_row, by_col, scale, sizes, is_causal=launch.is_causal)
+        if _in_one(mask, q, sizes.whole, LARGE_BACKWARD):
+            return _backward(by_row, by_col, scale, sizes, is_causal=mask is CAUSAL)
         # Many blocks add to the query's gradient, so it is wide until all have been added.
         grad_query = empty(q, q.shape, TOKEN_MAJOR, saved.lse.dtype)
         grads = grad_query, *(empty(x, x.shape, TOKEN_MAJOR) for x in (k, v))
-        if launch.is_causal:
+        if mask is CAUSAL:
             _backward_square(by_row, by_col, scale, grads, sizes)
         else:
-            _backward_band(by_row, by_col, scale, grads, sizes, launch.mask)
+            _backward_band(by_row, by_col, scale, grads, sizes, mask)
         return grad_query.to(q.dtype), grads[1], grads[2]
 
 
@@ -307,10 +307,17 @@ def _sizes(query: Tensor, by_block: bool = False) -> BlockSizes:
     return FINE if is_fine else COARSE
 
 
-def _in_one(launch: Launch, query: Tensor, whole: int, large: int) -> bool:
-    """Return whether one launch is fastest for the tile."""
-    if not launch.is_causal:
-        return launch.is_full  # a window would need its bias for all pairs
+def _constant(mask: Mask) -> Mask:
+    """Return `FULL` or `CAUSAL` if a mask equals it: to compare fields takes longer than `is`."""
+    if mask is FULL or mask is CAUSAL:
+        return mask
+    return FULL if mask == FULL else CAUSAL if mask == CAUSAL else mask
+
+
+def _in_one(mask: Mask, query: Tensor, whole: int, large: int) -> bool:
+    """Return whether one launch is fastest for the tile, of a mask of `_constant`."""
+    if mask is not CAUSAL:
+        return mask is FULL  # a window would need its bias for all pairs
     # Only for squares between the two sizes do skipped pairs save more than launches cost.
     return query.itemsize == 2 or not whole < query.shape[2] < large
 

@@ -22,7 +22,6 @@ from dtensor_ring.compute.lags import Lags
 from dtensor_ring.compute.memory import Numbers, Region, part_of
 from dtensor_ring.planning.mask import Mask
 from dtensor_ring.planning.ranges import length
-from dtensor_ring.planning.tile import CAUSAL, FULL
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,17 +127,6 @@ class Launch:
     by_block: bool = False
     intervals: Intervals | None = None
     lags: Lags | None = None
-
-    # Kept, because comparing masks field by field costs each call of a small launch.
-    @cached_property
-    def is_full(self) -> bool:
-        """Whether every row sees every column."""
-        return self.mask == FULL
-
-    @cached_property
-    def is_causal(self) -> bool:
-        """Whether it is a square with the diagonal and what is below."""
-        return self.mask == CAUSAL
 
 
 class Scores(NamedTuple):

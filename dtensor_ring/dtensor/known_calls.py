@@ -25,7 +25,7 @@ from dtensor_ring.planning.strategy import AUTO
 MAX_KNOWN = 256
 
 # Types of options that do not change.
-_CONSTANTS = frozenset((type(None), bool, int, float, str, Mask))
+_CONSTANTS = type(None), bool, int, float, str, Mask
 
 # Mask, scale, softcap, kernel and strategy as the caller gave them.
 Asked = tuple[Any, ...]
@@ -88,7 +88,7 @@ def keep(mesh: DeviceMesh, key: tuple[Any, ...], found: Any) -> None:
     The last item of the key are the options as the caller gave them. If one of them may change, as
     the number in a tensor may, nothing is kept.
     """
-    if not _CONSTANTS.issuperset(map(type, key[-1])):
+    if not all(type(x) in _CONSTANTS for x in key[-1]):
         return
     group, kept = axis_group(mesh), groups_of(mesh)
     calls = kept.calls = annotation_of(group).calls

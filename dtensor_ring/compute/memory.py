@@ -349,9 +349,12 @@ class Accumulation:
         """Return this sum without leading and trailing rows that no partial changes."""
         if not self.is_in_place or self._divides or self.sinks is not None:
             return self
+        num_rows = self.target.shape[2]
+        if any(partial.x.shape[2] == num_rows for partial in self.partials[1:]):
+            return self
         spans = [partial.spans(self.target.shape)[1] for partial in self.partials[1:]]
         rows = min([x[0] for x in spans], default=0), max([x[1] for x in spans], default=0)
-        if rows == (0, self.target.shape[2]):
+        if rows == (0, num_rows):
             return self
         target, lse, denominator = columns(self.target, rows), self.lse, self.denominator
         lse = None if lse is None else columns(lse, rows)

@@ -146,8 +146,11 @@ def _narrow(x: Tensor, where: tuple[Span, Span]) -> Tensor:
 def _by_ranges(one: Accumulation) -> None:
     """Compute a sum by ranges of rows that have the same partials."""
     target, shape = one.target, one.target.shape
-    spans = [partial.spans(shape) for partial in one.partials]
     addends, scale = _addends(one)
+    if one.partials and all(partial.x.shape == shape for partial in one.partials):
+        _put(target, addends, scale, one.wide, one.is_in_place)
+        return
+    spans = [partial.spans(shape) for partial in one.partials]
     # If every partial has all batch rows, all batch rows have the same ranges.
     by_row = any(end - first < shape[0] for (first, end), _ in spans)
     for batches in [(b, b + 1) for b in range(shape[0])] if by_row else [(0, shape[0])]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -18,10 +18,11 @@ from dtensor_ring.decode.call import (
     checked_decode,
     flatten_decode,
 )
-from dtensor_ring.decode.op import decode_op
+from dtensor_ring.decode.op import attend
 from dtensor_ring.decode.plan import DecodeRequest
 from dtensor_ring.dtensor import call_check
 from dtensor_ring.dtensor.annotation import annotation_of, axis_group, config_of_call
+from dtensor_ring.dtensor.known_calls import keep, known_calls_of
 from dtensor_ring.dtensor.per_query import with_bias, with_sinks
 from dtensor_ring.ops.checks import called_by_user, check_sinks
 from dtensor_ring.planning.mask import Mask
@@ -181,6 +182,14 @@ def decode_attention(
         >>> decode_attention(q, k, v, mask=Mask.sliding(31), mesh=mesh).shape
         torch.Size([1, 4, 1, 8])
     """
+    integers = cu_seqlens, None, key_runs, query_starts, agree
+    asked = key_runs is None, mask, scale, softcap, kernel, merge
+    is_usual = slices is sinks is relative_bias is None
+    if is_usual and type(return_lse) is bool:
+        known = _known_options(query, key, value, mesh, integers, asked)
+        if known is not None:
+            out, lse = called_by_user(attend, query, key, value, *integers, *known)
+            return (out, lse) if return_lse else out
     return_lse = call_check.as_flag("return_lse", return_lse)
     call_check.check_tensors(query, key, value)
     given = call_check.batch_of(cu_seqlens, None, None, slices)
@@ -197,10 +206,45 @@ def decode_attention(
     call_check.check_options(query, call)
     if relative_bias is not None:
         query = with_bias(query, relative_bias)
-    out, lse = called_by_user(decode_op, query, key, value, *flatten_decode(call))
+    options = flatten_decode(call)
+    out, lse = called_by_user(attend, query, key, value, *options)
+    if is_usual and mesh is not None and not torch.compiler.is_compiling():
+        kind = place.group_name, query.dtype, query.shape[3], asked
+        keep(mesh, kind, options[len(integers) :])
     if of_queries is not None:
         out, lse = with_sinks(query, out, lse, of_queries)
     return (out, lse) if return_lse else out
+
+
+def _known_options(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mesh: DeviceMesh | None,
+    integers: tuple[Tensor | None, ...],
+    asked: tuple[Any, ...],
+) -> tuple[Any, ...] | None:
+    """Return the op's options after integers, if they were checked before; `None` for others.
+
+    They do not depend on shapes, other than the head dim. The op checks the tensors.
+    """
+    if mesh is None or torch.compiler.is_compiling():
+        return None
+    kept = known_calls_of(mesh)
+    if kept is None or not all(type(x) is Tensor for x in (query, key, value)):
+        return None
+    for x in integers:
+        if x is not None and (type(x) is not Tensor or x.layout is not torch.strided):
+            return None
+    if query.is_nested or key.is_nested or not query.ndim == key.ndim == value.ndim == 4:
+        return None
+    if query.shape[3] > key.shape[3]:
+        return None
+    group_name, calls = kept
+    try:
+        return calls.get((group_name, query.dtype, query.shape[3], asked))
+    except TypeError:  # no option of a wrong type is known
+        return None
 
 
 def placed(

@@ -8,15 +8,21 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
-from dtensor_ring.decode.column_memory import SEQUENCE, AppendSteps, ColumnMemory, column_memory
+from dtensor_ring.compute.memory import columns
+from dtensor_ring.decode.column_memory import (
+    AppendSteps,
+    ColumnMemory,
+    check_plain,
+    column_memory,
+    writing,
+)
 from dtensor_ring.decode.plan import CacheTable
 from dtensor_ring.decode.whole import NO_PICKLE, gather_columns, pairs_of, saved, shard_of
 from dtensor_ring.dtensor.annotation import axis_group, sequence_layout
 from dtensor_ring.dtensor.call_check import as_flag
 from dtensor_ring.ops.boundaries import INTEGERS
-from dtensor_ring.ops.checks import NotPickled, check_strided
+from dtensor_ring.ops.checks import NotPickled
 from dtensor_ring.planning.layout import Layout
 from dtensor_ring.planning.ranges import as_count, as_int
 from dtensor_ring.planning.run_table import as_layout
@@ -42,6 +48,7 @@ class CacheLayer:
         """Forget all columns, and free their memory."""
         self._memory: tuple[ColumnMemory, ...] = ()
         self._rows: Tensor | None = None  # selected rows that are not copied yet
+        self._checked: tuple[Any, ...] = ()  # what was accepted last
         self.capacities: tuple[int, ...] = (0,) * self._appends.table.world_size
 
     def num_bytes(self, num_cols: int) -> int:
@@ -85,15 +92,14 @@ class CacheLayer:
             TypeError: if one of them is not a plain tensor.
         """
         step, given = self._appends.of_layer(self.number), (key, value)
-        self._check(given, step.num_given)
+        self._check_once(given, step.num_given)
         self._reorder()
         where = step.cols[0], step.capacities[self._appends.rank]
-        # Tensors made in inference mode are read-only outside of it.
-        with torch.inference_mode(False), torch.no_grad():
+        with writing():
             # Both before either is kept, so that an error leaves the layer as it was.
             appended = []
             for memory, x in zip(self._memory or self._empty(given), given, strict=True):
-                parts = [x.narrow(SEQUENCE, a, b - a) for a, b in step.kept]
+                parts = [columns(x, span) for span in step.kept]
                 appended.append(memory.append(parts, *where))
             self._memory = tuple(appended)
         self.capacities, self._appends.batch = step.capacities, key.shape[0]
@@ -114,7 +120,7 @@ class CacheLayer:
         """Free memory beyond `capacities`, which dropped tokens had allocated."""
         if self._appends.batch is None:  # the dropped append step was the first
             self.reset()
-        with torch.inference_mode(False), torch.no_grad():
+        with writing():
             kept = capacities[self._appends.rank]
             self._memory = tuple([x.shrink(kept) for x in self._memory])
         self.capacities = capacities
@@ -122,7 +128,7 @@ class CacheLayer:
     def _reorder(self) -> None:
         """Copy the rows that `select` chose."""
         if self._rows is not None:
-            with torch.inference_mode(False), torch.no_grad():
+            with writing():
                 rows = self._rows
                 self._memory = tuple([x.select(rows) for x in self._memory])
             self._rows = None
@@ -143,9 +149,21 @@ class CacheLayer:
         each = zip(like, ("keys", "values"), strict=True)
         return [column_memory(x, self._format, kind) for x, kind in each]
 
+    def _check_once(self, given: tuple[Tensor, Tensor], num_tokens: int) -> None:
+        """Check tensors, unless the last ones were like them: all tokens of a batch are."""
+        key, value = given
+        is_plain = type(key) is type(value) is Tensor and not torch.is_grad_enabled()
+        if not is_plain or key.is_nested or value.is_nested:  # nested ones have no shape
+            return self._check(given, num_tokens)
+        shapes, kinds = (key.shape, value.shape), (key.dtype, value.dtype, key.device, value.device)
+        seen = num_tokens, self._appends.batch, *shapes, *kinds, key.layout, value.layout
+        if seen != self._checked:
+            self._check(given, num_tokens)
+            self._checked = seen
+
     def _check(self, given: tuple[Tensor, Tensor], num_tokens: int) -> None:
         """Refuse what is no plain tensor of an append step, or differs from what is cached."""
-        _check_plain(given, num_tokens)
+        check_plain(given, num_tokens)
         rows = len(given[0]), len(given[1])
         batch = rows[0] if self._appends.batch is None else self._appends.batch
         if rows != (batch, batch):
@@ -161,25 +179,6 @@ class CacheLayer:
                     f"layer {self.number} holds {name}s of {_described(known)}, got "
                     f"{_described(x)}; cache.reset() forgets what is there"
                 )
-
-
-def _check_plain(given: tuple[Tensor, Tensor], num_tokens: int) -> None:
-    """Refuse a key and value that are not plain tensors of `num_tokens` tokens."""
-    for name, x in zip(("key", "value"), given, strict=True):
-        if not isinstance(x, Tensor) or isinstance(x, DTensor):
-            fix = "; use .to_local()" if isinstance(x, DTensor) else ""
-            raise TypeError(f"{name} must be a plain tensor, got {type(x).__name__}{fix}")
-        check_strided(name, x)
-        if x.ndim != 4 or x.shape[SEQUENCE] != num_tokens:
-            raise ValueError(
-                f"{name} must be (B, N, L, H) with the {num_tokens} tokens of this append step, "
-                f"got {tuple(x.shape)}; of a sharded append step a rank appends its own shard, "
-                "else all tokens"
-            )
-        if x.requires_grad and torch.is_grad_enabled():
-            raise ValueError(
-                f"{name} needs a gradient, which a cache has none of: use torch.no_grad()"
-            )
 
 
 def _described(x: Tensor) -> str:

@@ -21,7 +21,9 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 
 from dtensor_ring.agreement.call_record import MAX_BYTES, CallRecord
 from dtensor_ring.agreement.checked_transport import TransportContext, checked_transport
-from dtensor_ring.compute.kernels import Kernel, Scores
+from dtensor_ring.compute.kernels import Kernel, Scores, kernel_for
+from dtensor_ring.compute.lags import is_biased
+from dtensor_ring.compute.sole import Sole, sole_of
 from dtensor_ring.decode.plan import DecodeRequest
 from dtensor_ring.decode.run import MERGES, Combine, first_round
 from dtensor_ring.ops import boundaries
@@ -34,10 +36,11 @@ from dtensor_ring.ops.attention_record import (
 )
 from dtensor_ring.ops.checks import CALLER, check_inputs, check_num_queries
 from dtensor_ring.ops.nodes import place_of_sinks
-from dtensor_ring.ops.options import Arguments, Length, kernel_of
+from dtensor_ring.ops.options import Arguments, Length, kernel_facts
 from dtensor_ring.planning.layout import Contiguous, Layout
 from dtensor_ring.planning.lru import ByteStore, cached_bytes
 from dtensor_ring.planning.mask import Mask
+from dtensor_ring.planning.plan import Step
 from dtensor_ring.planning.run_table import as_layout
 
 # The largest number of query tokens. With more, a ring is as fast, and repeats no work.
@@ -130,6 +133,12 @@ class DecodeCall(NamedTuple):
 
     def select(self, query: Tensor, key: Tensor, value: Tensor, request: DecodeRequest) -> Kernel:
         """Return the named kernel, or the first one that supports the call."""
+        return kernel_for(*self.facts(query, key, value, request))
+
+    def facts(
+        self, query: Tensor, key: Tensor, value: Tensor, request: DecodeRequest
+    ) -> tuple[Any, ...]:
+        """Return what decides `select`, as arguments of `kernel_for`."""
         is_packed = (
             request.documents is not None
             or request.slices is not None
@@ -138,7 +147,7 @@ class DecodeCall(NamedTuple):
         )
         by_block = self.place.block is not None
         how = {"by_block": by_block, "fleeting": True}
-        return kernel_of(self.scores, query, key, value, is_packed, request.slices, **how)
+        return kernel_facts(self.scores, query, key, value, is_packed, request.slices, **how)
 
 
 _ARGUMENTS = Arguments(DecodeCall, DecodeBatch, Scores, DecodePlace, Mask)
@@ -166,20 +175,31 @@ class DecodeRound(NamedTuple):
     first_bytes: int | None
 
 
-class BoundDecode(NamedTuple):
+class BoundDecode:
     """A call whose inputs were checked.
+
+    Args:
+        call: its options.
+        request: the planner's arguments.
+        found: the messages of the ranks; `None` if this rank has all keys.
 
     Attributes:
         call: its options.
         request: the planner's arguments.
         round: the messages of the ranks; `None` if this rank has all keys.
-        group: the process group of the axis.
+        is_kept: whether equal calls find it, so that it may keep what follows from shapes.
     """
 
-    call: DecodeCall
-    request: DecodeRequest
-    round: DecodeRound | None
-    group: ref[dist.ProcessGroup] | None
+    def __init__(
+        self, call: DecodeCall, request: DecodeRequest, found: DecodeRound | None, is_kept: bool
+    ) -> None:
+        self.call, self.request, self.round, self.is_kept = call, request, found, is_kept
+        group = call.group
+        self._group = None if group is None else ref(group)
+        # Steps have a cache of their own, bounded by bytes.
+        self._step: ref[Step] | None = None
+        self._facts: tuple[Any, ...] | None = None
+        self._soles: dict[str, Sole | None] = {}
 
     @property
     def num_bytes(self) -> int:
@@ -190,7 +210,31 @@ class BoundDecode(NamedTuple):
     @property
     def is_alive(self) -> bool:
         """Whether its group is still the one of its name."""
-        return self.group is None or self.group() is self.call.group
+        return self._group is None or self._group() is self.call.group
+
+    def step(self, num_columns: int) -> Step:
+        """Return this rank's step, see `DecodeRequest.step`."""
+        found = None if self._step is None else self._step()
+        if found is None:
+            found = self.request.step(num_columns)
+            self._step = ref(found)
+        return found
+
+    def kernel(self, query: Tensor, key: Tensor, value: Tensor) -> Kernel:
+        """Return the named kernel, or the first one that supports the call."""
+        if self._facts is None:
+            self._facts = self.call.facts(query, key, value, self.request)
+        return kernel_for(*self._facts)
+
+    def sole(self, step: Step, query: Tensor, key: Tensor, kernel: Kernel) -> Sole | None:
+        """Return the launch of this rank in a call that is kept, `None` if there are more."""
+        if not self.is_kept or self.call.place.block is not None:
+            return None
+        if is_biased(query, key):
+            return None
+        if kernel.name not in self._soles:
+            self._soles[kernel.name] = sole_of(step, query, key, kernel, "decode")
+        return self._soles[kernel.name]
 
     def checked(self, query: Tensor) -> AbstractContextManager[Combine | None]:
         """Return the context of the call, which gives the merge of the partial results."""
@@ -209,19 +253,18 @@ def bound_decode(
         ValueError: if the op does not take such inputs.
     """
     asked = _asked(options, query, key, value)
-    found = None if asked is None else _BOUND.get(asked)
-    if found is not None and found.is_alive:
-        return found
+    known = None if asked is None else _BOUND.get(asked)
+    if known is not None and known.is_alive:
+        return known
     call = unflatten_decode(options)
     check_inputs(query, key, value, call.scores.sinks, may_be_biased=True)
     check_num_queries(query, MAX_QUERIES)
     request = call.request(query, key)
-    group = None if call.group is None else ref(call.group)
-    found = BoundDecode(call, request, _round_of(call, request, query, value), group)
+    found = _round_of(call, request, query, value)
     if asked is None:
-        return found
+        return BoundDecode(call, request, found, is_kept=False)
     # The content of the tensors is known by now; they may be written to for the next token.
-    kept = found._replace(call=call._replace(batch=DecodeBatch()))
+    kept = BoundDecode(call._replace(batch=DecodeBatch()), request, found, is_kept=True)
     return _BOUND.put(asked, kept, key_bytes=sum(len(content) for *_, content in asked[0]))
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
 from zlib import crc32
@@ -11,8 +12,10 @@ from zlib import crc32
 import numpy as np
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from dtensor_ring.decode.plan import CacheTable
+from dtensor_ring.ops.checks import check_strided
 from dtensor_ring.planning.layout import Layout
 from dtensor_ring.planning.ranges import Span, as_count
 from dtensor_ring.quantised.block_scales import Format
@@ -64,6 +67,38 @@ def column_memory(like: Tensor, format: Format | None, kind: str) -> ColumnMemor
     if format is not None:
         return QuantisedColumns(QuantisedTokens.empty(like, format, kind), kind)
     return PlainColumns(like.new_empty(*like.shape[:2], 0, like.shape[3]))
+
+
+@contextmanager
+def _inside_no_mode() -> Iterator[None]:
+    # Tensors made in inference mode are read-only outside of it.
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+def writing() -> AbstractContextManager[None]:
+    """Return the context of a change of memory; entering modes costs as much as a copy."""
+    is_needed = torch.is_inference_mode_enabled() or torch.is_grad_enabled()
+    return _inside_no_mode() if is_needed else nullcontext()
+
+
+def check_plain(given: tuple[Tensor, Tensor], num_tokens: int) -> None:
+    """Refuse a key and value that are not plain tensors of `num_tokens` tokens."""
+    for name, x in zip(("key", "value"), given, strict=True):
+        if not isinstance(x, Tensor) or isinstance(x, DTensor):
+            fix = "; use .to_local()" if isinstance(x, DTensor) else ""
+            raise TypeError(f"{name} must be a plain tensor, got {type(x).__name__}{fix}")
+        check_strided(name, x)
+        if x.ndim != 4 or x.shape[SEQUENCE] != num_tokens:
+            raise ValueError(
+                f"{name} must be (B, N, L, H) with the {num_tokens} tokens of this append step, "
+                f"got {tuple(x.shape)}; of a sharded append step a rank appends its own shard, "
+                "else all tokens"
+            )
+        if x.requires_grad and torch.is_grad_enabled():
+            raise ValueError(
+                f"{name} needs a gradient, which a cache has none of: use torch.no_grad()"
+            )
 
 
 @dataclass(frozen=True)

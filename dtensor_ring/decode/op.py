@@ -15,6 +15,7 @@ from dtensor_ring.compute.execute import Pair, forward_step
 from dtensor_ring.compute.kernels import Kernel, Scores
 from dtensor_ring.compute.lags import Lags, is_biased, resident_positions
 from dtensor_ring.compute.memory import empty, in_order, order_of
+from dtensor_ring.compute.sole import sole_forward
 from dtensor_ring.compute.trace import Label
 from dtensor_ring.decode.call import (
     DECODE_SCHEMA,
@@ -51,8 +52,12 @@ def forward(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> tuple[T
     call, request = bound.call, bound.request
     with bound.checked(query) as combine:
         # Within the context: an error of this rank is reported to the others.
-        step, kernel = request.step(key.shape[2]), call.select(query, key, value, request)
+        step, kernel = bound.step(key.shape[2]), bound.kernel(query, key, value)
+        sole = bound.sole(step, query, key, kernel)
         query, key, value = loadable(query, key, value)
+        if sole is not None:
+            found = sole_forward(query, (key, value), sole, kernel, call.scores)
+            return found if combine is None else _combined(query, found, combine, None, step.source)
         if call.place.block is None:
             lags = _lags(request, step, query) if is_biased(query, key) else None
             return decode(query, (key, value), step, kernel, call.scores, combine, lags)
@@ -104,13 +109,26 @@ def decode(
     # Without segments: a varlen kernel packs the batch into one dim, which would copy the keys.
     how = running, kernel, scores, label
     forward_step(step, query, kv, *how, joins_tiles=False, lags=lags)
-    out, lse = running.result()
+    found = running.result()
     if combine is None:
-        return out, lse
-    with label("merge"):
-        out, lse = combine(out, lse)
-        if scores.sinks is not None:
-            lse = add_sinks(out, lse, scores.sinks)
+        return found
+    return _combined(query, found, combine, scores.sinks, step.source)
+
+
+def _combined(
+    query: Tensor,
+    found: tuple[Tensor, Tensor],
+    combine: Combine,
+    sinks: Tensor | None,
+    source: int,
+) -> tuple[Tensor, Tensor]:
+    """Return the merged `(out, lse)` of all ranks, of which this rank has found its own part."""
+    out, lse = found
+    with Label("decode", 0, source)("merge"):
+        # The message has the same bytes on all ranks, whatever their kernels return.
+        out, lse = combine(out.to(torch.promote_types(query.dtype, torch.float32)), lse)
+        if sinks is not None:
+            lse = add_sinks(out, lse, sinks)
         return in_order(out, order_of(query), query.dtype), lse
 
 
@@ -146,6 +164,15 @@ def _without_gradient(
     if forward_ad._current_level >= 0:
         nodes.refuse_tangents(inputs)
     return nodes.below_autograd(decode_op, forward, keyset, query, key, value, *options)
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+    """Run the decode op: by the dispatcher, unless that would only convert the arguments."""
+    sinks = options[SINKS]
+    inputs = (query, key, value) if sinks is None else (query, key, value, sinks)
+    if torch.compiler.is_compiling() or not nodes.is_plain(*inputs):
+        return decode_op(query, key, value, *options)
+    return _without_gradient(nodes.PLAIN, query, key, value, *options)
 
 
 nodes.LIBRARY.impl("decode_attention", _without_gradient, "Autograd", with_keyset=True)

@@ -335,10 +335,10 @@ def group_of(mesh: DeviceMesh, axis: int) -> ProcessGroup:
     if tokens is not None:
         mesh = tokens.mesh
     # Cached on the mesh: looking up the name takes longer than resolving its group.
-    kept = _groups_of(mesh)
+    kept = groups_of(mesh)
     if axis in kept:
         name, known = kept[axis]
-        group = _registered(name)
+        group = registered(name)
         if group is not None and group is known():
             return group
     group = _found(mesh, axis)
@@ -388,8 +388,10 @@ class _Groups(dict[int, tuple[str, Any]]):
         world: the default group in which the mesh was first used.
         is_of_world: whether a group of the mesh was seen to be one of that world. Then all are, and
             stay so: names are used again by later worlds only.
+        calls: the known calls of a 1-D mesh, once there is one.
     """
 
+    calls: dict[Any, Any] | None = None
     world: ref[ProcessGroup] | None = None
     is_of_world: bool = False
 
@@ -397,7 +399,7 @@ class _Groups(dict[int, tuple[str, Any]]):
         return _Groups, ()
 
 
-def _groups_of(mesh: DeviceMesh) -> _Groups:
+def groups_of(mesh: DeviceMesh) -> _Groups:
     """Return what is kept on a mesh of its groups."""
     kept = mesh.__dict__.get("_dtensor_ring_groups")
     if kept is None:
@@ -422,7 +424,7 @@ def layout_of(mesh: DeviceMesh, axis: int) -> Layout | None:
         return None
 
 
-def _registered(name: str) -> ProcessGroup | None:
+def registered(name: str) -> ProcessGroup | None:
     """Return the group of a name, if there is one."""
     try:
         return _resolve_process_group(name)  # pyrefly: ignore[bad-argument-type]
@@ -442,14 +444,14 @@ def _check_world(mesh: DeviceMesh) -> None:
     if world is None:
         return
     root = mesh._get_root_mesh()
-    kept = _groups_of(root)
+    kept = groups_of(root)
     if kept.world is None:
         kept.world = ref(world)
     if kept.is_of_world and kept.world() is world:
         return
     # A new world gives its groups the names of the one before.
     ours = {name: root._pg_registry.get(name) for name in mesh._dim_group_names}
-    found = [(x, _registered(name)) for name, x in ours.items() if x]
+    found = [(x, registered(name)) for name, x in ours.items() if x]
     is_renamed = any(group not in (None, x) for x, group in found)
     kept.is_of_world = any(group is x for x, group in found) and not is_renamed
     if is_renamed or kept.world() is not world:
@@ -472,7 +474,7 @@ def _found(mesh: DeviceMesh, axis: int) -> ProcessGroup:
         # A token mesh that was loaded has no names.
         own = mesh._dim_group_names[axis] if len(mesh._dim_group_names) else None
         for name in (own, None if here is None else here.group_name):
-            group = None if name is None else _registered(name)
+            group = None if name is None else registered(name)
             # A new world reuses names, so compare the ranks, too.
             if group is not None and tuple(dist.get_process_group_ranks(group)) == ranks:
                 return group

@@ -8,20 +8,24 @@ gets another configuration, see Note [Bound calls].
 from __future__ import annotations
 
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from dtensor_ring.all_to_all.ulysses import is_exchanged
-from dtensor_ring.dtensor.annotation import annotation_of, axis_group
+from dtensor_ring.dtensor.annotation import annotation_of, axis_group, groups_of, registered
 from dtensor_ring.ops.bound import BoundCall, bound_call
 from dtensor_ring.ops.options import Call, flatten
+from dtensor_ring.planning.mask import Mask
 from dtensor_ring.planning.strategy import AUTO
 
 # The most calls of an axis that are kept; a model has a few.
 MAX_KNOWN = 256
+
+# Types of options that do not change.
+_CONSTANTS = type(None), bool, int, float, str, Mask
 
 # Mask, scale, softcap, kernel and strategy as the caller gave them.
 Asked = tuple[Any, ...]
@@ -39,40 +43,80 @@ def known_call(
         mesh: the mesh of the call.
         asked: the options of the call.
     """
-    if mesh is None or not _is_eager(query, key, value):
+    # Dynamo must not trace what follows.
+    if mesh is None or torch.compiler.is_compiling() or not _are_plain(query, key, value):
         return None
-    group = axis_group(mesh)
+    kept = known_calls_of(mesh)
+    if kept is None:
+        return None
+    group_name, calls = kept
     try:
-        return annotation_of(group).calls.get(_key(group, query, key, value, asked))
+        return calls.get(_key(group_name, query, key, value, asked))
     except TypeError:  # no option of a wrong type is known
         return None
+
+
+def known_calls_of(mesh: DeviceMesh) -> tuple[str, dict[Any, Any]] | None:
+    """Return the group's name and the known calls of a 1-D mesh.
+
+    Without such calls, or if its group is gone, return `None`.
+    """
+    kept = groups_of(mesh) if type(mesh) is DeviceMesh else None
+    if kept is None or kept.calls is None:
+        return None
+    name, known = kept[0]
+    group = registered(name)
+    return None if group is None or group is not known() else (name, kept.calls)
 
 
 def keep_call(
     call: Call, query: Tensor, key: Tensor, value: Tensor, mesh: DeviceMesh | None, asked: Asked
 ) -> None:
     """Keep a call that was made, if it is a ring of the tensors as they are."""
-    if mesh is None or not _is_eager(query, key, value):
+    if mesh is None or torch.compiler.is_compiling() or not _are_plain(query, key, value):
         return
     if call.place.strategy == AUTO or is_exchanged(call):
         return
-    group = axis_group(mesh)
-    calls = annotation_of(group).calls
+    group_name: Any = call.place.group_name
+    found = bound_call(flatten(call), query, key, value)
+    keep(mesh, _key(group_name, query, key, value, asked), found)
+
+
+def keep(mesh: DeviceMesh, key: tuple[Any, ...], found: Any) -> None:
+    """Keep what was found for a call over the axis of a mesh.
+
+    The last item of the key are the options as the caller gave them. If one of them may change, as
+    the number in a tensor may, nothing is kept.
+    """
+    if not all(type(x) in _CONSTANTS for x in key[-1]):
+        return
+    group, kept = axis_group(mesh), groups_of(mesh)
+    calls = kept.calls = annotation_of(group).calls
+    kept[0] = group.group_name, ref(group)
     if len(calls) >= MAX_KNOWN:
         calls.clear()
-    found = bound_call(flatten(call), query, key, value)
-    calls[_key(group, query, key, value, asked)] = found
+    calls[key] = found
 
 
-def _is_eager(*tensors: Any) -> bool:
-    # Dynamo must not trace this, and shapes of other tensors may be symbols.
-    return not torch.compiler.is_compiling() and all(type(x) is Tensor for x in tensors)
+def _are_plain(query: Any, key: Any, value: Any) -> bool:
+    """Return whether these are no subclasses, whose shapes may be symbols."""
+    return type(query) is type(key) is type(value) is Tensor
 
 
 def _key(
-    group: ProcessGroup, query: Tensor, key: Tensor, value: Tensor, asked: Asked
+    group_name: str, query: Tensor, key: Tensor, value: Tensor, asked: Asked
 ) -> tuple[Any, ...]:
     """Return what was checked of a call. Tensors of other memory layouts are not plain."""
-    shapes, dtypes = (query.shape, key.shape, value.shape), (query.dtype, key.dtype, value.dtype)
-    devices = query.device, key.device, value.device
-    return group.group_name, *shapes, *dtypes, *devices, *asked
+    return (
+        group_name,
+        query.shape,
+        key.shape,
+        value.shape,
+        query.dtype,
+        key.dtype,
+        value.dtype,
+        query.device,
+        key.device,
+        value.device,
+        asked,
+    )

@@ -135,7 +135,7 @@ def _ring(query: Any, spec: Any, group: ProcessGroup, config: AxisConfig) -> Rin
     """Make the ring of a call, whose record gets the placements; a compiler may trace this."""
     if isinstance(query._local_tensor, FakeTensor):
         tag_compiled()
-    if CALLER.line:  # otherwise a compiler traces, or this is a backward call
+    if CALLER.frame is not None:  # otherwise a compiler traces, or this is a backward call
         CALLER.placements = placements_text(spec.placements)  # `called_from` removes it
     return Ring(spec.mesh, spec.placements, group, config)
 

@@ -16,9 +16,9 @@ from weakref import ref
 from torch import Tensor
 
 from dtensor_ring.agreement.call_record import CallRecord
-from dtensor_ring.compute.kernels import Kernel, Launch
+from dtensor_ring.compute.kernels import Kernel, kernel_for
 from dtensor_ring.compute.lags import is_biased
-from dtensor_ring.compute.sole import sole_launch
+from dtensor_ring.compute.sole import Sole, sole_launch
 from dtensor_ring.ops.checks import LOG, announce, check_inputs, warn_of_boundaries, warn_of_tiles
 from dtensor_ring.ops.options import LEAVES, unflatten
 from dtensor_ring.planning.plan import Plan
@@ -56,14 +56,16 @@ class BoundCall:
         self.request = self.call.request(query.shape[0])
         self.rank, self.is_shared = self.request.rank, self.request.world_size > 1
         self._group = ref(self.call.group) if is_kept else None
-        self._plan: Plan | None = None  # of a call that is not kept
-        self._is_planned = False
+        # A call that is not kept owns its plan; plans of others are in their own cache.
+        self._plan: Plan | None = None
+        self._planned: ref[Plan] | None = None
         # Sinks and dropout are tensors, too; a bias by distance is in the query. Eight bits round
         # this rank's own keys and values, as they are rounded on other ranks.
         is_rounded = self.call.place.policy.kv_dtype in QUANTISED
         self._may_be_sole = is_kept and not is_rounded and not is_biased(query, key)
         self.records: dict[str, CallRecord] = {}
-        self._soles: dict[str, Launch | None] = {}
+        self._soles: dict[str, Sole | None] = {}
+        self._facts: dict[bool, tuple[Any, ...]] = {}
 
     @property
     def is_alive(self) -> bool:
@@ -76,12 +78,13 @@ class BoundCall:
         Raises:
             ValueError: as `PlanRequest.plan`; call it where other ranks hear of it.
         """
-        if self._plan is not None:
-            return self._plan
+        found = self._plan if self._planned is None else self._planned()
+        if found is not None:
+            return found
         planned = self.request.plan(query, key)
         if self._group is None:
             self._plan = planned
-        if not self._is_planned:
+        if self._planned is None:
             if self.call.scores.dropout_p:
                 self.call.place.policy.refuse_order("dropout")
             if is_biased(query, key):
@@ -89,7 +92,7 @@ class BoundCall:
             warn_of_tiles(planned, self.request)
             if self.request.documents is not None:
                 warn_of_boundaries(self.request)
-            self._is_planned = True
+        self._planned = ref(planned)
         return planned
 
     def announce(self, kernel: Kernel, query: Tensor, key: Tensor, value: Tensor) -> None:
@@ -98,7 +101,20 @@ class BoundCall:
             plan = self.plan(query, key)
             announce(self.call, self.request, plan, kernel.name, key, value)
 
-    def sole(self, kernel: Kernel, query: Tensor, key: Tensor) -> Launch | None:
+    def kernel(
+        self, query: Tensor, key: Tensor, value: Tensor, differentiable_lse: bool = False
+    ) -> Kernel:
+        """Return the named kernel, or the first one that supports the call.
+
+        Kernels may be registered at any time, so only what decides is kept.
+        """
+        facts = self._facts.get(differentiable_lse)
+        if facts is None:
+            asked = query, key, value, self.request.slices, differentiable_lse
+            facts = self._facts[differentiable_lse] = self.call.facts(*asked)
+        return kernel_for(*facts)
+
+    def sole(self, kernel: Kernel, query: Tensor, key: Tensor) -> Sole | None:
         """Return the launch that is all of a call that is kept, `None` if there is more to do."""
         if not self._may_be_sole:
             return None

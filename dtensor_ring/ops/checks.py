@@ -25,9 +25,15 @@ T = TypeVar("T")
 
 
 class _Caller(local):
-    line = ""
+    # Of the call in the library. Few calls read its line, which takes longer than to keep it.
+    frame: FrameType | None = None
     layer = ""
     placements = ""
+
+    @property
+    def line(self) -> str:
+        """The user's line that made the call, empty without a call."""
+        return line_of(self.frame)
 
     @property
     def site(self) -> CallSite:
@@ -75,14 +81,14 @@ def line_of(frame: FrameType | None) -> str:
 
 def called_from(frame: FrameType, run: Callable[..., T], *arguments: Any) -> T:
     """Call `run` while `CALLER` holds the place that called the frame."""
-    CALLER.line = line_of(frame)
+    CALLER.frame = frame
     try:
         return run(*arguments)
     except BaseException:
         CALLER.layer = ""  # after an error, no forward hook of the layer resets it
         raise
     finally:
-        CALLER.line = CALLER.placements = ""
+        CALLER.frame, CALLER.placements = None, ""
 
 
 def called_by_user(run: Callable[..., T], *arguments: Any) -> T:
@@ -170,7 +176,8 @@ def warn_of_tiles(plan: Plan, request: PlanRequest) -> None:
     num_tiles = plan.num_tiles
     if num_tiles <= MANY or num_tiles <= _num_slices(request):
         return
-    place = f"{CALLER.line}: " if CALLER.line else ""
+    line = CALLER.line
+    place = f"{line}: " if line else ""
     warnings.warn(
         f"{place}the layout {request.layout.spec!r} cuts this attention into over "
         f"{1 << (num_tiles.bit_length() - 1):,} tiles for each rank, about one for each document "

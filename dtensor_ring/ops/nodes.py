@@ -184,6 +184,13 @@ _EAGER = tuple(
     for device, autograd in ((_KEYS.CPU, _KEYS.AutogradCPU), (_KEYS.CUDA, _KEYS.AutogradCUDA))
 )
 _SELECT = _KeySet(_KEYS.BackendSelect)
+_keys_of = torch._C._dispatch_keys
+_included = torch._C._dispatch_tls_local_include_set
+_excluded = torch._C._dispatch_tls_local_exclude_set
+
+# By the keys that this thread includes and excludes, and those of tensors: whether they are plain.
+# There are a few. Sets of keys are objects, and their union costs as much as this look-up.
+_ARE_PLAIN: dict[tuple[int, ...], bool] = {}
 
 # Stands for the keys of a call that is plain, see `is_plain`.
 PLAIN = _KeySet(_KEYS.CPU)
@@ -195,12 +202,20 @@ def is_plain(*tensors: Tensor) -> bool:
     They have content on a CPU or GPU, and no mode, transform, autocast or profiler sees the call.
     Then calling the op would only convert each argument twice.
     """
-    keys = torch._C._dispatch_tls_local_include_set()
-    for x in tensors:
-        keys = keys | torch._C._dispatch_keys(x)
-    keys = keys - torch._C._dispatch_tls_local_exclude_set() - _SELECT
-    is_seen = profiler._is_profiler_enabled or torch._C._is_torch_function_mode_enabled()
-    return keys.raw_repr() in _EAGER and not is_seen
+    if profiler._is_profiler_enabled or torch._C._is_torch_function_mode_enabled():
+        return False
+    seen = (
+        _included().raw_repr(),
+        _excluded().raw_repr(),
+        *[_keys_of(x).raw_repr() for x in tensors],
+    )
+    found = _ARE_PLAIN.get(seen)
+    if found is None:
+        keys = _included()
+        for x in tensors:
+            keys = keys | _keys_of(x)
+        found = _ARE_PLAIN[seen] = (keys - _excluded() - _SELECT).raw_repr() in _EAGER
+    return found
 
 
 def below_autograd(

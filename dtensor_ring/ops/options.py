@@ -187,13 +187,24 @@ class Call(NamedTuple):
         differentiable_lse: bool = False,
     ) -> Kernel:
         """Return the named kernel, or the first one that supports the call."""
+        return kernel_for(*self.facts(query, key, value, slices, differentiable_lse))
+
+    def facts(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        slices: Slices | None = None,
+        differentiable_lse: bool = False,
+    ) -> tuple[Any, ...]:
+        """Return what decides `select`, as arguments of `kernel_for`."""
         is_packed = (
             self.batch.cu_seqlens is not None
             or self.scores.mask.chunk is not None
             or slices is not None
         )
         how = is_packed, slices, differentiable_lse, self.place.policy.order is not None
-        return kernel_of(self.scores, query, key, value, *how)
+        return kernel_facts(self.scores, query, key, value, *how)
 
 
 class Leaf(NamedTuple):
@@ -401,11 +412,24 @@ def kernel_of(
     value: Tensor,
     is_packed: bool,
     slices: Slices | None = None,
+    **how: bool,
+) -> Kernel:
+    """Return the kernel of an attention: the named one, or the first one that supports it."""
+    return kernel_for(*kernel_facts(scores, query, key, value, is_packed, slices, **how))
+
+
+def kernel_facts(
+    scores: Scores,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    is_packed: bool,
+    slices: Slices | None = None,
     differentiable_lse: bool = False,
     by_block: bool = False,
     fleeting: bool = False,
-) -> Kernel:
-    """Return the kernel of an attention: the named one, or the first one that supports it.
+) -> tuple[Any, ...]:
+    """Return the arguments of `kernel_for` for an attention.
 
     Args:
         scores: how queries score keys.
@@ -424,7 +448,7 @@ def kernel_of(
     _, num_key_heads, _, value_head_dim = value.shape
     # The planner cuts other bands into squares, so only these need a kernel with windows.
     is_windowed = mask.left is not None if slices is None else slices.are_windowed
-    return kernel_for(
+    return (
         kernel,
         query.device.type,
         query.dtype,

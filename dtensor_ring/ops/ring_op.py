@@ -10,6 +10,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
+from torch.distributed import ProcessGroup
 from torch.utils.flop_counter import register_flop_formula
 
 from dtensor_ring.agreement.call_record import MAX_BYTES, CallRecord
@@ -68,10 +69,13 @@ def run_forward(
     """Run a bound call on plain tensors."""
     if not bound.is_shared:  # nobody to agree with
         return _forward(bound, query, key, value, None)
-    with checked_call(bound, query, value) as transport:
+    group = bound.call.group
+    with checked_call(bound, group, query, value) as transport:
         # Within the context: an error of this rank is reported to the others.
         out, lse = _forward(bound, query, key, value, transport)
-    group_state_of(bound.call.group).remember(lse)
+    state = group_state_of(group)
+    if state.sends_records:
+        state.remember(lse)
     return out, lse
 
 
@@ -80,12 +84,12 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     """Run the forward of a call; its `transport` may be `None` on a ring of one rank."""
     call = bound.call
-    kernel = call.select(query, key, value, bound.request.slices)
-    launch = bound.sole(kernel, query, key)
+    kernel = bound.kernel(query, key, value)
+    sole = bound.sole(kernel, query, key)
     bound.announce(kernel, query, key, value)
     query, key, value = loadable(query, key, value)
-    if launch is not None:
-        return sole_forward(query, (key, value), launch, kernel, call.scores, bound.rank)
+    if sole is not None:
+        return sole_forward(query, (key, value), sole, kernel, call.scores)
     how = bound.plan(query, key), kernel, call.scores, transport or transport_of(call.group)
     return ring_forward(query, (key, value), *how, call.place.policy, call.rounded)
 
@@ -105,16 +109,19 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Run the ring's backward op on plain tensors."""
     saved = Saved(grad_out, out, lse, grad_lse)
-    return run_backward(bound_call(options, query, key, value), saved, query, key, value)
+    bound = bound_call(options, query, key, value)
+    dq, dk, dv, grad_sinks = run_backward(bound, saved, query, key, value)
+    # An op cannot return nothing.
+    return dq, dk, dv, query.new_empty(0) if grad_sinks is None else grad_sinks
 
 
 def run_backward(
     bound: BoundCall, saved: Saved, query: Tensor, key: Tensor, value: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Run the backward of a bound call on plain tensors."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Run the backward of a bound call on plain tensors; without sinks their gradient is `None`."""
     if not bound.is_shared:
         return _backward(bound, saved, query, key, value, None)
-    with checked_call(bound, query, value, saved.lse) as transport:
+    with checked_call(bound, bound.call.group, query, value, saved.lse) as transport:
         return _backward(bound, saved, query, key, value, transport)
 
 
@@ -125,20 +132,21 @@ def _backward(
     key: Tensor,
     value: Tensor,
     transport: Transport | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Run the backward of a call, see `_forward`."""
     call = bound.call
-    kernel = call.select(query, key, value, bound.request.slices, saved.grad_lse is not None)
-    launch = bound.sole(kernel, query, key)
+    kernel = bound.kernel(query, key, value, saved.grad_lse is not None)
+    sole = bound.sole(kernel, query, key)
     grad_out, query, key, value, out = loadable(saved.grad_out, query, key, value, saved.out)
-    saved = Saved(grad_out, out, saved.lse, saved.grad_lse)
-    if launch is not None:
-        how = launch, kernel, call.scores, bound.rank
-        return *sole_backward(saved, query, (key, value), *how), query.new_empty(0)
+    if grad_out is not saved.grad_out or out is not saved.out:
+        saved = Saved(grad_out, out, saved.lse, saved.grad_lse)
+    if sole is not None:
+        return *sole_backward(saved, query, (key, value), sole, kernel, call.scores), None
     plan, transport = bound.plan(query, key), transport or transport_of(call.group)
     how = plan, kernel, call.scores, transport, call.place.policy, call.rounded
     grads = ring_backward(saved, query, (key, value), *how)
-    return *grads, ring_sinks(saved, call.scores.sinks, plan, transport)
+    sinks = call.scores.sinks
+    return *grads, None if sinks is None else ring_sinks(saved, sinks, plan, transport)
 
 
 torch.library.impl(BACKWARD, "CompositeExplicitAutograd")(backward)
@@ -187,17 +195,21 @@ def _fake_backward(
 
 
 def checked_call(
-    bound: BoundCall, query: Tensor, value: Tensor, lse: Tensor | None = None
+    bound: BoundCall,
+    group: ProcessGroup,
+    query: Tensor,
+    value: Tensor,
+    lse: Tensor | None = None,
 ) -> TransportContext:
     """Return the context of a call over several ranks, which gives its transport.
 
     Args:
         bound: the call.
+        group: its group.
         query: this rank's queries.
         value: this rank's values.
         lse: the lse that the forward call returned, if this is its backward call.
     """
-    group = bound.call.group
     forward_call = 0 if lse is None else group_state_of(group).forward_call_of(lse)
     direction = "forward" if lse is None else "backward"
     record = bound.records.get(direction)
@@ -260,13 +272,16 @@ class _RingFunction(_SingleLevelFunction):
             output = nodes.below_autograd(ring_op, forward, keyset, *inputs, of_node=True)
         else:
             output = _below_autograd(bound, query, key, value)
-        # Tensors are saved, so that hooks (offloading, checkpointing) see them.
-        tensors = [(i, options[i]) for i in TENSORS if options[i] is not None]
-        ctx.save_for_backward(query, key, value, *output, *[x for _, x in tensors])
-        ctx.options, ctx.places, ctx.bound = options, [i for i, _ in tensors], bound
-        if tensors:
-            ctx.options = [None if i in ctx.places else x for i, x in enumerate(options)]
         ctx.set_materialize_grads(False)
+        ctx.options, ctx.bound, ctx.places = options, bound, ()
+        # Tensors are saved, so that hooks (offloading, checkpointing) see them.
+        if bound is not None:  # there are no others
+            ctx.save_for_backward(query, key, value, output[0], output[1])
+            return output
+        ctx.places = [i for i in TENSORS if options[i] is not None]
+        ctx.save_for_backward(query, key, value, *output, *[options[i] for i in ctx.places])
+        if ctx.places:
+            ctx.options = [None if i in ctx.places else x for i, x in enumerate(options)]
         return output
 
     @staticmethod
@@ -275,7 +290,7 @@ class _RingFunction(_SingleLevelFunction):
         if grad_out is None and grad_lse is None:
             return (None,) * 7
         query, key, value, out, lse, *others = ctx.saved_tensors
-        options = ctx.options
+        options, bound = ctx.options, ctx.bound
         if others:
             options = list(options)
             for i, x in zip(ctx.places, others, strict=True):
@@ -284,16 +299,15 @@ class _RingFunction(_SingleLevelFunction):
         if grad_out is None:
             grad_out = torch.zeros_like(out)
         if not torch.is_grad_enabled() and nodes.is_plain(grad_out, query, out):
-            bound = ctx.bound or bound_call(options, query, key, value)
+            bound = bound or bound_call(options, query, key, value)
             saved = Saved(grad_out, out, lse, grad_lse)
             with torch._C._AutoDispatchBelowADInplaceOrView():
-                *of_inputs, grad_sinks = run_backward(bound, saved, query, key, value)
-        else:
-            inputs = grad_out, grad_lse, query, key, value, out, lse, *options
-            # Without `create_graph` nothing is recorded: autograd need not look at the arguments.
-            is_recorded = torch.is_grad_enabled()
-            with nullcontext() if is_recorded else torch._C._AutoDispatchBelowAutograd():
-                *of_inputs, grad_sinks = ring_backward_op(*inputs)
+                return *run_backward(bound, saved, query, key, value), None, None, None
+        inputs = grad_out, grad_lse, query, key, value, out, lse, *options
+        # Without `create_graph` nothing is recorded: autograd need not look at the arguments.
+        is_recorded = torch.is_grad_enabled()
+        with nullcontext() if is_recorded else torch._C._AutoDispatchBelowAutograd():
+            *of_inputs, grad_sinks = ring_backward_op(*inputs)
         # Without sinks their gradient is an empty tensor.
         return *of_inputs, None if options[_SINKS] is None else grad_sinks, None, None, None
 
@@ -314,7 +328,8 @@ def attend_bound(
     if forward_ad._current_level >= 0 or not nodes.is_plain(query, key, value):
         return ring_op(query, key, value, *bound.options)
     if torch.is_grad_enabled() and torch._C._any_requires_grad(query, key, value):
-        return nodes.recorded(_RingFunction, query, key, value, None, None, bound.options, bound)
+        node: Any = _RingFunction  # no transform is active, see `nodes.recorded`
+        return node.apply(query, key, value, None, None, bound.options, bound)
     return _below_autograd(bound, query, key, value)
 
 

@@ -74,6 +74,10 @@ def goes_apart(num_bytes: int) -> bool:
     return num_bytes >= LARGE
 
 
+# The attribute of a buffer that holds views of it, and the most that are kept.
+_VIEWS, MAX_VIEWS = "dtensor_ring_views", 8
+
+
 class _Dense(NamedTuple):
     """Columns of a tensor `(B, N, C, H)`, dense and token-major: shape, strides and numbers."""
 
@@ -116,6 +120,12 @@ class Packet:
         """
         key, value = like
         num_cols = cols.offsets[-1]  # `len` would be a call
+        asked = key.shape, value.shape, num_cols, dtype
+        # The same packets come again, in the next hop or call.
+        kept = buffer.__dict__.setdefault(_VIEWS, {})
+        found = kept.get(asked)
+        if found is not None:
+            return cls(cols, found[0], buffer, found[1])
         of_key, of_value = _dense(key.shape, num_cols), _dense(value.shape, num_cols)
         # A reused buffer may be larger; only this part travels.
         flat = buffer[: (of_key.size + of_value.size) * dtype.itemsize].view(dtype)
@@ -125,6 +135,9 @@ class Packet:
             flat.as_strided(of_key.shape, of_key.strides, begin),
             flat.as_strided(of_value.shape, of_value.strides, begin + of_key.size),
         )
+        # A view that autograd tracks would keep the buffer alive.
+        if flat._base is None and len(kept) < MAX_VIEWS:
+            kept[asked] = pair, flat
         return cls(cols, pair, buffer, flat)
 
     @classmethod
@@ -247,9 +260,9 @@ class Rotation:
 
     def _messages(self, transfer: Transfer, packet: Packet, sender: int) -> list[P2P]:
         """Return the messages of a transfer that are not empty."""
-        is_apart = transfer.source == sender and goes_apart(self._num_bytes(transfer.cols))
-        flats = packet.messages(is_apart)
-        return [P2P(x, transfer.peer, source=transfer.source) for x in flats if x.numel()]
+        source, cols, peer = transfer
+        is_apart = source == sender and goes_apart(cols.offsets[-1] * self._col_bytes)
+        return [P2P(x, peer, 0, source) for x in packet.messages(is_apart) if x.numel()]
 
     def _num_bytes(self, cols: Cols) -> int:
         return cols.offsets[-1] * self._col_bytes

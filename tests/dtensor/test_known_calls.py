@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
-from dtensor_ring import Mask, SequenceAxis, ring_attention
+from dtensor_ring import Mask, SequenceAxis, decode_attention, ring_attention
 from dtensor_ring.dtensor.annotation import annotation_of, axis_group
 from dtensor_ring.dtensor.known_calls import MAX_KNOWN, known_call
 from dtensor_ring.planning.run_table import as_layout
@@ -80,6 +80,21 @@ def _check_refused() -> None:
     for inputs, options, error in wrong:
         with pytest.raises(error):
             ring_attention(*inputs, mesh=mesh, **options)
+
+
+def test_numbers_that_change_are_read_again(pool: Pool) -> None:
+    pool.run(1, _check_changed)
+
+
+def _check_changed() -> None:
+    mesh, scale = _mesh(), torch.tensor(0.5)
+    query, key, value, _ = _whole()
+    last = query[:, :, -1:]
+    for number in (0.5, 0.25):
+        scale.fill_(number)
+        for inputs, call in (((query,), ring_attention), ((last,), decode_attention)):
+            found = [call(*inputs, key, value, mesh=mesh, scale=x) for x in (scale, number)]
+            assert torch.equal(*found), number
 
 
 def test_modes_see_known_calls(pool: Pool) -> None:

@@ -7,6 +7,7 @@ import warnings
 import pytest
 
 from dtensor_ring import Mask, Slices
+from dtensor_ring.ops import checks
 from dtensor_ring.ops.checks import CALLER, MANY, warn_of_boundaries, warn_of_tiles
 from dtensor_ring.ops.options import PlanRequest
 from dtensor_ring.planning.mask import as_documents
@@ -61,7 +62,7 @@ def test_a_line_is_reported_once(monkeypatch: pytest.MonkeyPatch) -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("default")
         for place in ("train.py:7 in step", "train.py:9 in step"):
-            monkeypatch.setattr(CALLER, "line", place)
+            monkeypatch.setattr(checks, "line_of", lambda _, place=place: place)
             for request in questions:
                 assert sum(len(x.tiles) for x in plan(*request).steps) > MANY
                 warn_of_tiles(plan(*request), request)

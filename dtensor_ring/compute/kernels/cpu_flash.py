@@ -113,18 +113,19 @@ class CpuFlash(Kernel):
         return "it has no softcap" if problem.softcap else None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, launch: Launch, scores: Scores) -> Result:
-        mask, scale, sizes = launch.mask, scores.scale, _sizes(q, launch.by_block)
-        is_few = q.shape[2] <= FEW_ROWS and q.shape[1] > k.shape[1]
-        if mask == FULL and is_few and not launch.by_block:
+        mask, scale, sizes = _constant(launch.mask), scores.scale, _sizes(q, launch.by_block)
+        _, num_heads, num_rows, _ = q.shape
+        is_few = num_rows <= FEW_ROWS and num_heads > k.shape[1]
+        if is_few and mask is FULL and not launch.by_block:
             return _attend_folded((q, k, v), scale)
         k, v = _by_head(q, k, sizes.whole), _by_head(q, v, sizes.whole)
         # Cutting saves hidden pairs, but each launch has a fixed cost.
         if _in_one(mask, q, sizes.whole, sizes.huge):
-            return _attend_whole((q, k, v), scale, mask, sizes)
+            return _attend_whole((q, k, v), scale, mask is CAUSAL, sizes)
         out = empty(q, q.shape, order_of(q))
         wide = torch.promote_types(q.dtype, torch.float32)
         lse = empty(q, q.shape[:3], TOKEN_MAJOR[:-1], wide)  # as aten's are
-        if mask == CAUSAL:
+        if mask is CAUSAL:
             _attend_square((q, k, v), scale, (out, lse), sizes)
         else:
             _attend_band((q, k, v), scale, (out, lse), sizes, mask)
@@ -133,15 +134,15 @@ class CpuFlash(Kernel):
     def backward(
         self, saved: Saved, q: Tensor, k: Tensor, v: Tensor, launch: Launch, scores: Scores
     ) -> Gradients:
-        mask, scale, sizes = launch.mask, scores.scale, _sizes(q, launch.by_block)
+        mask, scale, sizes = _constant(launch.mask), scores.scale, _sizes(q, launch.by_block)
         k, v = _by_head(q, k, sizes.whole), _by_head(q, v, sizes.whole)
         by_row, by_col = (saved.grad_out, q, saved.out, saved.lse), (k, v)
         if _in_one(mask, q, sizes.whole, LARGE_BACKWARD):
-            return _backward(by_row, by_col, scale, sizes, is_causal=mask == CAUSAL)
+            return _backward(by_row, by_col, scale, sizes, is_causal=mask is CAUSAL)
         # Many blocks add to the query's gradient, so it is wide until all have been added.
         grad_query = empty(q, q.shape, TOKEN_MAJOR, saved.lse.dtype)
         grads = grad_query, *(empty(x, x.shape, TOKEN_MAJOR) for x in (k, v))
-        if mask == CAUSAL:
+        if mask is CAUSAL:
             _backward_square(by_row, by_col, scale, grads, sizes)
         else:
             _backward_band(by_row, by_col, scale, grads, sizes, mask)
@@ -156,18 +157,18 @@ def _attend(
     bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return `(out, lse)` of query, key and value."""
-    kernel = partial(FORWARD, scale=scale)
     if sizes.is_padded:
-        return padded_attend(kernel, inputs, is_causal, bias)
-    return kernel(*inputs, is_causal=is_causal, attn_mask=bias)
+        return padded_attend(partial(FORWARD, scale=scale), inputs, is_causal, bias)
+    query, key, value = inputs
+    return FORWARD(query, key, value, 0.0, is_causal, attn_mask=bias, scale=scale)
 
 
 def _attend_whole(
-    inputs: Tensors, scale: float, mask: Mask, sizes: BlockSizes
+    inputs: Tensors, scale: float, is_causal: bool, sizes: BlockSizes
 ) -> tuple[Tensor, Tensor]:
     """Return `(out, lse)` of a full tile or a causal square, from one call."""
-    results = _attend(inputs, scale, sizes, is_causal=mask == CAUSAL)
-    _correct(inputs, scale, results, mask, sizes.is_padded)
+    results = _attend(inputs, scale, sizes, is_causal)
+    _correct(inputs, scale, results, CAUSAL if is_causal else FULL, sizes.is_padded)
     return results
 
 
@@ -175,7 +176,7 @@ def _attend_folded(inputs: Tensors, scale: float) -> tuple[Tensor, Tensor]:
     """Return `(out, lse)` of a full tile, with the heads of a group folded into rows."""
     query, key, value = inputs
     folded = fold_heads(query, key.shape[1])
-    out, lse = _attend_whole((folded, key, value), scale, FULL, _sizes(query))
+    out, lse = _attend_whole((folded, key, value), scale, False, _sizes(query))
     return unfold_heads(out, query.shape[1]), unfold_heads(lse, query.shape[1])
 
 
@@ -191,7 +192,7 @@ def _attend_square(inputs: Tensors, scale: float, results: Tensors, sizes: Block
         _attend_square(_tokens(inputs, half), scale, _tokens(results, half), sizes)
     # The second half also sees all of the first: merge this full tile with its own square.
     seen = *_tokens(inputs[:1], second), *_tokens(inputs[1:], first)
-    between = _attend_whole(seen, scale, FULL, sizes)
+    between = _attend_whole(seen, scale, False, sizes)
     out, lse = _tokens(results, second)
     merge_(out, lse, *between)
 
@@ -250,10 +251,12 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return gradients of query, key, value from (grad_out, query, out, lse) and (key, value)."""
     grad_out, query, out, lse = by_row
-    kernel = partial(BACKWARD, scale=scale)
     if sizes.is_padded:
-        return padded_backward(kernel, by_row, by_col, is_causal, bias)
-    return kernel(grad_out, query, *by_col, out, lse, 0.0, is_causal, attn_mask=bias)
+        return padded_backward(partial(BACKWARD, scale=scale), by_row, by_col, is_causal, bias)
+    key, value = by_col
+    return BACKWARD(
+        grad_out, query, key, value, out, lse, 0.0, is_causal, attn_mask=bias, scale=scale
+    )
 
 
 def _backward_square(
@@ -299,17 +302,24 @@ def _sizes(query: Tensor, by_block: bool = False) -> BlockSizes:
         sizes = COARSE if query.dtype.itemsize == 2 else FINE
         return sizes._replace(large=NEVER, huge=NEVER, is_padded=True)
     # Matrix products of 16 bits need large blocks, and so do few heads on many threads.
-    num_heads = query.shape[0] * query.shape[1]
-    is_fine = query.dtype.itemsize > 2 and num_heads >= FINE_FROM * torch.get_num_threads()
+    batch, num_heads, *_ = query.shape
+    is_fine = query.itemsize > 2 and batch * num_heads >= FINE_FROM * torch.get_num_threads()
     return FINE if is_fine else COARSE
 
 
+def _constant(mask: Mask) -> Mask:
+    """Return `FULL` or `CAUSAL` if a mask equals it: to compare fields takes longer than `is`."""
+    if mask is FULL or mask is CAUSAL:
+        return mask
+    return FULL if mask == FULL else CAUSAL if mask == CAUSAL else mask
+
+
 def _in_one(mask: Mask, query: Tensor, whole: int, large: int) -> bool:
-    """Return whether one launch is fastest for the tile."""
-    if mask != CAUSAL:
-        return mask == FULL  # a window would need its bias for all pairs
+    """Return whether one launch is fastest for the tile, of a mask of `_constant`."""
+    if mask is not CAUSAL:
+        return mask is FULL  # a window would need its bias for all pairs
     # Only for squares between the two sizes do skipped pairs save more than launches cost.
-    return query.dtype.itemsize == 2 or not whole < query.shape[2] < large
+    return query.itemsize == 2 or not whole < query.shape[2] < large
 
 
 def _halves(num_rows: int) -> tuple[slice, slice]:
@@ -325,5 +335,6 @@ def _tokens(tensors: Tensors, tokens: slice) -> Tensors:
 def _by_head(query: Tensor, x: Tensor, whole: int) -> Tensor:
     """Return keys or values, copied to head-major memory if that saves time."""
     # Each block of rows reads them again: beyond a few blocks a copy costs less than strides do.
-    by_head = x.stride(2) == x.shape[3]
-    return x if by_head or query.shape[2] <= whole else x.contiguous()
+    if query.shape[2] <= whole or x.stride(2) == x.shape[3]:
+        return x
+    return x.contiguous()

@@ -180,7 +180,7 @@ OLDEST = {
     ],
     "dtensor/test_varlen.py": ["test_compiled", "test_every_window[2-contiguous]"],
     "huggingface/test_families.py": [
-        "test_family_equals_the_stock_model[Gemma 3-4]",
+        "test_family_equals_the_stock_model[Gemma 3-4-zigzag]",
     ],
     "huggingface/test_families_trained.py": ["test_steps_of_fsdp_equal_one_process[full-calls1]"],
     "huggingface/generation/test_generate.py": ["test_ways_to_generate[Llama-2]"],

@@ -83,7 +83,7 @@ def test_demo(tmp_path: Path, launched: Callable[..., str]) -> None:
 
 
 def test_generate(tmp_path: Path, launched: Callable[..., str]) -> None:
-    options = ("--prompt-len", 300, "--new", 5, "--seconds", 1, "--out", tmp_path)
+    options = ("--prompt-len", 300, "--new", 5, "--seconds", 0.1, "--out", tmp_path)
     printed = launched("generate_hf", *options)
     assert "all 5 tokens agree: True" in printed
     assert (tmp_path / "generate_hf.pt").exists()
@@ -96,7 +96,7 @@ def test_generate(tmp_path: Path, launched: Callable[..., str]) -> None:
 def test_serve_batch(tmp_path: Path, launched: Callable[..., str]) -> None:
     """Two beginnings of a block and more, each computed once; what follows them 6 times."""
     sizes = ("--prompts", 6, "--prefixes", 2, "--prefix-len", 300, "--new", 3)
-    printed = launched("serve_batch", *sizes, "--seconds", 1, "--out", tmp_path)
+    printed = launched("serve_batch", *sizes, "--seconds", 0.1, "--out", tmp_path)
     assert "all tokens agree: True" in printed
     found = json.loads((tmp_path / "served.json").read_text())
     block, written = 256, 300 + 32 - 1

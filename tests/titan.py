@@ -139,6 +139,7 @@ def _shrink(model: Any) -> None:
 
     del model.layers[NUM_LAYERS:]
     if getattr(model, "mtp_layers", None):
+        del model.layers[1:]  # of experts, which the layers of its heads have, too
         model.mtp_layers = [deepcopy(model.mtp_layers[0]) for _ in range(NUM_HEADS)]
     for _, experts, _, _ in model.traverse(GroupedExperts.Config):
         experts.hidden_dim = min(64, experts.hidden_dim)

@@ -82,9 +82,9 @@ REPEATED = [
     ("layout", "backend"),
     [
         ("zigzag", None),
-        ("zigzag", "aot_eager"),
-        # What Inductor makes of the graph is tested in tests/ops/test_compile.
-        pytest.param("zigzag", "inductor", marks=pytest.mark.repeats),
+        # That graphs give what eager models do is in test_families_compiled, what Inductor makes of
+        # them in tests/ops/test_compile.
+        *(pytest.param("zigzag", x, marks=pytest.mark.repeats) for x in ("aot_eager", "inductor")),
         *REPEATED,
     ],
 )

@@ -171,7 +171,7 @@ def test_generates_as_one_process(pool: Pool) -> None:
 
 
 def compiles() -> None:
-    eager, compiled = planned(stock()), planned(stock())
+    eager, compiled = (planned(stock(spans=SPANS[:2])) for _ in range(2))
     counter = CompileCounterWithBackend("eager")
     compiled.compile(backend=counter, fullgraph=True)
     batch = {name: tokens(24, rows=1) for name in ("input_ids", "labels")}

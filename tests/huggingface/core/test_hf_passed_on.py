@@ -23,9 +23,9 @@ def test_blocks_are_found_by_their_code() -> None:
     assert deaf_attention(model) == [(layer, layer.self_attn) for layer in layers]
 
 
-def _models() -> tuple[Any, Any]:
+def _models(num_layers: int = 2) -> tuple[Any, Any]:
     """A model under its plan, and the stock model."""
-    model, stock = small_model("Nemotron"), small_model("Nemotron")
+    model, stock = (small_model("Nemotron", num_hidden_layers=num_layers) for _ in range(2))
     plan = context_parallel_plan(model, "zigzag")
     return parallelize_module(model, init_device_mesh("cpu", (2,)), plan), stock
 
@@ -61,7 +61,7 @@ def test_compiled_in_one_graph(pool: Pool) -> None:
 
 
 def _check_compiled() -> None:
-    model, stock = _models()
+    model, stock = _models(1)
     tokens = torch.randint(2, VOCABULARY, (1, 16), generator=torch.Generator().manual_seed(1))
     given = {"input_ids": tokens, "labels": tokens}
     loss = torch.compile(model, backend="aot_eager", fullgraph=True)(**given).loss

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 from copy import copy, deepcopy
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -20,6 +20,7 @@ from parallel_plans.huggingface.core.versions import with_cache
 from tests.families import BESIDE_POOLS, CHOOSES_POOLS
 from tests.huggingface.generation.generating import exact_softmax, generate, sharded, stock, tokens
 from tests.pool import Pool
+from tests.results import of_first_rank
 
 FAMILIES = ("Llama", "Gemma 3", "DeepSeek-V3.2", "Llama 4", "MiniMax M3")
 TURNS = 11, 3, 5
@@ -35,12 +36,24 @@ def turn(model: Any, cache: Any, said: Tensor, number: int, padded: int = 0) -> 
         return generate(model, input_ids=said, **given).sequences
 
 
-def stock_chat(family: str, num_turns: int, padded: int = 0) -> tuple[Tensor, DynamicCache]:
-    model = stock(family)
-    cache, said = DynamicCache(config=model.config), tokens(0)
-    for number in range(num_turns):
-        said = turn(model, cache, said, number, padded)
-    return said, cache
+class StockChat(NamedTuple):
+    """What was said after two turns, its cache, and what was said after three."""
+
+    two: Tensor
+    cache: DynamicCache
+    three: Tensor
+
+    @classmethod
+    def of(cls, family: str, padded: int = 0) -> StockChat:
+        model = stock(family)
+        cache, said = DynamicCache(config=model.config), [tokens(0)]
+        for number in range(2):
+            said.append(turn(model, cache, said[-1], number, padded))
+        return cls(said[2], deepcopy(cache), turn(model, cache, said[2], 2, padded))
+
+    @classmethod
+    def read(cls, folder: str) -> StockChat:
+        return torch.load(Path(folder, "stock.pt"), weights_only=False)
 
 
 def save(family: str, folder: str) -> None:
@@ -50,7 +63,7 @@ def save(family: str, folder: str) -> None:
     for number in range(2):
         said = turn(model, chat, said, number)
     whole, state = chat.whole(), chat.state_dict()
-    expected, cache = stock_chat(family, 2)
+    expected, cache, last = StockChat.read(folder)
     assert torch.equal(said, expected)
     for here, there in zip(whole.layers, cache.layers, strict=True):
         if there.keys is not None:
@@ -67,7 +80,7 @@ def save(family: str, folder: str) -> None:
             act(chat)
     assert copy(chat).get_seq_length() == deepcopy(chat).get_seq_length() == said.shape[1] - 1
     with stock_model(model):
-        assert torch.equal(turn(model, whole, said, 2), stock_chat(family, 3)[0])
+        assert torch.equal(turn(model, whole, said, 2), last)
     assert restore_model(model) is model
     with torch.no_grad(), pytest.raises(ValueError, match=r"under no plan any more.*whole\(\)"):
         model(tokens(1), **with_cache(model, {"cache": chat}))
@@ -83,7 +96,7 @@ def go_on(family: str, folder: str, layout: str) -> None:
         chat = ContextParallelCache(model)
         model.generate(tokens(4), max_new_tokens=2, cache=chat)  # is replaced
         chat.load_state_dict(state)
-        assert torch.equal(turn(model, chat, said, 2), stock_chat(family, 3)[0])
+        assert torch.equal(turn(model, chat, said, 2), StockChat.read(folder).three)
 
 
 def check_refused(folder: str) -> None:
@@ -108,12 +121,13 @@ def check_refused(folder: str) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_saved_chats_go_on(pool: Pool, tmp_path: Path, family: str) -> None:
-    folder = str(tmp_path)
+    folder, expected = str(tmp_path), StockChat.of(family)
+    torch.save(expected, tmp_path / "stock.pt")
     pool.run(2, save, family, folder)
     dcp_to_torch_save(str(tmp_path / "dcp"), str(tmp_path / "dcp.pt"))
     said = torch.load(tmp_path / "said.pt")
     cache = torch.load(tmp_path / "whole.pt", weights_only=False)
-    assert torch.equal(turn(stock(family), cache, said, 2), stock_chat(family, 3)[0])
+    assert torch.equal(turn(stock(family), cache, said, 2), expected.three)
     pool.run(3, go_on, family, folder, "zigzag")
     pool.run(1, go_on, family, folder, "contiguous")
     if family == "Llama":
@@ -126,8 +140,9 @@ def of_pools(family: str, padded: int) -> None:
     chat, said = ContextParallelCache(model, block=2), tokens(0)
     for number in range(2):
         said = turn(model, chat, said, number, padded)
-    assert torch.equal(said, stock_chat(family, 2, padded)[0])
-    expected, last = stock_chat(family, 3, padded)[0], (said, 2, padded)
+    two, expected = of_first_rank(lambda: StockChat.of(family, padded)[::2])
+    assert torch.equal(said, two)
+    last = said, 2, padded
     loaded = ContextParallelCache(model)
     loaded.load_state_dict(chat.state_dict())
     if family in BESIDE_POOLS:

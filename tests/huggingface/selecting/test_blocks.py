@@ -28,10 +28,10 @@ KINDS = ("plain", "padded right")
 PADDED = (*KINDS, "padded left")
 FAMILIES = {**CHOOSES_BLOCKS, **CHOOSES_POOLS, **BESIDE_POOLS}
 OFTEN = {
-    "MiniMax M3": {(2, "contiguous"), (3, "striped"), (4, "zigzag"), (3, "balanced")},
-    "GLM-5-Next": {(2, "striped"), (3, "contiguous"), (4, "zigzag")},
+    "MiniMax M3": {(3, "balanced"), (4, "zigzag")},
+    "GLM-5-Next": {(2, "striped"), (3, "contiguous")},
     "Qwen4-Exp": {(2, "zigzag"), (3, "striped")},
-    "DeepSeek-V4": {(2, "zigzag"), (3, "striped"), (4, "contiguous"), (3, "balanced")},
+    "DeepSeek-V4": {(3, "balanced"), (4, "contiguous")},
 }
 WORLDS = [*product((2, 3, 4), ("contiguous", "zigzag", "striped", "balanced"))]
 

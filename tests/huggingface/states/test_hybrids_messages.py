@@ -129,7 +129,7 @@ def sent(family: str, layout: str, seq_len: int) -> tuple[list[Counter[str]], Hy
     return found, cost
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.repeats), 4])
 @pytest.mark.parametrize("family", ["LFM2", "Granite 4", "Qwen3-Next"])
 def test_bytes_are_those_of_the_schedule(pool: Pool, family: str, world_size: int) -> None:
     """Those of maps, once in each direction, and of tokens that are sharded again, if they are."""

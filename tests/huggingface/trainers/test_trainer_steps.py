@@ -160,13 +160,6 @@ CASES = [
 ]
 """Each mesh, model and way to train at least once."""
 REPEATED = [
-    # What each of these has is in two rows above; DDP that resumes is in test_trainer, too.
-    Case(DDP, "padded", "tied", resumes=True),
-    Case(SHARDED, "padded", "tied", is_sharded=True, has_checkpoints=True),
-    Case(DDP, "packed", "untied", is_sharded=True),
-    Case(SHARDED, "packed", "untied", is_sharded=True, resumes=True),
-    Case(DDP, "padded", "lora", resumes=True),
-    Case(DDP, "packed", "untied", has_checkpoints=True),
     Case((("cp", 4),), "padded", "untied", is_sharded=True),
     # A head of the user's own is in test_trainer_traps, too.
     Case(SHARDED, "packed", "head", is_sharded=True),

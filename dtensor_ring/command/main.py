@@ -80,16 +80,27 @@ def schedule(
 ) -> int:
     """Print the work of each rank at each step, draw it, and return the exit status."""
     try:
-        asked = layout or "zigzag", mask, seq_len, world_size, cu_seqlens
         if strategy == AUTO:
             device = as_machine(machine or DEFAULT_MACHINE)
             strategy = choose(
-                *(mask, seq_len, world_size, heads, head_dim, cu_seqlens),
+                mask=mask,
+                seq_len=seq_len,
+                world_size=world_size,
+                heads=heads,
+                head_dim=head_dim,
+                cu_seqlens=cu_seqlens,
                 layout=layout or "zigzag",
                 dtype=device.dtype_like("bfloat16"),
                 machine=device,
             ).spec
-        found = describe_schedule(*asked, strategy=strategy)
+        found = describe_schedule(
+            layout=layout or "zigzag",
+            mask=mask,
+            seq_len=seq_len,
+            world_size=world_size,
+            cu_seqlens=cu_seqlens,
+            strategy=strategy,
+        )
         layouts = _layouts(read, hybrid, mask, seq_len, world_size, heads, head_dim)
         _save(found, html, png)
     except (ImportError, OSError, TypeError, ValueError) as error:

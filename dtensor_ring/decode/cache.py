@@ -87,14 +87,15 @@ class CacheLayer:
         step, given = self._appends.of_layer(self.number), (key, value)
         self._check(given, step.num_given)
         self._reorder()
-        where = step.cols[0], step.capacities[self._appends.rank]
         # Tensors made in inference mode are read-only outside of it.
         with torch.inference_mode(False), torch.no_grad():
             # Both before either is kept, so that an error leaves the layer as it was.
             appended = []
             for memory, x in zip(self._memory or self._empty(given), given, strict=True):
                 parts = [x.narrow(SEQUENCE, a, b - a) for a, b in step.kept]
-                appended.append(memory.append(parts, *where))
+                appended.append(
+                    memory.append(parts, step.cols[0], step.capacities[self._appends.rank])
+                )
             self._memory = tuple(appended)
         self.capacities, self._appends.batch = step.capacities, key.shape[0]
         self._appends.done(self.number)

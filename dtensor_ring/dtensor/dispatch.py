@@ -113,8 +113,13 @@ def ulysses_dtensors(
     if isinstance(sinks, DTensor):
         own = sinks.to_local(grad_placements=placements_of_sinks_gradient(sinks, ring))
         local = local._replace(scores=local.scores._replace(sinks=own))
-    tensors = query.to_local(), key.to_local(), value.to_local()
-    out, lse = ulysses_attention(*tensors, local, with_lse)
+    out, lse = ulysses_attention(
+        query=query.to_local(),
+        key=key.to_local(),
+        value=value.to_local(),
+        call=local,
+        with_lse=with_lse,
+    )
     shape = tuple(query.shape[:3])
     return (
         _from_local(out, (*shape, value.shape[3]), ring),
@@ -137,8 +142,9 @@ def local_call(call: Call, query: DTensor, key: DTensor, value: DTensor, ring: R
     bounds = local_rows("cu_seqlens", batch.cu_seqlens, query, ring)
     key_bounds = local_rows("key_cu_seqlens", batch.key_cu_seqlens, query, ring)
     slices = local_rows("slices", batch.slices, query, ring, 3)
-    lengths = query.shape[SEQUENCE], key.shape[SEQUENCE]
-    place = config.place(ring.group.group_name, *lengths, call.place.strategy)
+    place = config.place(
+        ring.group.group_name, query.shape[SEQUENCE], key.shape[SEQUENCE], call.place.strategy
+    )
     local = Call(
         batch._replace(cu_seqlens=bounds, key_cu_seqlens=key_bounds, slices=slices),
         local_scores(call.scores, query, ring),

@@ -86,8 +86,16 @@ def _forward(
     query, key, value = loadable(query, key, value)
     if launch is not None:
         return sole_forward(query, (key, value), launch, kernel, call.scores, bound.rank)
-    how = bound.plan(query, key), kernel, call.scores, transport or transport_of(call.group)
-    return ring_forward(query, (key, value), *how, call.place.policy, call.rounded)
+    return ring_forward(
+        query,
+        (key, value),
+        plan=bound.plan(query, key),
+        kernel=kernel,
+        scores=call.scores,
+        transport=transport or transport_of(call.group),
+        policy=call.place.policy,
+        rounded=call.rounded,
+    )
 
 
 torch.library.impl(FORWARD, "CompositeExplicitAutograd")(forward)

@@ -218,8 +218,14 @@ def attend(query: Tensor, rows: Tensor, *arguments: Any) -> tuple[Tensor, Tensor
         keys = _keys(rows, query, listed, request, transport, "forward")
         (query,) = unit_stride(query)
         scores = call.scores
-        how = listed.selected, listed.route or SELECTED, scores.scale, scores.sinks
-        out, lse = selected_forward(query, keys, *how)
+        out, lse = selected_forward(
+            query,
+            keys,
+            selected=listed.selected,
+            route=listed.route or SELECTED,
+            scale=scores.scale,
+            sinks=scores.sinks,
+        )
     if request.world_size > 1:
         group_state_of(call.group).remember(lse)
     return out, lse
@@ -240,10 +246,17 @@ def backward(
     with _checked("backward", call, request, facts, _of_listed(listed), lse) as transport:
         keys = _keys(rows, query, listed, request, transport, "backward")
         saved = Saved(grad_out, out, lse, grad_lse)
-        how = listed.selected, listed.route or SELECTED, call.scores.scale
         dtype = call.place.policy.sum_dtype(rows.dtype)
         (query,) = unit_stride(query)
-        grads = selected_backward(saved, query, keys, *how, dtype)
+        grads = selected_backward(
+            saved,
+            query,
+            keys,
+            selected=listed.selected,
+            route=listed.route or SELECTED,
+            scale=call.scores.scale,
+            dtype=dtype,
+        )
     return *grads, sinks_gradient(saved, call.scores.sinks)
 
 

@@ -196,8 +196,18 @@ def context_parallel_plan(
     how["machine"] = machine
     format_named(cache_dtype)  # an error here points at the user's option
     check_tile(mlp_tile)
-    options = deal_images, cache_dtype, KeptForBackward(mlp_tile, offload), local_batch
-    return {"": ShardedModel(layout, how, unshard_outputs, strategies, *options)}
+    return {
+        "": ShardedModel(
+            layout,
+            how,
+            unshard_outputs,
+            strategies,
+            deal_images=deal_images,
+            cache_dtype=cache_dtype,
+            kept=KeptForBackward(mlp_tile, offload),
+            local_batch=local_batch,
+        )
+    }
 
 
 class ShardedModel(ParallelStyle):

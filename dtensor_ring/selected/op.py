@@ -174,9 +174,13 @@ def _fake_select(
 ) -> Tensor:
     check_index(query, key, weights)
     check_batch(query, unflatten(options).batch)
+    return no_keys(query, weights, width_of(k, block_size, pool_size))
+
+
+def no_keys(query: Tensor, weights: Tensor | None, width: int) -> Tensor:
+    """Return lists of keys of queries without content: one, or one of each head if none weighs."""
     batch, heads, num_queries, _ = query.shape
     groups = heads if weights is None else 1
-    width = width_of(k, block_size, pool_size)
     return query.new_empty(batch, groups, num_queries, width, dtype=torch.int32)
 
 

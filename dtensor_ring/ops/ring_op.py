@@ -29,12 +29,7 @@ from dtensor_ring.ops.attention_record import (
 )
 from dtensor_ring.ops.bound import TENSORS, BoundCall, bound_call
 from dtensor_ring.ops.boundaries import check_integers
-from dtensor_ring.ops.checks import (
-    CALLER,
-    check_inputs,
-    loadable,
-    unit_stride,
-)
+from dtensor_ring.ops.checks import CALLER, check_inputs, loadable, unit_stride
 from dtensor_ring.ops.options import LEAVES, SCHEMA, Call, PlanRequest, unflatten
 from dtensor_ring.planning.lru import cached_bytes
 from dtensor_ring.planning.slices import slices_of

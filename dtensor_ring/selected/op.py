@@ -16,12 +16,7 @@ from dtensor_ring.compute.accumulate import sinks_gradient
 from dtensor_ring.compute.kernels import Saved
 from dtensor_ring.compute.memory import TOKEN_MAJOR, empty, order_of
 from dtensor_ring.ops import nodes
-from dtensor_ring.ops.attention_record import (
-    AttentionFacts,
-    attention_facts,
-    record_of,
-    runs_text,
-)
+from dtensor_ring.ops.attention_record import AttentionFacts, attention_facts, record_of, runs_text
 from dtensor_ring.ops.checks import CALLER, check_inputs, unit_stride, warn_of_tiles
 from dtensor_ring.ops.options import LEAVES, SCHEMA, Call, PlanRequest, unflatten
 from dtensor_ring.ops.ring_op import check_batch, number_of

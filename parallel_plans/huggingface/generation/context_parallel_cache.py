@@ -25,11 +25,7 @@ from parallel_plans.huggingface.core.versions import kept_whole
 from parallel_plans.huggingface.generation.cache_memory import CacheMemory
 from parallel_plans.huggingface.generation.saved_parts import Pair
 from parallel_plans.huggingface.selecting.compressed import compressing_layers
-from parallel_plans.huggingface.selecting.indexers import (
-    give_index,
-    indexers_of,
-    keeps_positions,
-)
+from parallel_plans.huggingface.selecting.indexers import give_index, indexers_of, keeps_positions
 from parallel_plans.huggingface.sharding.sharding import shardings_of
 from parallel_plans.huggingface.states.state_sources import States
 from parallel_plans.huggingface.states.stateful import (

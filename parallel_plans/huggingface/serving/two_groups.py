@@ -44,11 +44,7 @@ from parallel_plans.huggingface.serving.pooled_forward import (
     check_servable,
     check_whole_weights,
 )
-from parallel_plans.huggingface.serving.served_request import (
-    ServedRequest,
-    TokenChoice,
-    extend_all,
-)
+from parallel_plans.huggingface.serving.served_request import ServedRequest, TokenChoice, extend_all
 from parallel_plans.huggingface.serving.serving_options import ServingOptions
 from parallel_plans.huggingface.serving.state_slots import StateSlots
 from parallel_plans.huggingface.serving.told_tokens import ToldTokens

@@ -29,14 +29,7 @@ from rich.console import Console
 from torch import Tensor
 
 from benchmarks.harness import folder_of, origin, publish, spawn, table_of
-from benchmarks.trained import (
-    NUM_LAST,
-    WORLD_SIZE,
-    Trained,
-    Training,
-    attended_by,
-    train,
-)
+from benchmarks.trained import NUM_LAST, WORLD_SIZE, Trained, Training, attended_by, train
 from docs.marked import table_row, write_part
 from dtensor_ring.quantised.block_scales import (
     FORMATS,

@@ -14,14 +14,7 @@ from statistics import median
 
 import torch
 import torch.distributed as dist
-from baselines import (
-    Stages,
-    median_ratio,
-    single_process,
-    time_paired,
-    torch_ring,
-    zigzag_shard,
-)
+from baselines import Stages, median_ratio, single_process, time_paired, torch_ring, zigzag_shard
 from harness import (
     HEAD_DIM,
     NUM_HEADS,

@@ -24,15 +24,7 @@ from typing import Any
 
 import paced
 import torch
-from harness import (
-    HEAD_DIM,
-    origin,
-    publish,
-    spawn,
-    spawn_on_hosts,
-    table_of,
-    work_on_host,
-)
+from harness import HEAD_DIM, origin, publish, spawn, spawn_on_hosts, table_of, work_on_host
 from network import hosts
 from rich.console import Console
 from rich.table import Table

@@ -8,7 +8,6 @@ from dtensor_ring.command.first import parse_first as _parse_first
 _parse_first()  # in a process of `python -m dtensor_ring`: help need not wait for torch
 
 from dtensor_ring.agreement.call_record import RingError
-from dtensor_ring.all_to_all.api import exchange, relayout
 from dtensor_ring.balanced.balanced import Balanced
 from dtensor_ring.compute.kernels import available_kernels, register_kernel
 from dtensor_ring.decode.api import decode_attention
@@ -16,6 +15,7 @@ from dtensor_ring.decode.cache import ShardedCache
 from dtensor_ring.dtensor.annotation import sequence_layout
 from dtensor_ring.dtensor.attention import ring_attention
 from dtensor_ring.dtensor.axis import SequenceAxis
+from dtensor_ring.dtensor.exchange import exchange, relayout
 from dtensor_ring.dtensor.flex.block_mask import slices_of_block_mask
 from dtensor_ring.dtensor.gather import sequence_runs, sum_over_sequence
 from dtensor_ring.dtensor.in_blocks import InBlocks

@@ -46,12 +46,6 @@ The contract of a block kernel:
     `Kernel`, `Launch`, `Problem`, `Saved`, `Scores`.
 """
 
-from dtensor_ring.balanced.hybrid import (
-    Hybrid,
-    HybridComparison,
-    compare_hybrid_layouts,
-    stays_from,
-)
 from dtensor_ring.balanced.work import visible_pairs
 from dtensor_ring.compute.dropout import Dropout, draw_seed, dropout_factors, numbered
 from dtensor_ring.compute.kernels import Kernel, Launch, Problem, Saved, Scores, check_kernel
@@ -85,6 +79,7 @@ from dtensor_ring.planning.run_table import as_layout, layout_names
 from dtensor_ring.planning.strategy import check_strategy
 from dtensor_ring.quantised.kept_tokens import KeptTokens, format_named, no_tokens
 from dtensor_ring.selected.pools import pool_runs, pool_tokens, pools_before, whole_pools
+from dtensor_ring.states.hybrid import Hybrid, HybridComparison, compare_hybrid_layouts, stays_from
 from dtensor_ring.transport.transport import axis_group_options
 
 __all__ = [

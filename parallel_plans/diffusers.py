@@ -119,8 +119,18 @@ class RingBackend:
         """
         config = getattr(_parallel_config, "context_parallel_config", None)
         if config is None:
-            how = (attn_mask, dropout_p, is_causal, scale, enable_gqa, return_lse)
-            return self.stock(query, key, value, *how, _parallel_config)
+            return self.stock(
+                query,
+                key,
+                value,
+                attn_mask,
+                dropout_p,
+                is_causal,
+                scale,
+                enable_gqa,
+                return_lse,
+                _parallel_config,
+            )
         _refuse(config, dropout_p, is_causal, return_lse)
         if not enable_gqa and query.shape[2] != key.shape[2]:
             raise ValueError(

@@ -30,15 +30,7 @@ from parallel_plans.huggingface.probing.eligibility import check_model
 from parallel_plans.huggingface.sharding.sharding import shardings_of
 from parallel_plans.huggingface.states.stateful import stateful_layers
 from tests.model_images import images_of
-from tests.model_types import (
-    KINDS,
-    Batches,
-    auto,
-    batches,
-    default_config,
-    small_model,
-    types_of,
-)
+from tests.model_types import KINDS, Batches, auto, batches, default_config, small_model, types_of
 from tests.pool import Pool
 from tests.results import Results, difference, results_alone, results_of
 

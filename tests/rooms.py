@@ -157,10 +157,15 @@ def _folder(module: str) -> str:
 
 
 def two_way_folders() -> list[tuple[str, str]]:
-    """Pairs of folders, neither within the other, that import each other when they are loaded."""
+    """Pairs of folders, neither within the other, that import each other when they are loaded.
+
+    A `__main__` is a program: it brings the commands of the package and of the plans together, and
+    nobody imports it.
+    """
     edges = {
         (_folder(name), _folder(other))
         for name, tree in TREES.items()
+        if not name.endswith(".__main__")
         for other in _imports(tree, late=False)
         if other in SOURCES
     }

@@ -34,13 +34,7 @@ from benchmarks.published import (
     values_of,
     why,
 )
-from benchmarks.published_steps import (
-    FLOPS,
-    MODELS,
-    OVER_FIRST,
-    simulated_steps,
-    step_settings,
-)
+from benchmarks.published_steps import FLOPS, MODELS, OVER_FIRST, simulated_steps, step_settings
 from docs.marked import parts
 from dtensor_ring.lab.presets import PRESETS
 from dtensor_ring.planning.run_table import as_layout

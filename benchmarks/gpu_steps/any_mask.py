@@ -19,14 +19,7 @@ from dtensor_ring.command.doctor import UNMEASURED
 from dtensor_ring.compute.execute import launches
 from dtensor_ring.compute.kernels import KERNELS
 from dtensor_ring.compute.kernels.registry import preferred
-from gpu_steps.alone import (
-    Attention,
-    best_kernels,
-    in_turns,
-    rank_stages,
-    seconds_of,
-    whole_inputs,
-)
+from gpu_steps.alone import Attention, best_kernels, in_turns, rank_stages, seconds_of, whole_inputs
 from gpu_steps.card import documents
 from gpu_steps.machine import Finding, Machine, left_out
 from gpu_steps.tables import name_of

@@ -12,14 +12,7 @@ import torch
 from baselines import Stages
 
 from dtensor_ring import Mask, TransferPolicy, ZigZag
-from gpu_steps.alone import (
-    Attention,
-    best_kernels,
-    in_turns,
-    rank_stages,
-    seconds_of,
-    whole_inputs,
-)
+from gpu_steps.alone import Attention, best_kernels, in_turns, rank_stages, seconds_of, whole_inputs
 from gpu_steps.machine import Finding, Machine
 from gpu_steps.tables import AIMS, name_of
 from gpu_steps.traces import seconds_by_kind

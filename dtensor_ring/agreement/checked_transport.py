@@ -144,8 +144,18 @@ def checked_transport(
     piggybacks = is_small and (is_plain or not first_bytes)
     if state.late is not None and not keeps_tags:
         piggybacks = False  # the host does not wait for records, so they can carry nothing
-    how = record, direction, forward_call, call_site, piggybacks, chain
-    return CheckedTransport(group, state, transport, keeps_tags, *how)
+    return CheckedTransport(
+        group,
+        state,
+        transport,
+        keeps_tags,
+        record=record,
+        direction=direction,
+        forward_call=forward_call,
+        call_site=call_site,
+        piggybacks=piggybacks,
+        chain=chain,
+    )
 
 
 class CheckedTransport(Transport):
@@ -212,8 +222,16 @@ class CheckedTransport(Transport):
 
     def _post(self, late: LateRecords) -> None:
         """Post the record of this call, whether or not the host waits for records, too."""
-        what = self._record, self._number, self._forward_call, self._call_site, self._direction
-        late.post(PostedCall(*what, time.monotonic()))
+        late.post(
+            PostedCall(
+                record=self._record,
+                number=self._number,
+                forward_call=self._forward_call,
+                call_site=self._call_site,
+                direction=self._direction,
+                since=time.monotonic(),
+            )
+        )
         self._state.check()  # the previous rank may have left before this call
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:

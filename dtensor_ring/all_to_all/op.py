@@ -286,8 +286,16 @@ def run_exchange(
     if args.kv_dtype is not None:
         seq_len: Any = args.seq_len  # the plan was made with it
         owners = KeyOwners(layouts[1], args.heads, args.group.size(), seq_len)
-    how = heads, args.is_back, args.kv_dtype, transport, label
-    return exchanged(tensors, plan, owners, *how)
+    return exchanged(
+        tensors,
+        plan,
+        owners,
+        heads=heads,
+        is_back=args.is_back,
+        kv_dtype=args.kv_dtype,
+        transport=transport,
+        label=label,
+    )
 
 
 torch.library.impl(ALL_TO_ALL, "CompositeExplicitAutograd")(forward)

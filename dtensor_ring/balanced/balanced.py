@@ -222,8 +222,13 @@ class Balanced(Layout):
 @cached_bytes(2**26, lambda runs: 64 + 100 * sum(map(len, runs)))
 def _balanced_runs(layout: Balanced) -> tuple[tuple[Run, ...], ...]:
     """Return the runs of every rank; a cache keeps at most 64 MiB of them."""
-    sizes = layout.world_size, layout.seq_len, layout.block_length
-    return balanced_partition(layout._seen, *sizes, layout.max_runs).runs(layout.world_size)
+    return balanced_partition(
+        layout._seen,
+        world_size=layout.world_size,
+        seq_len=layout.seq_len,
+        block=layout.block_length,
+        max_runs=layout.max_runs,
+    ).runs(layout.world_size)
 
 
 def balanced_partition(

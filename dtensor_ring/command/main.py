@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from dtensor_ring.balanced.hybrid import Hybrid, HybridComparison, compare_hybrid_layouts
 from dtensor_ring.command.doctor import doctor
 from dtensor_ring.command.estimated import estimate_or_longest
 from dtensor_ring.command.parser import parse
@@ -28,6 +27,7 @@ from dtensor_ring.lab.training.model_shape import ModelShape
 from dtensor_ring.lab.training.simulate import ReadConfig, config_file, simulate
 from dtensor_ring.planning.mask import Mask
 from dtensor_ring.planning.strategy import AUTO
+from dtensor_ring.states.hybrid import Hybrid, HybridComparison, compare_hybrid_layouts
 
 
 def main(
@@ -70,7 +70,7 @@ def schedule(
     mask: Mask,
     cu_seqlens: Sequence[int] | None,
     strategy: str,
-    hybrid: Hybrid | str | None,
+    hybrid: tuple[int, ...] | str | None,
     as_json: bool,
     html: Path | None = None,
     png: Path | None = None,
@@ -80,16 +80,27 @@ def schedule(
 ) -> int:
     """Print the work of each rank at each step, draw it, and return the exit status."""
     try:
-        asked = layout or "zigzag", mask, seq_len, world_size, cu_seqlens
         if strategy == AUTO:
             device = as_machine(machine or DEFAULT_MACHINE)
             strategy = choose(
-                *(mask, seq_len, world_size, heads, head_dim, cu_seqlens),
+                mask=mask,
+                seq_len=seq_len,
+                world_size=world_size,
+                heads=heads,
+                head_dim=head_dim,
+                cu_seqlens=cu_seqlens,
                 layout=layout or "zigzag",
                 dtype=device.dtype_like("bfloat16"),
                 machine=device,
             ).spec
-        found = describe_schedule(*asked, strategy=strategy)
+        found = describe_schedule(
+            layout=layout or "zigzag",
+            mask=mask,
+            seq_len=seq_len,
+            world_size=world_size,
+            cu_seqlens=cu_seqlens,
+            strategy=strategy,
+        )
         layouts = _layouts(read, hybrid, mask, seq_len, world_size, heads, head_dim)
         _save(found, html, png)
     except (ImportError, OSError, TypeError, ValueError) as error:
@@ -102,7 +113,7 @@ def schedule(
 
 def _layouts(
     read: ReadConfig,
-    hybrid: Hybrid | str | None,
+    hybrid: tuple[int, ...] | str | None,
     mask: Mask,
     seq_len: int,
     world_size: int,
@@ -113,7 +124,7 @@ def _layouts(
 
     Args:
         read: reads a config.
-        hybrid: its numbers, or the name of its config. The config says its heads.
+        hybrid: its numbers, see `option_values`, or the name of its config, which says its heads.
         mask: of the attention.
         seq_len: tokens of a sequence.
         world_size: ranks of the axis.
@@ -125,12 +136,16 @@ def _layouts(
     if isinstance(hybrid, str):
         of_model = hybrid_of(ModelShape.of(read(hybrid)), BFLOAT16)
     else:
-        of_model = hybrid._replace(heads=heads, head_dim=head_dim)
+        stateful, attention, hidden_size, *of_map = hybrid
+        maps = (FLOAT32 * stateful * of_map[0], 0) if of_map else None
+        of_model = Hybrid(
+            stateful, attention, hidden_size, heads=heads, head_dim=head_dim, maps=maps
+        )
     return compare_hybrid_layouts(of_model, mask, seq_len, world_size)
 
 
-# Bytes of a number between layers.
-BFLOAT16 = 2
+# Bytes of a number between layers, and of one in a map.
+BFLOAT16, FLOAT32 = 2, 4
 
 
 def _print(found: object, entries: Any, layouts: HybridComparison | None, as_json: bool) -> None:
@@ -185,7 +200,7 @@ def compare(
     max_held: int | None,
     machine: Machine | None,
     chosen: tuple[int, ...] | str | None,
-    hybrid: Hybrid | str | None,
+    hybrid: tuple[int, ...] | str | None,
     as_json: bool,
 ) -> int:
     """Print what each strategy costs, see `compare_strategies`, and return the exit status."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from dtensor_ring.balanced.hybrid import Hybrid
 from dtensor_ring.lab.machine import Machine
 from dtensor_ring.lab.presets import as_machine
 from dtensor_ring.lab.training.names import MESH_AXES
@@ -105,24 +104,22 @@ def numbers(text: str) -> list[int]:
         ) from None
 
 
-def hybrid_of(text: str) -> Hybrid | str:
+def hybrid_of(text: str) -> tuple[int, ...] | str:
     """Parse layers with a state and with attention, numbers of a token, and of a layer's map.
 
-    The last one may be left out. A map is in float32. What is no numbers is the path of a config.
+    The last one may be left out. What is no numbers is the path of a config.
 
     Raises:
         ArgumentTypeError: if these are not three or four numbers, each 0 or more.
 
-    >>> hybrid_of("36,12,2048").hidden_size, hybrid_of("36,12,2048,1000").maps
-    (2048, (144000, 0))
+    >>> hybrid_of("36,12,2048"), hybrid_of("36,12,2048,1000")
+    ((36, 12, 2048), (36, 12, 2048, 1000))
     """
     if not text.replace(",", "").replace("-", "").isdigit():
         return text
     found = numbers(text)
     if len(found) in (3, 4) and min(found) >= 0:
-        stateful, attention, hidden_size, *of_map = found
-        maps = (4 * stateful * of_map[0], 0) if of_map else None
-        return Hybrid(stateful, attention, hidden_size, maps=maps)
+        return tuple(found)
     raise argparse.ArgumentTypeError(
         f"{text!r} are not layers with a state, layers with attention, numbers of a token, and of "
         "a map of a layer: 36,12,2048,1048576; or give a config.json"

@@ -75,18 +75,25 @@ def _version() -> str:
         return "that is not installed"
 
 
+def _command(
+    commands: argparse._SubParsersAction[Any], name: str, text: str
+) -> argparse.ArgumentParser:
+    """Add a command, whose name is found again in what is parsed."""
+    command: argparse.ArgumentParser = commands.add_parser(name, help=text, description=text)
+    command.set_defaults(command=name)
+    return command
+
+
 def _add_doctor(commands: argparse._SubParsersAction[Any]) -> None:
     text = "check whether it works here: versions, kernels and, under torchrun, a ring of all ranks"
-    command = commands.add_parser("doctor", help=text, description=text)
-    command.set_defaults(command="doctor")
+    command = _command(commands, "doctor", text)
     command.add_argument("--kernel", help="test the ring with this kernel")
     command.add_argument("--json", action="store_true", dest="as_json", help="print JSON")
 
 
 def _add_schedule(commands: argparse._SubParsersAction[Any]) -> None:
     text = "show the part of the work that each rank does at each step"
-    command = commands.add_parser("schedule", help=text, description=text)
-    command.set_defaults(command="schedule")
+    command = _command(commands, "schedule", text)
     _add_attention(command)
     _add_heads(command)
     _add_strategy(command)
@@ -97,8 +104,7 @@ def _add_schedule(commands: argparse._SubParsersAction[Any]) -> None:
 
 def _add_compare(commands: argparse._SubParsersAction[Any]) -> None:
     text = "show what each strategy sends, holds and launches, and what it takes on a machine"
-    command = commands.add_parser("compare", help=text, description=text)
-    command.set_defaults(command="compare")
+    command = _command(commands, "compare", text)
     _add_attention(command)
     _add_heads(command)
     _add_hybrid(command)
@@ -132,8 +138,7 @@ def _add_heads(command: argparse.ArgumentParser) -> None:
 
 def _add_estimate(commands: argparse._SubParsersAction[Any]) -> None:
     text = "estimate what a training step of a model takes on one rank: memory, messages and hops"
-    command = commands.add_parser("estimate", help=text, description=text)
-    command.set_defaults(command="estimate")
+    command = _command(commands, "estimate", text)
     command.add_argument(
         "--model", required=True, help="a config.json, its folder, or module:function of torchtitan"
     )
@@ -207,8 +212,7 @@ def _add_strategy(command: argparse.ArgumentParser) -> None:
 
 def _add_simulate(commands: argparse._SubParsersAction[Any]) -> None:
     text = "simulate a training step of a model on a machine: milliseconds by part, MFU and memory"
-    command = commands.add_parser("simulate", help=text, description=text)
-    command.set_defaults(command="simulate")
+    command = _command(commands, "simulate", text)
     command.add_argument(
         "--model", required=True, help="a config.json, its folder, or a name in transformers: llama"
     )
@@ -258,8 +262,7 @@ def _add_simulate(commands: argparse._SubParsersAction[Any]) -> None:
 
 def _add_calibrate(commands: argparse._SubParsersAction[Any]) -> None:
     text = "measure kernels and links of this machine, alone or under torchrun, into a file"
-    command = commands.add_parser("calibrate", help=text, description=text)
-    command.set_defaults(command="calibrate")
+    command = _command(commands, "calibrate", text)
     command.add_argument("path", type=Path, nargs="?", help="the file: machine.json")
     acts = command.add_mutually_exclusive_group()
     acts.add_argument("--show", action="store_true", help="print what the file has")
@@ -273,8 +276,7 @@ def _add_calibrate(commands: argparse._SubParsersAction[Any]) -> None:
 
 def _add_serve(commands: argparse._SubParsersAction[Any]) -> None:
     text = "serve a model of transformers over HTTP, as OpenAI's clients expect it"
-    command = commands.add_parser("serve", help=text, description=text)
-    command.set_defaults(command="serve")
+    command = _command(commands, "serve", text)
     command.add_argument("--model", required=True, help="its folder, with its tokenizer")
     command.add_argument("--mesh", type=mesh_of, required=True, help="ranks of a sequence: cp=4")
     text = "the address to listen on, 127.0.0.1 if not given; there is no password"

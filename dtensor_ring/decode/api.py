@@ -8,22 +8,28 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from dtensor_ring.compute.accumulate import add_sinks
 from dtensor_ring.decode.call import (
+    DECODE_LEAVES,
+    MAX_QUERIES,
     DecodeBatch,
     DecodeCall,
     DecodePlace,
     checked_decode,
     flatten_decode,
+    unflatten_decode,
 )
-from dtensor_ring.decode.op import attend
+from dtensor_ring.decode.op import NO_GRADIENT, attend, decode_op
 from dtensor_ring.decode.plan import DecodeRequest
 from dtensor_ring.dtensor import call_check
 from dtensor_ring.dtensor.annotation import annotation_of, axis_group, config_of_call
+from dtensor_ring.dtensor.dispatch import handler_of, handlers, local_rows, local_scores
 from dtensor_ring.dtensor.known_calls import keep, known_calls_of
 from dtensor_ring.dtensor.per_query import with_bias, with_sinks
+from dtensor_ring.dtensor.placement import SEQUENCE, local_of, ring_of_keys, without, wrap
+from dtensor_ring.dtensor.sdpa import Attention, others, scores_of_sdpa
 from dtensor_ring.ops.checks import called_by_user, check_sinks
 from dtensor_ring.planning.mask import Mask
 from dtensor_ring.planning.slices import Slices
@@ -282,3 +288,69 @@ def placed(
     block = block_of_decoding(config.policy)
     place = DecodePlace(layout, group_name=group.group_name, merge=merge, block=block)
     return place, config.kernel
+
+
+def decode_dtensor(
+    query: DTensor, key: DTensor, value: DTensor, call: DecodeCall
+) -> tuple[DTensor, DTensor]:
+    """Run the decode op on DTensors, whose placements and axis give the call's place."""
+    batch = call.batch
+    ring = ring_of_keys(query, key, value, batch.key_runs is not None)
+    block = block_of_decoding(ring.config.policy)
+    starts = batch.query_starts
+    if starts is not None and len(starts) != 1:
+        starts = local_rows("query_starts", starts, query, ring, 1)
+    local = DecodeCall(
+        batch._replace(
+            cu_seqlens=local_rows("cu_seqlens", batch.cu_seqlens, query, ring),
+            slices=local_rows("slices", batch.slices, query, ring, 3),
+            query_starts=starts,
+        ),
+        local_scores(call.scores, query, ring),
+        DecodePlace(
+            layout=ring.config.spec,
+            seq_len=key.shape[SEQUENCE],
+            group_name=ring.group.group_name,
+            merge=call.place.merge,
+            block=block,
+        ),
+    )
+    # The query is not sharded over the axis: its local tensor has all query tokens.
+    tensors = query._local_tensor, local_of(key, ring), local_of(value, ring)
+    out, lse = decode_op(*tensors, *flatten_decode(local))
+    shape, placements = tuple(query.shape[:3]), without(ring.placements)
+    return (
+        wrap(out, (*shape, value.shape[3]), ring, placements),
+        wrap(lse, shape, ring, placements),
+    )
+
+
+def _few_queries(bound: dict[str, Any]) -> Attention | None:
+    """Take an aten attention over if a few replicated queries attend to sharded keys.
+
+    Raises:
+        NotImplementedError: if it needs a gradient.
+        ValueError: if it drops weights.
+    """
+    query, key, value = bound["query"], bound["key"], bound["value"]
+    if not (isinstance(query, DTensor) and isinstance(key, DTensor)):
+        return None
+    if (
+        query.shape[SEQUENCE] > MAX_QUERIES
+        or tuple(query.placements) != without(tuple(key.placements))
+        or Shard(SEQUENCE) not in key.placements
+    ):
+        return None
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value)):
+        raise NotImplementedError(NO_GRADIENT)
+    if bound["dropout_p"]:
+        raise ValueError(
+            f"a few queries on all ranks drop nothing, got dropout_p={bound['dropout_p']}"
+        )
+    # PyTorch aligns a causal mask at the first query and the first key.
+    batch = DecodeBatch(query_starts=torch.zeros(1, dtype=torch.int32))
+    return decode_dtensor, DecodeCall(batch, scores_of_sdpa(bound), DecodePlace())
+
+
+handlers.update({decode_op: handler_of(decode_dtensor, len(DECODE_LEAVES), unflatten_decode)})
+others.append(_few_queries)

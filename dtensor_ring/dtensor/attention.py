@@ -280,5 +280,6 @@ def placed_shards(
         config = annotation_of(group).config_or_default
         return config.place(group.group_name, None, None, strategy), config.kernel
     config, size = config_of_call(group, batch.runs is not None), group.size()
-    lengths = query.shape[2] * size, key.shape[2] * size
-    return config.place(group.group_name, *lengths, strategy), config.kernel
+    return config.place(
+        group.group_name, query.shape[2] * size, key.shape[2] * size, strategy
+    ), config.kernel

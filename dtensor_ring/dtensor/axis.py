@@ -285,15 +285,14 @@ class SequenceAxis:
                 f"seq_len is for local shards of a whole sequence, and {has_own}, which say it; "
                 "leave it out"
             )
-        how = mask, scale, softcap, sinks
         drop = {"dropout_p": dropout_p, "dropout_seed": dropout_seed}
         if dtensor_of(query) is not None:
             # No kernel here: the op takes that of the axis that the DTensors are sharded over.
-            scores = call_check.scores_of(query, *how, None, **drop)
+            scores = call_check.scores_of(query, mask, scale, softcap, sinks, None, **drop)
             if relative_bias is not None:
                 query = with_bias(query, relative_bias)
             return attend(query, key, value, Call(batch, scores, on_dtensors(strategy)), with_lse)
-        scores = call_check.scores_of(query, *how, self.kernel, **drop)
+        scores = call_check.scores_of(query, mask, scale, softcap, sinks, self.kernel, **drop)
         if relative_bias is not None:
             query = with_bias(query, relative_bias)
         lengths: tuple[int | None, int | None] = (None, None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import reprlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,6 @@ from dtensor_ring.agreement.group_state import group_state_of
 from dtensor_ring.all_to_all.ulysses import as_autocast
 from dtensor_ring.compute.dropout import draw_seed
 from dtensor_ring.compute.kernels import Scores, available_kernels, check_kernel
-from dtensor_ring.decode.call import DecodeCall
 from dtensor_ring.dtensor.annotation import axis_group, group_of
 from dtensor_ring.dtensor.choice import chosen
 from dtensor_ring.dtensor.dispatch import local_call, ring_of_call
@@ -311,7 +310,19 @@ def _seed(given: Any, device: torch.device) -> Tensor:
     return given
 
 
-def check_options(query: Tensor, call: Call | DecodeCall) -> None:
+class Options(Protocol):
+    """The options of a call of any op: integer tensors of the batch, and how queries score keys."""
+
+    @property
+    def batch(self) -> Any:
+        """Tensors, by name, or `None`."""
+
+    @property
+    def scores(self) -> Scores:
+        """How a query scores a key."""
+
+
+def check_options(query: Tensor, call: Options) -> None:
     """Refuse tensors, besides query, key and value, of a kind that the op does not take.
 
     Raises:

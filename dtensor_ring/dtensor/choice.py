@@ -39,9 +39,7 @@ from dtensor_ring.planning.strategy import AUTO, Strategy
 try:
     from torch.fx.experimental.symbolic_shapes import optimization_hint
 except ImportError:  # torch 2.11 has another name for it
-    from torch.fx.experimental.symbolic_shapes import (
-        size_hint as optimization_hint,  # pyrefly: ignore[missing-module-attribute]
-    )
+    from torch.fx.experimental.symbolic_shapes import size_hint as optimization_hint  # pyrefly: ignore[missing-module-attribute]
 
 if TYPE_CHECKING:
     from dtensor_ring.dtensor.laboratory import Machine

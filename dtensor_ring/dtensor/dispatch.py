@@ -14,14 +14,6 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from dtensor_ring.all_to_all.ulysses import is_exchanged, ulysses_attention, ulysses_backward
 from dtensor_ring.compute.kernels import Scores
 from dtensor_ring.compute.memory import order_of, strides
-from dtensor_ring.decode.call import (
-    DECODE_LEAVES,
-    DecodeCall,
-    DecodePlace,
-    flatten_decode,
-    unflatten_decode,
-)
-from dtensor_ring.decode.op import decode_op
 from dtensor_ring.dtensor.annotation import axis_mesh
 from dtensor_ring.dtensor.choice import chosen
 from dtensor_ring.dtensor.placement import (
@@ -33,8 +25,6 @@ from dtensor_ring.dtensor.placement import (
     describe,
     local_of,
     ring_of,
-    ring_of_keys,
-    without,
     wrap,
 )
 from dtensor_ring.dtensor.sequence_tensor import known
@@ -42,7 +32,6 @@ from dtensor_ring.ops.boundaries import on_host
 from dtensor_ring.ops.options import LEAVES, Call, Place, flatten, unflatten
 from dtensor_ring.ops.ring_op import ring_backward_op, ring_op
 from dtensor_ring.planning.layout import shard_length
-from dtensor_ring.transport.transport import block_of_decoding
 
 
 def ring_of_call(query: DTensor, key: DTensor, value: DTensor, call: Call) -> Ring:
@@ -124,8 +113,13 @@ def ulysses_dtensors(
     if isinstance(sinks, DTensor):
         own = sinks.to_local(grad_placements=placements_of_sinks_gradient(sinks, ring))
         local = local._replace(scores=local.scores._replace(sinks=own))
-    tensors = query.to_local(), key.to_local(), value.to_local()
-    out, lse = ulysses_attention(*tensors, local, with_lse)
+    out, lse = ulysses_attention(
+        query=query.to_local(),
+        key=key.to_local(),
+        value=value.to_local(),
+        call=local,
+        with_lse=with_lse,
+    )
     shape = tuple(query.shape[:3])
     return (
         _from_local(out, (*shape, value.shape[3]), ring),
@@ -142,52 +136,18 @@ def _from_local(local: Tensor, shape: tuple[int, ...], ring: Ring) -> DTensor:
     return known(made)
 
 
-def decode_dtensor(
-    query: DTensor, key: DTensor, value: DTensor, call: DecodeCall
-) -> tuple[DTensor, DTensor]:
-    """Run the decode op on DTensors, whose placements and axis give the call's place."""
-    batch = call.batch
-    ring = ring_of_keys(query, key, value, batch.key_runs is not None)
-    block = block_of_decoding(ring.config.policy)
-    starts = batch.query_starts
-    if starts is not None and len(starts) != 1:
-        starts = _local_rows("query_starts", starts, query, ring, 1)
-    local = DecodeCall(
-        batch._replace(
-            cu_seqlens=_local_rows("cu_seqlens", batch.cu_seqlens, query, ring),
-            slices=_local_rows("slices", batch.slices, query, ring, 3),
-            query_starts=starts,
-        ),
-        _local_scores(call.scores, query, ring),
-        DecodePlace(
-            layout=ring.config.spec,
-            seq_len=key.shape[SEQUENCE],
-            group_name=ring.group.group_name,
-            merge=call.place.merge,
-            block=block,
-        ),
-    )
-    # The query is not sharded over the axis: its local tensor has all query tokens.
-    tensors = query._local_tensor, local_of(key, ring), local_of(value, ring)
-    out, lse = decode_op(*tensors, *flatten_decode(local))
-    shape, placements = tuple(query.shape[:3]), without(ring.placements)
-    return (
-        wrap(out, (*shape, value.shape[3]), ring, placements),
-        wrap(lse, shape, ring, placements),
-    )
-
-
 def local_call(call: Call, query: DTensor, key: DTensor, value: DTensor, ring: Ring) -> Call:
     """Return the call on local tensors, with this rank's rows of boundaries and its own sinks."""
     batch, config = call.batch, ring.config
-    bounds = _local_rows("cu_seqlens", batch.cu_seqlens, query, ring)
-    key_bounds = _local_rows("key_cu_seqlens", batch.key_cu_seqlens, query, ring)
-    slices = _local_rows("slices", batch.slices, query, ring, 3)
-    lengths = query.shape[SEQUENCE], key.shape[SEQUENCE]
-    place = config.place(ring.group.group_name, *lengths, call.place.strategy)
+    bounds = local_rows("cu_seqlens", batch.cu_seqlens, query, ring)
+    key_bounds = local_rows("key_cu_seqlens", batch.key_cu_seqlens, query, ring)
+    slices = local_rows("slices", batch.slices, query, ring, 3)
+    place = config.place(
+        ring.group.group_name, query.shape[SEQUENCE], key.shape[SEQUENCE], call.place.strategy
+    )
     local = Call(
         batch._replace(cu_seqlens=bounds, key_cu_seqlens=key_bounds, slices=slices),
-        _local_scores(call.scores, query, ring),
+        local_scores(call.scores, query, ring),
         place if call.place.machine is None else place._replace(machine=call.place.machine),
     )
     return chosen(local, query._local_tensor, value._local_tensor)
@@ -200,7 +160,7 @@ def chosen_on_dtensors(query: DTensor, key: DTensor, value: DTensor, call: Call)
     return Call(call.batch, call.scores, of_call)
 
 
-def _local_scores(scores: Scores, query: DTensor, ring: Ring) -> Scores:
+def local_scores(scores: Scores, query: DTensor, ring: Ring) -> Scores:
     """Return the scores with the sinks of this rank's heads and the axis's kernel."""
     of_axis = ring.config.kernel
     if scores.dropout_p:
@@ -211,7 +171,7 @@ def _local_scores(scores: Scores, query: DTensor, ring: Ring) -> Scores:
     return scores._replace(sinks=_local_sinks(scores.sinks, ring), kernel=scores.kernel or of_axis)
 
 
-def _local_rows(name: str, given: Any, query: DTensor, ring: Ring, ndim: int = 2) -> Any:
+def local_rows(name: str, given: Any, query: DTensor, ring: Ring, ndim: int = 2) -> Any:
     """Return this rank's batch rows of a tensor; it has a batch dim if it has `ndim` dims."""
     if given is None or given.ndim != ndim:
         return given
@@ -271,7 +231,7 @@ def _signature(op: OpOverload) -> tuple[tuple[str, ...], dict[str, Any]]:
     return tuple(x.name for x in arguments), {x.name: x.default_value for x in arguments}
 
 
-def _handle(
+def handler_of(
     run: Callable[..., Any],
     num_leaves: int = len(LEAVES),
     build: Callable[[tuple[Any, ...]], Any] = unflatten,
@@ -287,8 +247,7 @@ def _handle(
 handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
 handlers.update(
     {
-        ring_op: _handle(ring_forward_dtensor),
-        ring_backward_op: _handle(ring_backward_dtensor),
-        decode_op: _handle(decode_dtensor, len(DECODE_LEAVES), unflatten_decode),
+        ring_op: handler_of(ring_forward_dtensor),
+        ring_backward_op: handler_of(ring_backward_dtensor),
     }
 )

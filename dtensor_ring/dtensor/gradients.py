@@ -16,13 +16,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.distributed.tensor import DTensor
 
 from dtensor_ring.dtensor.annotation import tokens_of
-from dtensor_ring.dtensor.sequence_order import (
-    order_of,
-    own_tokens,
-    refusal,
-    sequence_dim,
-    wrapped,
-)
+from dtensor_ring.dtensor.sequence_order import order_of, own_tokens, refusal, sequence_dim, wrapped
 
 
 def for_backward(gradient: Any, x: Any) -> Any:

@@ -9,14 +9,12 @@ from typing import Any
 
 import torch
 from torch._ops import OpOverload
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from dtensor_ring.compute.kernels import Scores
-from dtensor_ring.decode.call import MAX_QUERIES, DecodeBatch, DecodeCall, DecodePlace
-from dtensor_ring.decode.op import NO_GRADIENT
 from dtensor_ring.dtensor import dispatch
 from dtensor_ring.dtensor.call_check import scores_of
-from dtensor_ring.dtensor.placement import SEQUENCE, on_annotated_axis, without
+from dtensor_ring.dtensor.placement import SEQUENCE, on_annotated_axis
 from dtensor_ring.ops.checks import called_from, check_head_dims
 from dtensor_ring.ops.nodes import ONCE, is_traced
 from dtensor_ring.ops.options import ON_DTENSORS, Batch, Call, default_scale, flatten
@@ -58,6 +56,12 @@ INPUTS = ("query", "key", "value")
 
 Handler = Callable[[OpOverload, tuple[Any, ...], dict[str, Any]], Any]
 
+Attention = tuple[Callable[..., tuple[DTensor, DTensor]], Any]
+"""What computes an attention on query, key and value, and the call that it takes after these."""
+
+others: list[Callable[[dict[str, Any]], Attention | None]] = []
+"""What features serve by other means than a ring, given an attention's arguments by name."""
+
 
 def install_sdpa() -> None:
     """Let DTensor's dispatcher ask us first about attention; other calls continue as before."""
@@ -88,11 +92,7 @@ def _forward_handler(previous: Handler | None) -> Handler:
             raise ValueError(FUSED_DROPOUT.format(op=op.overloadpacket.__name__))
         if query.ndim != 4:  # only the composite op takes these
             return _fused(bound)
-        attend, call = (
-            (dispatch.decode_dtensor, _decode_call(bound))
-            if _is_decoding(query, key)
-            else (dispatch.ring_forward_dtensor, _call(bound))
-        )
+        attend, call = _attention_of(bound)
         out, lse = called_from(sys._getframe(1), attend, query, key, value, call)
         return _like_returns(op, out, lse)
 
@@ -172,17 +172,6 @@ def _is_sharded(inputs: Iterable[Any]) -> bool:
     return any(on_annotated_axis(x, x.ndim - 2) for x in inputs)
 
 
-def _is_decoding(query: Any, key: Any) -> bool:
-    """Return whether a few replicated queries attend to keys that are sharded over an axis."""
-    if not (isinstance(query, DTensor) and isinstance(key, DTensor)):
-        return False
-    return (
-        query.shape[SEQUENCE] <= MAX_QUERIES
-        and tuple(query.placements) == without(tuple(key.placements))
-        and Shard(SEQUENCE) in key.placements
-    )
-
-
 def as_before(
     previous: Handler | None, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
@@ -229,26 +218,21 @@ def _refuse(bound: dict[str, Any]) -> None:
         )
 
 
+def _attention_of(bound: dict[str, Any]) -> Attention:
+    """Return what computes an attention: a feature that takes it over, else the ring."""
+    for other in others:
+        if attention := other(bound):
+            return attention
+    return dispatch.ring_forward_dtensor, _call(bound)
+
+
 def _call(bound: dict[str, Any]) -> Call:
     """Return the ring call for the arguments of an aten attention."""
-    return Call(Batch(), _scores(bound), ON_DTENSORS)
+    return Call(Batch(), scores_of_sdpa(bound), ON_DTENSORS)
 
 
-def _decode_call(bound: dict[str, Any]) -> DecodeCall:
-    """Return the decode call for the arguments of an aten attention; it has no gradient."""
-    tensors = bound["query"], bound["key"], bound["value"]
-    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
-        raise NotImplementedError(NO_GRADIENT)
-    if bound["dropout_p"]:
-        raise ValueError(
-            f"a few queries on all ranks drop nothing, got dropout_p={bound['dropout_p']}"
-        )
-    # PyTorch aligns a causal mask at the first query and the first key.
-    starts = torch.zeros(1, dtype=torch.int32)
-    return DecodeCall(DecodeBatch(query_starts=starts), _scores(bound), DecodePlace())
-
-
-def _scores(bound: dict[str, Any]) -> Scores:
+def scores_of_sdpa(bound: dict[str, Any]) -> Scores:
+    """Return how queries score keys, from the arguments of an aten attention."""
     mask = CAUSAL if bound["is_causal"] else FULL
     scale = bound["scale"]
     if scale is None:

@@ -86,8 +86,9 @@ def _backward(bound: dict[str, Any]) -> tuple[Any, ...]:
     grad_out, query, key, value, out = (_batch_of(bound[name]) for name in names)
     lse = bound["lse"]
     lse = _moved(lse, lse._local_tensor[None], (1, *lse.shape), LSE_TO_BATCH)
-    inputs = query, key, value, out, lse
-    *grads, _ = dispatch.ring_backward_dtensor(grad_out, None, *inputs, _call(bound))
+    *grads, _ = dispatch.ring_backward_dtensor(
+        grad_out, None, query, key, value, out, lse, _call(bound)
+    )
     return tuple(map(_tokens_of, grads))
 
 

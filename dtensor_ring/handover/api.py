@@ -17,15 +17,7 @@ from dtensor_ring.dtensor.call_check import check_agreement, checked_barrier
 from dtensor_ring.handover.call import device_of, handing_over
 from dtensor_ring.handover.columns import ColumnMove
 from dtensor_ring.handover.plan import head_span
-from dtensor_ring.handover.run import (
-    Incoming,
-    MovedPart,
-    Outgoing,
-    Posts,
-    copy,
-    fill,
-    put,
-)
+from dtensor_ring.handover.run import Incoming, MovedPart, Outgoing, Posts, copy, fill, put
 from dtensor_ring.handover.sides import HandOverPlan, Kept, Told, Wanted, planned
 from dtensor_ring.quantised.kept_tokens import KINDS
 

@@ -93,8 +93,15 @@ class Wanted(NamedTuple):
         """Return those of a cache whose heads are sharded over a mesh."""
         ranks = tuple(dist.get_process_group_ranks(axis_group(cache.mesh)))
         size = 1 if heads is None else axis_group(heads).size()
-        how = cache.layout.spec, cache.table.block, len(cache), cache.kv_dtype
-        return cls(ranks, *how, size, cache.seq_len)
+        return cls(
+            ranks,
+            cache.layout.spec,
+            cache.table.block,
+            len(cache),
+            cache.kv_dtype,
+            size,
+            cache.seq_len,
+        )
 
     def table(self, size: int, seq_len: int) -> CacheTable:
         """Return which positions each of `size` ranks gets."""

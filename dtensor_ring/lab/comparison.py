@@ -11,23 +11,11 @@ import torch
 
 from dtensor_ring.all_to_all.plan import AllToAllPlan, all_to_all_plan
 from dtensor_ring.compute.execute import launches
-from dtensor_ring.lab.chosen_keys import (
-    SEEN,
-    ChosenKeys,
-    chosen_keys,
-    index_cost,
-    moved_costs,
-)
+from dtensor_ring.lab.chosen_keys import SEEN, ChosenKeys, chosen_keys, index_cost, moved_costs
 from dtensor_ring.lab.machine import Machine
 from dtensor_ring.lab.presets import as_machine
 from dtensor_ring.lab.problem import SimulatedProblem, TensorSizes, problem_of
-from dtensor_ring.lab.recorded import (
-    Cost,
-    RankAttention,
-    by_field,
-    no_content,
-    recorded_costs,
-)
+from dtensor_ring.lab.recorded import Cost, RankAttention, by_field, no_content, recorded_costs
 from dtensor_ring.lab.schedule import Schedule, describe_schedule
 from dtensor_ring.lab.simulated_attention import timeline_of
 from dtensor_ring.planning.block_order import block_of, has_whole_blocks

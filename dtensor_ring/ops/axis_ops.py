@@ -251,10 +251,11 @@ def _recorded_sum(
 ) -> Tensor:
     if forward_ad._current_level >= 0:
         nodes.refuse_tangents((local,))
-    place = group_name, is_back, forward_call
     if torch.is_grad_enabled() and local.requires_grad:
-        return nodes.recorded(_SumFunction, local, keyset, *place)
-    return nodes.below_autograd(sum_ranks_op, sum_ranks, keyset, local, *place)
+        return nodes.recorded(_SumFunction, local, keyset, group_name, is_back, forward_call)
+    return nodes.below_autograd(
+        sum_ranks_op, sum_ranks, keyset, local, group_name, is_back, forward_call
+    )
 
 
 nodes.LIBRARY.impl("sum_ranks", _recorded_sum, "Autograd", with_keyset=True)

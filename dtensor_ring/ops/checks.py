@@ -24,6 +24,18 @@ from dtensor_ring.planning.ranges import as_int
 T = TypeVar("T")
 
 
+def check_strided(name: str, x: Tensor) -> None:
+    """Refuse a tensor whose memory is not described by strides.
+
+    Raises:
+        ValueError: if it is nested, sparse or in another library's layout.
+    """
+    if x.layout is not torch.strided or x.is_nested:
+        kind = "nested" if x.is_nested else x.layout
+        dense = "torch.nested.to_padded_tensor" if x.is_nested else ".to_dense()"
+        raise ValueError(f"{name} must be a dense, strided tensor, got a {kind} one; use {dense}")
+
+
 class _Caller(local):
     # Of the call in the library. Few calls read its line, which takes longer than to keep it.
     frame: FrameType | None = None
@@ -259,18 +271,6 @@ def announce(
 # Query, key and value.
 Tensors = tuple[Tensor, Tensor, Tensor]
 STRIDED = torch.strided
-
-
-def check_strided(name: str, x: Tensor) -> None:
-    """Refuse a tensor whose memory is not described by strides.
-
-    Raises:
-        ValueError: if it is nested, sparse or in another library's layout.
-    """
-    if x.layout is not torch.strided or x.is_nested:
-        kind = "nested" if x.is_nested else x.layout
-        dense = "torch.nested.to_padded_tensor" if x.is_nested else ".to_dense()"
-        raise ValueError(f"{name} must be a dense, strided tensor, got a {kind} one; use {dense}")
 
 
 def check_head_dims(query: Tensor, key: Tensor, value: Tensor) -> None:

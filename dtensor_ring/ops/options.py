@@ -203,8 +203,16 @@ class Call(NamedTuple):
             or self.scores.mask.chunk is not None
             or slices is not None
         )
-        how = is_packed, slices, differentiable_lse, self.place.policy.order is not None
-        return kernel_facts(self.scores, query, key, value, *how)
+        return kernel_facts(
+            self.scores,
+            query,
+            key,
+            value,
+            is_packed=is_packed,
+            slices=slices,
+            differentiable_lse=differentiable_lse,
+            by_block=self.place.policy.order is not None,
+        )
 
 
 class Leaf(NamedTuple):

@@ -30,12 +30,7 @@ from dtensor_ring.ops.attention_record import (
 )
 from dtensor_ring.ops.bound import TENSORS, BoundCall, bound_call
 from dtensor_ring.ops.boundaries import check_integers
-from dtensor_ring.ops.checks import (
-    CALLER,
-    check_inputs,
-    loadable,
-    unit_stride,
-)
+from dtensor_ring.ops.checks import CALLER, check_inputs, loadable, unit_stride
 from dtensor_ring.ops.options import LEAVES, SCHEMA, Call, PlanRequest, unflatten
 from dtensor_ring.planning.lru import cached_bytes
 from dtensor_ring.planning.slices import slices_of
@@ -90,8 +85,16 @@ def _forward(
     query, key, value = loadable(query, key, value)
     if sole is not None:
         return sole_forward(query, (key, value), sole, kernel, call.scores)
-    how = bound.plan(query, key), kernel, call.scores, transport or transport_of(call.group)
-    return ring_forward(query, (key, value), *how, call.place.policy, call.rounded)
+    return ring_forward(
+        query,
+        (key, value),
+        plan=bound.plan(query, key),
+        kernel=kernel,
+        scores=call.scores,
+        transport=transport or transport_of(call.group),
+        policy=call.place.policy,
+        rounded=call.rounded,
+    )
 
 
 torch.library.impl(FORWARD, "CompositeExplicitAutograd")(forward)

@@ -282,7 +282,24 @@ class ZigZag(Layout):
 
 
 @dataclass(frozen=True)
-class BlockCyclic(Layout):
+class _OfBlocks(Layout):
+    """A layout by blocks of `block` tokens.
+
+    Raises:
+        ValueError: if a block has no tokens.
+        TypeError: if `block` is not an integer.
+    """
+
+    parameters: ClassVar[tuple[str, ...]] = ("block",)
+
+    block: int
+
+    def __post_init__(self) -> None:
+        check_block(self.block)
+
+
+@dataclass(frozen=True)
+class BlockCyclic(_OfBlocks):
     """Blocks of `block` tokens go back and forth: to ranks 0 to W-1, then W-1 to 0, and so on.
 
     Causal work is balanced at any length. The tokens left after an even number of rounds are
@@ -300,12 +317,6 @@ class BlockCyclic(Layout):
     """
 
     name: ClassVar[str] = "block_cyclic"
-    parameters: ClassVar[tuple[str, ...]] = ("block",)
-
-    block: int
-
-    def __post_init__(self) -> None:
-        check_block(self.block)
 
     def runs(self, rank: int, world_size: int, seq_len: int) -> tuple[Run, ...]:
         # The shortest shard bounds the rounds. Rounds come in pairs, which balances the work.
@@ -348,7 +359,7 @@ def non_empty(*runs: Run) -> tuple[Run, ...]:
 
 
 @dataclass(frozen=True)
-class WholeBlocks(Layout):
+class WholeBlocks(_OfBlocks):
     """Zigzag of whole blocks: positions from a multiple of `block` to the next one are on one rank.
 
     This is the layout of sums in a fixed order, see `TransferPolicy`: the blocks are those of the
@@ -366,12 +377,6 @@ class WholeBlocks(Layout):
     """
 
     name: ClassVar[str] = "whole_blocks"
-    parameters: ClassVar[tuple[str, ...]] = ("block",)
-
-    block: int
-
-    def __post_init__(self) -> None:
-        check_block(self.block)
 
     def runs(self, rank: int, world_size: int, seq_len: int) -> tuple[Run, ...]:
         blocks = ZigZag().runs(rank, world_size, -(-seq_len // self.block))

@@ -111,22 +111,6 @@ def broadcast(**sides: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
 
 # The largest length of a sequence, in tokens: beyond any in use, and far below the int64 limit.
 MAX_TOKENS = 2**40
-# The largest number of ranks on a ring. Planning time grows with it, to seconds at this limit.
-MAX_RANKS = 2**16
-
-
-def as_int(name: str, given: Any) -> int:
-    """Convert an integer of any integer type to an int.
-
-    Raises:
-        TypeError: if it is not an integer; the message names the argument.
-    """
-    try:
-        if isinstance(given, bool):  # an int in Python, but not a count
-            raise TypeError
-        return index(given)
-    except (TypeError, RuntimeError):  # RuntimeError: a tensor without content
-        raise TypeError(f"{name} must be an int, got {given!r}") from None
 
 
 def as_count(name: str, given: Any, smallest: int = 0, largest: int = MAX_TOKENS) -> int:
@@ -143,6 +127,24 @@ def as_count(name: str, given: Any, smallest: int = 0, largest: int = MAX_TOKENS
     if not smallest <= count <= largest:
         raise ValueError(f"{name} must be from {smallest} to {largest:,}, got {count}")
     return count
+
+
+# The largest number of ranks on a ring. Planning time grows with it, to seconds at this limit.
+MAX_RANKS = 2**16
+
+
+def as_int(name: str, given: Any) -> int:
+    """Convert an integer of any integer type to an int.
+
+    Raises:
+        TypeError: if it is not an integer; the message names the argument.
+    """
+    try:
+        if isinstance(given, bool):  # an int in Python, but not a count
+            raise TypeError
+        return index(given)
+    except (TypeError, RuntimeError):  # RuntimeError: a tensor without content
+        raise TypeError(f"{name} must be an int, got {given!r}") from None
 
 
 class SupportsArray(Protocol):

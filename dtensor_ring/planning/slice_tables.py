@@ -198,8 +198,12 @@ def aligned_table(bounds: np.ndarray, key_bounds: np.ndarray, mask: Mask) -> np.
         np.full_like(ahead, UNBOUNDED) if x == UNBOUNDED else x + sign * ahead
         for x, sign in zip(band_of(mask), (-1, 1), strict=True)
     )
-    ranges = (bounds[:-1], bounds[1:]), (key_bounds[:-1], key_bounds[1:])
-    return table_of(*ranges, left, right)
+    return table_of(
+        queries=(bounds[:-1], bounds[1:]),
+        keys=(key_bounds[:-1], key_bounds[1:]),
+        left=left,
+        right=right,
+    )
 
 
 def query_table(begins: np.ndarray, ends: np.ndarray) -> np.ndarray:

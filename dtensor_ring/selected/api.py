@@ -18,13 +18,7 @@ from dtensor_ring.dtensor.dispatch import (
     placements_of_sinks_gradient,
     ring_of_call,
 )
-from dtensor_ring.dtensor.placement import (
-    HEADS,
-    Ring,
-    local_of,
-    placements_text,
-    wrap,
-)
+from dtensor_ring.dtensor.placement import HEADS, Ring, local_of, placements_text, wrap
 from dtensor_ring.ops.checks import called_by_user
 from dtensor_ring.ops.options import Batch, Call, Place, flatten, unflatten
 from dtensor_ring.planning.mask import Mask

@@ -199,8 +199,16 @@ def decode_selected_attention(
     call = DecodeCall(batch, scores, place)
     call_check.check_options(query, call)
     pool_size = as_count("pool_size", pool_size, 1, MAX_SELECTED)
-    inputs = query, key, values, selected, value_dim, pool_size
-    out, lse = called_by_user(decode_selected_op, *inputs, *flatten_decode(call))
+    out, lse = called_by_user(
+        decode_selected_op,
+        query,
+        key,
+        values,
+        selected,
+        value_dim,
+        pool_size,
+        *flatten_decode(call),
+    )
     return (out, lse) if return_lse else out
 
 

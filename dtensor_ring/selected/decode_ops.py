@@ -45,7 +45,7 @@ from dtensor_ring.planning.lru import cached_bytes
 from dtensor_ring.planning.plan import Step
 from dtensor_ring.planning.tile import FULL
 from dtensor_ring.selected.listed_attention import Residents, gathered_forward
-from dtensor_ring.selected.op import check_index, check_selected, register_choice
+from dtensor_ring.selected.op import check_index, check_selected, no_keys, register_choice
 from dtensor_ring.selected.plan import pool_numbers, width_of
 from dtensor_ring.selected.run import (
     NO_KEY,
@@ -249,10 +249,7 @@ def _fake_select(
 ) -> Tensor:
     check_index(query, key, weights)
     check_batch(query, unflatten_decode(options).batch)
-    batch, heads, num_queries, _ = query.shape
-    groups = heads if weights is None else 1
-    width = width_of(k, block_size, pool_size)
-    return query.new_empty(batch, groups, num_queries, width, dtype=torch.int32)
+    return no_keys(query, weights, width_of(k, block_size, pool_size))
 
 
 def decode_attend(

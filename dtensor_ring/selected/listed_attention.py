@@ -246,10 +246,11 @@ def lists_of(
     """Return the facts of a call, of its backward pass if `saved` is given."""
     first, end = residents.values
     has_grad_lse = saved is not None and saved.grad_lse is not None
-    dims = residents.head_dim, end - first
     device, dtype = query.device.type, torch.promote_types(query.dtype, residents.rows.dtype)
     return Lists(
-        Problem(device, dtype, *dims, scale, differentiable_lse=has_grad_lse),
+        Problem(
+            device, dtype, residents.head_dim, end - first, scale, differentiable_lse=has_grad_lse
+        ),
         query.shape[1],
         residents.rows.shape[2],
         first == 0 and residents.apart is None,
@@ -360,8 +361,13 @@ def _latents(query: Tensor, residents: Residents, selected: Tensor) -> Latents:
     if residents.places is not None:
         lists = residents.places[lists.long()]
     lists = pad(lists, (0, -lists.shape[-1] % WIDTH), value=-1)
-    parts = by_token[..., VALUE:], rows[..., VALUE:], rows[..., :VALUE], by_token[..., :VALUE]
-    return Latents(*parts, lists)
+    return Latents(
+        q=by_token[..., VALUE:],
+        k=rows[..., VALUE:],
+        v=rows[..., :VALUE],
+        qv=by_token[..., :VALUE],
+        lists=lists,
+    )
 
 
 def _by_token(saved: Saved, batch: int) -> Saved:

@@ -16,12 +16,7 @@ from dtensor_ring.compute.accumulate import sinks_gradient
 from dtensor_ring.compute.kernels import Saved
 from dtensor_ring.compute.memory import TOKEN_MAJOR, empty, order_of
 from dtensor_ring.ops import nodes
-from dtensor_ring.ops.attention_record import (
-    AttentionFacts,
-    attention_facts,
-    record_of,
-    runs_text,
-)
+from dtensor_ring.ops.attention_record import AttentionFacts, attention_facts, record_of, runs_text
 from dtensor_ring.ops.checks import CALLER, check_inputs, unit_stride, warn_of_tiles
 from dtensor_ring.ops.options import LEAVES, SCHEMA, Call, PlanRequest, unflatten
 from dtensor_ring.ops.ring_op import check_batch, number_of
@@ -174,9 +169,13 @@ def _fake_select(
 ) -> Tensor:
     check_index(query, key, weights)
     check_batch(query, unflatten(options).batch)
+    return no_keys(query, weights, width_of(k, block_size, pool_size))
+
+
+def no_keys(query: Tensor, weights: Tensor | None, width: int) -> Tensor:
+    """Return lists of keys of queries without content: one, or one of each head if none weighs."""
     batch, heads, num_queries, _ = query.shape
     groups = heads if weights is None else 1
-    width = width_of(k, block_size, pool_size)
     return query.new_empty(batch, groups, num_queries, width, dtype=torch.int32)
 
 
@@ -218,8 +217,14 @@ def attend(query: Tensor, rows: Tensor, *arguments: Any) -> tuple[Tensor, Tensor
         keys = _keys(rows, query, listed, request, transport, "forward")
         (query,) = unit_stride(query)
         scores = call.scores
-        how = listed.selected, listed.route or SELECTED, scores.scale, scores.sinks
-        out, lse = selected_forward(query, keys, *how)
+        out, lse = selected_forward(
+            query,
+            keys,
+            selected=listed.selected,
+            route=listed.route or SELECTED,
+            scale=scores.scale,
+            sinks=scores.sinks,
+        )
     if request.world_size > 1:
         group_state_of(call.group).remember(lse)
     return out, lse
@@ -240,10 +245,17 @@ def backward(
     with _checked("backward", call, request, facts, _of_listed(listed), lse) as transport:
         keys = _keys(rows, query, listed, request, transport, "backward")
         saved = Saved(grad_out, out, lse, grad_lse)
-        how = listed.selected, listed.route or SELECTED, call.scores.scale
         dtype = call.place.policy.sum_dtype(rows.dtype)
         (query,) = unit_stride(query)
-        grads = selected_backward(saved, query, keys, *how, dtype)
+        grads = selected_backward(
+            saved,
+            query,
+            keys,
+            selected=listed.selected,
+            route=listed.route or SELECTED,
+            scale=call.scores.scale,
+            dtype=dtype,
+        )
     return *grads, sinks_gradient(saved, call.scores.sinks)
 
 

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from dtensor_ring.all_to_all.api import relayout
 from dtensor_ring.dtensor.annotation import axis_group
+from dtensor_ring.dtensor.exchange import relayout
 from dtensor_ring.ops.boundaries import run_table
 from dtensor_ring.planning.layout import Layout
 from dtensor_ring.planning.ranges import as_count

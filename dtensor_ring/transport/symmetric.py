@@ -217,9 +217,15 @@ class SymmetricTransport(Transport):
         if self._size == 1 or device in self._outboxes:
             return
         self._memory.check(device, self._group_name)
-        place = self._rank, self._size, self._chunk_bytes
         with torch.inference_mode(False):  # tensors made in it are read-only outside
-            self._outboxes[device] = Outbox(*place, self._memory, device, self._group_name)
+            self._outboxes[device] = Outbox(
+                rank=self._rank,
+                size=self._size,
+                chunk_bytes=self._chunk_bytes,
+                memory=self._memory,
+                device=device,
+                group_name=self._group_name,
+            )
 
     def start(self, receives: list[P2P], sends: list[P2P]) -> Sequence[Work]:
         messages = [*receives, *sends]

@@ -38,7 +38,8 @@ def model_of_config(path: Path, mesh: DeviceMesh, asked: ModelRequest) -> MetaMo
             f"transformers makes no model of {path} ({type(error).__name__}: {error})"
         ) from error
     plan = context_parallel_plan(
-        *(model, asked.layout),
+        model,
+        asked.layout,
         strategy=asked.strategy,
         machine=asked.machine,
         policy=TransferPolicy(kv_dtype=asked.kv_dtype),

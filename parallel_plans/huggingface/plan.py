@@ -12,13 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from dtensor_ring import SequenceAxis, TransferPolicy
-from dtensor_ring.extension import (
-    AnyMachine,
-    Layout,
-    check_axis_options,
-    format_named,
-    name_layer,
-)
+from dtensor_ring.extension import AnyMachine, Layout, check_axis_options, format_named, name_layer
 from parallel_plans.huggingface.activations.kept_for_backward import KeptForBackward
 from parallel_plans.huggingface.activations.token_tiles import check_tile
 from parallel_plans.huggingface.core.attention_function import (
@@ -63,16 +57,8 @@ from parallel_plans.huggingface.losses.loss import (
     take_losses,
 )
 from parallel_plans.huggingface.probing.eligibility import check_model, without_adapters
-from parallel_plans.huggingface.probing.probe import (
-    check_attention,
-    check_head,
-    check_token_mixing,
-)
-from parallel_plans.huggingface.probing.proxy_model import (
-    needs_proxy,
-    small_proxy,
-    without_weights,
-)
+from parallel_plans.huggingface.probing.probe import check_attention, check_head, check_token_mixing
+from parallel_plans.huggingface.probing.proxy_model import needs_proxy, small_proxy, without_weights
 from parallel_plans.huggingface.selecting.indexers import (
     choose_pools,
     count_places,
@@ -196,8 +182,18 @@ def context_parallel_plan(
     how["machine"] = machine
     format_named(cache_dtype)  # an error here points at the user's option
     check_tile(mlp_tile)
-    options = deal_images, cache_dtype, KeptForBackward(mlp_tile, offload), local_batch
-    return {"": ShardedModel(layout, how, unshard_outputs, strategies, *options)}
+    return {
+        "": ShardedModel(
+            layout,
+            how,
+            unshard_outputs,
+            strategies,
+            deal_images=deal_images,
+            cache_dtype=cache_dtype,
+            kept=KeptForBackward(mlp_tile, offload),
+            local_batch=local_batch,
+        )
+    }
 
 
 class ShardedModel(ParallelStyle):

@@ -64,8 +64,15 @@ def with_ring(
                 f"{type(part).__qualname__}; subclass RingTrainer and RingValidator, and put the "
                 "ring into the model by use_ring"
             )
-    how = grad_dtype, strategy, machine, kv_dtype
-    use_ring(cast(Decoder.Config, spec.model), layout, kernel, *how)
+    use_ring(
+        cast(Decoder.Config, spec.model),
+        layout,
+        kernel,
+        grad_dtype=grad_dtype,
+        strategy=strategy,
+        machine=machine,
+        kv_dtype=kv_dtype,
+    )
     checkpointing = config.activation_checkpoint
     if type(checkpointing) is SelectiveAC.Config:
         checkpointing = derive(checkpointing, RingSelectiveAC.Config)

@@ -29,11 +29,7 @@ from parallel_plans.torchtitan.inner_attention import (
     gather_documents,
     mask_of,
 )
-from parallel_plans.torchtitan.multi_token import (
-    PredictsAhead,
-    is_several_headed,
-    updated_alone,
-)
+from parallel_plans.torchtitan.multi_token import PredictsAhead, is_several_headed, updated_alone
 
 REPLACED = (FlexAttention.Config, VarlenAttention.Config, RingAttention.Config)
 

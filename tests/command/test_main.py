@@ -13,9 +13,9 @@ import pytest
 
 import dtensor_ring
 from dtensor_ring import Mask, compare_strategies, describe_schedule
-from dtensor_ring.balanced.hybrid import Hybrid, compare_hybrid_layouts
 from dtensor_ring.command.main import main
 from dtensor_ring.lab.report import Finding
+from dtensor_ring.states.hybrid import Hybrid, compare_hybrid_layouts
 from parallel_plans.models import load, read_config
 from tests.forced import machine_for
 from tests.lab.machines import round_machine

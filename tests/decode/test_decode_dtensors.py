@@ -15,14 +15,7 @@ from torch.distributed.tensor import DTensor, Placement
 from dtensor_ring import Mask, decode_attention
 from dtensor_ring.dtensor.placement import without
 from tests.dense import dense_attention
-from tests.meshes import (
-    BATCH,
-    HEADS,
-    REPLICATE,
-    SEQUENCE,
-    annotated_mesh,
-    place,
-)
+from tests.meshes import BATCH, HEADS, REPLICATE, SEQUENCE, annotated_mesh, place
 from tests.pool import Pool
 
 CASES: dict[str, tuple[tuple[Placement, ...], str, int]] = {

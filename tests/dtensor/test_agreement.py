@@ -14,13 +14,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from dtensor_ring import (
-    Mask,
-    RingError,
-    SequenceAxis,
-    TransferPolicy,
-    ring_attention,
-)
+from dtensor_ring import Mask, RingError, SequenceAxis, TransferPolicy, ring_attention
 from dtensor_ring.dtensor import call_check
 from dtensor_ring.dtensor.call_check import check_agreement
 from dtensor_ring.transport.transport import P2P, Transport, Work

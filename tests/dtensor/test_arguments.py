@@ -11,11 +11,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from dtensor_ring import (
-    ZigZag,
-    ring_attention,
-    shard_sequence,
-)
+from dtensor_ring import ZigZag, ring_attention, shard_sequence
 from dtensor_ring.dtensor.annotation import annotation_of
 from tests.pool import Pool
 

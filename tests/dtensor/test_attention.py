@@ -10,12 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from dtensor_ring import (
-    Mask,
-    SequenceAxis,
-    TransferPolicy,
-    ring_attention,
-)
+from dtensor_ring import Mask, SequenceAxis, TransferPolicy, ring_attention
 from dtensor_ring.planning.run_table import as_layout
 from tests.dense import dense_attention
 from tests.meshes import eager_and_compiled, random_inputs

@@ -13,12 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 
-from dtensor_ring import (
-    ContextParallel,
-    SequenceAxis,
-    ring_attention,
-    shard_sequence,
-)
+from dtensor_ring import ContextParallel, SequenceAxis, ring_attention, shard_sequence
 from tests.pool import Pool
 
 

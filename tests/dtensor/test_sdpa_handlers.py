@@ -18,15 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from dtensor_ring import SequenceAxis, shard_sequence
 from dtensor_ring.dtensor import sdpa
 from tests.dtensor.test_sdpa import GPU_OPS
-from tests.meshes import (
-    BATCH,
-    HEADS,
-    REPLICATE,
-    SEQUENCE,
-    annotated_mesh,
-    place,
-    random_inputs,
-)
+from tests.meshes import BATCH, HEADS, REPLICATE, SEQUENCE, annotated_mesh, place, random_inputs
 from tests.pool import Pool
 
 aten = torch.ops.aten

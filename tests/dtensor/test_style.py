@@ -18,14 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 
-from dtensor_ring import (
-    Balanced,
-    ContextParallel,
-    Mask,
-    RingError,
-    ring_attention,
-    sequence_layout,
-)
+from dtensor_ring import Balanced, ContextParallel, Mask, RingError, ring_attention, sequence_layout
 from dtensor_ring.dtensor.style import _positions
 from dtensor_ring.ops.checks import CALLER
 from dtensor_ring.ops.ring_op import ring_backward_op, ring_op

@@ -13,14 +13,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from dtensor_ring import (
-    Balanced,
-    Mask,
-    SequenceAxis,
-    TransferPolicy,
-    ring_attention,
-    sequence_runs,
-)
+from dtensor_ring import Balanced, Mask, SequenceAxis, TransferPolicy, ring_attention, sequence_runs
 from dtensor_ring.planning.layout import Layout
 from dtensor_ring.planning.run_table import RunTable, as_layout
 from dtensor_ring.planning.slices import Slices

@@ -14,14 +14,7 @@ from expecttest import assert_expected_inline
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dtensor_ring import (
-    Balanced,
-    Mask,
-    Slices,
-    ZigZag,
-    compare_layouts,
-    describe_schedule,
-)
+from dtensor_ring import Balanced, Mask, Slices, ZigZag, compare_layouts, describe_schedule
 from dtensor_ring.planning.plan import plan
 from tests.planning.test_layout import shard_tables
 

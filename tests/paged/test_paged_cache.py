@@ -11,12 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dtensor_ring import (
-    BlockPool,
-    Mask,
-    decode_attention,
-    merge_attention,
-)
+from dtensor_ring import BlockPool, Mask, decode_attention, merge_attention
 from dtensor_ring.paged.api import PagedBatch, PagedCache
 from tests.paged_attention import TOLERANCES, PagedCase, check_paged
 

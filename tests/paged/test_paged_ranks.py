@@ -9,12 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from dtensor_ring import (
-    BlockPool,
-    Mask,
-    RingError,
-    ring_attention,
-)
+from dtensor_ring import BlockPool, Mask, RingError, ring_attention
 from dtensor_ring.paged.api import PagedBatch, PagedCache
 from dtensor_ring.paged.run import PagedStep
 from tests.paged_attention import PagedCase

@@ -11,10 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from dtensor_ring import (
-    SequenceAxis,
-    selected_attention,
-)
+from dtensor_ring import SequenceAxis, selected_attention
 from dtensor_ring.selected import listed_attention
 from tests.pool import Pool
 from tests.selected.indexers import dense

@@ -71,8 +71,15 @@ class MaskBlocks(NamedTuple):
         """Make the blocks from `BlockMask.as_tuple()`; its transposed tables are not needed."""
         num_queries, num_keys, counts, indices, full_counts, full_indices, *_ = parts
         *_, height, width, function = parts
-        tables = counts, indices, full_counts, full_indices
-        return cls((num_queries, num_keys), *tables, (height, width), function)
+        return cls(
+            (num_queries, num_keys),
+            counts,
+            indices,
+            full_counts,
+            full_indices,
+            (height, width),
+            function,
+        )
 
     def on_host(self) -> MaskBlocks:
         """Return the blocks with counts and indices copied to the CPU."""

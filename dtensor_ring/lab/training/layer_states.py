@@ -10,7 +10,6 @@ import torch
 
 from dtensor_ring.all_to_all.plan import AllToAllPlan, all_to_all_plan
 from dtensor_ring.all_to_all.rounded_keys import exchanged
-from dtensor_ring.balanced.hybrid import Hybrid, stays_from
 from dtensor_ring.compute.trace import Label
 from dtensor_ring.lab.machine import Machine
 from dtensor_ring.lab.recorded import MAX_RECORDED, Cost, Recorder, no_content
@@ -20,6 +19,7 @@ from dtensor_ring.lab.training.state_shape import StateShape
 from dtensor_ring.lab.training.step_request import StepRequest
 from dtensor_ring.planning.layout import Contiguous, Layout
 from dtensor_ring.planning.run_table import as_layout
+from dtensor_ring.states.hybrid import Hybrid, stays_from
 from dtensor_ring.states.plan import owners_of
 from dtensor_ring.states.run import scan
 from dtensor_ring.transport.transport import P2P, Work

@@ -17,12 +17,7 @@ from dtensor_ring.lab.report import refused, tracked
 from dtensor_ring.lab.simulated_attention import Timeline
 from dtensor_ring.lab.training.collectives import COLLECTIVE
 from dtensor_ring.lab.training.step import SimulatedStep, simulate_step, step_trace
-from dtensor_ring.lab.training.step_sweep import (
-    WinnerMap,
-    parse_sweep,
-    sweep_steps,
-    winner_map,
-)
+from dtensor_ring.lab.training.step_sweep import WinnerMap, parse_sweep, sweep_steps, winner_map
 
 # Reads the config that a command line names, with all defaults. Raises ImportError if a package for
 # that is not installed, and ValueError if there is no such config.

@@ -12,12 +12,7 @@ from dtensor_ring.lab.machine import Curve, Links, Machine
 from dtensor_ring.lab.report import Track, untracked
 from dtensor_ring.lab.training.layer_attention import AttentionKind, model_attentions
 from dtensor_ring.lab.training.step import SimulatedStep, simulate_step
-from dtensor_ring.lab.training.step_request import (
-    MESH_AXES,
-    StepMesh,
-    StepRequest,
-    step_request,
-)
+from dtensor_ring.lab.training.step_request import MESH_AXES, StepMesh, StepRequest, step_request
 from dtensor_ring.planning.strategy import Strategy, every_strategy
 
 # What may be swept besides the axes of the mesh: arguments of `simulate_step`.

@@ -13,11 +13,7 @@ from dtensor_ring import merge_attention
 from dtensor_ring.extension import numbered, within_layer
 from parallel_plans.huggingface.core import patterns
 from parallel_plans.huggingface.core.bias_tables import log_scale, log_scaled, takes_table
-from parallel_plans.huggingface.core.layer_inputs import (
-    InputsWithPools,
-    LayerInputs,
-    ScanChunks,
-)
+from parallel_plans.huggingface.core.layer_inputs import InputsWithPools, LayerInputs, ScanChunks
 from parallel_plans.huggingface.core.model_masks import ModelMask, PrecomputedMask
 
 IMPLEMENTATION = "ring"

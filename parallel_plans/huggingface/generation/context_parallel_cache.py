@@ -25,11 +25,7 @@ from parallel_plans.huggingface.core.versions import kept_whole
 from parallel_plans.huggingface.generation.cache_memory import CacheMemory
 from parallel_plans.huggingface.generation.saved_parts import Pair
 from parallel_plans.huggingface.selecting.compressed import compressing_layers
-from parallel_plans.huggingface.selecting.indexers import (
-    give_index,
-    indexers_of,
-    keeps_positions,
-)
+from parallel_plans.huggingface.selecting.indexers import give_index, indexers_of, keeps_positions
 from parallel_plans.huggingface.sharding.sharding import shardings_of
 from parallel_plans.huggingface.states.state_sources import States
 from parallel_plans.huggingface.states.stateful import (
@@ -104,8 +100,16 @@ class ContextParallelCache(Cache):
         axis, chunks = self.sharding.axis, self.sharding.chunks
         self._indexers = {x.layer_idx: x for x in indexers_of(model)}
         indexed = [*self._indexers, *(x.layer_idx for x in compressing_layers(model))]
-        how = chunks, decode_tokens, block, self.sharding.cache_dtype, indexed
-        self.memory = CacheMemory(axis, sizes, kept, *how)
+        self.memory = CacheMemory(
+            axis,
+            sizes,
+            kept,
+            chunks=chunks,
+            decode_tokens=decode_tokens,
+            block=block,
+            kv_dtype=self.sharding.cache_dtype,
+            indexed=indexed,
+        )
         layers: list[Any] = [
             x if isinstance(x, DummyLayer) else KeptLayer(self.memory, i, sizes[i], has_states)
             for i, x in enumerate(stock)

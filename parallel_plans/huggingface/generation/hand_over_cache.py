@@ -10,13 +10,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from dtensor_ring import hand_over
-from dtensor_ring.extension import (
-    axis_group,
-    check_agreement,
-    copy_whole,
-    format_named,
-    no_tokens,
-)
+from dtensor_ring.extension import axis_group, check_agreement, copy_whole, format_named, no_tokens
 from parallel_plans.huggingface.generation.cache_memory import CacheMemory
 
 if TYPE_CHECKING:

@@ -186,8 +186,17 @@ class BlockScores:
         """Return the best `k` blocks of each query and head, as scores and as numbers."""
         query = self._goes("scores", "scores").query
         assert query is not None
-        how = k, 1.0, self.block_size, self.local_blocks
-        chosen = ChosenBlocks(KeyIndex(query.transpose(1, 2), self.keys, None, *how))
+        chosen = ChosenBlocks(
+            KeyIndex(
+                query.transpose(1, 2),
+                self.keys,
+                None,
+                k=k,
+                scale=1.0,
+                block_size=self.block_size,
+                local_blocks=self.local_blocks,
+            )
+        )
         return chosen, chosen
 
     def _goes(self, needed: str, stage: str) -> BlockScores:

@@ -139,9 +139,15 @@ def _makes_as_described(compressor: Any, of_queries: Any) -> bool:
     hidden = random_input(of_queries, 4 * size - 1)
     queries = random_input(index.q_b_proj, 4 * size - 1) if index is not None else hidden
     positions = torch.arange(4 * size - 1, device=hidden.device).unsqueeze(0)
-    given = hidden, queries, positions, None, 0
-    keys, bias = type(compressor).forward(compressor, *given)
-    described, _ = _forward(compressor, *given)
+    keys, bias = type(compressor).forward(compressor, hidden, queries, positions, None, 0)
+    described, _ = _forward(
+        compressor,
+        hidden_states=hidden,
+        q_residual=queries,
+        position_ids=positions,
+        cache=None,
+        layer_idx=0,
+    )
     ended = (positions[0] + 1) // size
     seen = torch.arange(3, device=hidden.device) < ended.unsqueeze(1)
     if described.index is not None and described.index.k < 3:

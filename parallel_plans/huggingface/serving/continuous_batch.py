@@ -73,8 +73,13 @@ class ContinuousBatch:
         self._requests: dict[str, ServedRequest] = {}
         self._outputs: list[Any] = []
         self._num_added = self._num_samples = 0
-        sizes = options.max_batch_tokens, options.max_requests_per_batch
-        self._drafters = Drafters(model, sharding.axis, plan_of, *sizes)
+        self._drafters = Drafters(
+            model,
+            sharding.axis,
+            plan_of,
+            max_tokens=options.max_batch_tokens,
+            max_requests=options.max_requests_per_batch,
+        )
         self._unit = unit_of(options.page_size) if sharding.cache_dtype else None
         self._parts: tuple[Scheduler, PooledForward] | None = None
         if options.num_blocks is not None:
@@ -253,15 +258,20 @@ class ContinuousBatch:
     def _made(self, num_blocks: int) -> tuple[Scheduler, PooledForward]:
         mesh, options = self._sharding.axis.mesh, self._options
         pool = self._pool(num_blocks, mesh.size())
-        sizes = options.max_batch_tokens, options.max_requests_per_batch
-        return Scheduler(pool, *sizes), PooledForward(self._model, self._sharding, pool)
+        return Scheduler(
+            pool, options.max_batch_tokens, options.max_requests_per_batch
+        ), PooledForward(self._model, self._sharding, pool)
 
     def _pool(self, num_blocks: int, size: int) -> BlockPool:
         """Return a pool in which prompts are prefilled over so many ranks."""
-        sizes = num_blocks, self._options.page_size, size
         if self._sharding.passing is None:
-            return BlockPool(*sizes)
-        return KnownStates(*sizes, max_known=2 * self._options.max_requests_per_batch)
+            return BlockPool(num_blocks, self._options.page_size, size)
+        return KnownStates(
+            num_blocks,
+            self._options.page_size,
+            size,
+            max_known=2 * self._options.max_requests_per_batch,
+        )
 
     def _next_seed(self, is_used: bool) -> int:
         """Return the seed after those of the requests before; draw the first if it is used.
@@ -438,8 +448,9 @@ def generate_batch(
     try:
         groups = {"prefill": prefill, "decode": decode}
         groups = {name: mesh for name, mesh in groups.items() if mesh is not None}
-        how = generation_config, continuous_batching_config
-        batch = self.init_continuous_batching(*how, **groups)
+        batch = self.init_continuous_batching(
+            generation_config, continuous_batching_config, **groups
+        )
         ids = batch.add_requests(inputs, **options)
         with _progress(batch, progress_bar and group.rank() == 0) as outputs:
             found = {output.request_id: output for output in outputs}

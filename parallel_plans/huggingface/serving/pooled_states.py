@@ -18,13 +18,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from dtensor_ring import BlockPool, Contiguous, relayout
-from dtensor_ring.extension import (
-    Layout,
-    PooledSequence,
-    as_layout,
-    gather_rows,
-    prompt_layout,
-)
+from dtensor_ring.extension import Layout, PooledSequence, as_layout, gather_rows, prompt_layout
 from parallel_plans.huggingface.serving.state_slots import SlotCopy, StateSlots
 from parallel_plans.huggingface.states.state_passing import AxisStatePassing, StateSpecs
 from parallel_plans.huggingface.states.state_sources import GivenStates, States

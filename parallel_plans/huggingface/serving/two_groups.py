@@ -44,11 +44,7 @@ from parallel_plans.huggingface.serving.pooled_forward import (
     check_servable,
     check_whole_weights,
 )
-from parallel_plans.huggingface.serving.served_request import (
-    ServedRequest,
-    TokenChoice,
-    extend_all,
-)
+from parallel_plans.huggingface.serving.served_request import ServedRequest, TokenChoice, extend_all
 from parallel_plans.huggingface.serving.serving_options import ServingOptions
 from parallel_plans.huggingface.serving.state_slots import StateSlots
 from parallel_plans.huggingface.serving.told_tokens import ToldTokens
@@ -83,8 +79,15 @@ def install_batches(model: Any, plan_of: Callable[[Any], Any]) -> None:
         check_servable(self)
         options = ServingOptions.of(continuous_batching_config, self.device)
         sharding = self.context_parallel_sharding
-        given = generation_config, options, plan_of
-        return TwoGroupBatch(self, sharding, *given, prefill, decode)
+        return TwoGroupBatch(
+            self,
+            sharding,
+            generation_config=generation_config,
+            options=options,
+            plan_of=plan_of,
+            prefill=prefill,
+            decode=decode,
+        )
 
     model.init_continuous_batching = MethodType(init_continuous_batching, model)
 
@@ -193,8 +196,12 @@ class TwoGroupBatch(ContinuousBatch):
         for number, (axis, pool) in enumerate(zip(self._axes, pools, strict=True)):
             if axis is not None:
                 self._forwards[number] = PooledForward(self._model, self._sharding, pool, axis)
-        limits = options.max_batch_tokens, options.max_requests_per_batch
-        return TwoPoolScheduler(pools[0], pools[1], *limits), self._forwards[1]
+        return TwoPoolScheduler(
+            pools[0],
+            pools[1],
+            max_tokens=options.max_batch_tokens,
+            max_requests=options.max_requests_per_batch,
+        ), self._forwards[1]
 
     def _need(self, choice: TokenChoice, size: int | None = None) -> int:
         return super()._need(choice, size or min(map(len, self._ranks)))

@@ -137,8 +137,9 @@ class Agreement:
     def check_in_graph(self, batch: dict[str, Any]) -> Tensor:
         """Do the same when a compiled graph runs; return a zero that depends on it."""
         parts, trains = Parts.of(batch), torch.is_grad_enabled()
-        inputs = [*parts.tensors.values()], [*parts.numbers.values()], parts.text
-        return torch.ops.dtensor_ring.same_batch.default(*inputs, self.key, trains)
+        return torch.ops.dtensor_ring.same_batch.default(
+            [*parts.tensors.values()], [*parts.numbers.values()], parts.text, self.key, trains
+        )
 
     def in_graph(self, parts: Parts, trains: bool) -> None:
         """Compare a batch of a compiled graph; see `check`."""

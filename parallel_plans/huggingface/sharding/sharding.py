@@ -101,9 +101,15 @@ class Sharding:
         known = [x for x in layer_masks.values() if isinstance(x, LayerMask)]
         self.chunks = frozenset(x.mask.chunk for x in known if x.mask.chunk)
         self._known_masks, self._counts = known, counter_of(model)
-        is_plain = self._counts is None, passing is None, not self.largest.is_read
         self._local_batches = LocalBatches(
-            axis, self.agreement, loss, why_whole, *is_plain, counts_places
+            axis,
+            self.agreement,
+            loss,
+            why_whole,
+            counts_from_zero=self._counts is None,
+            is_stateless=passing is None,
+            ignores_largest=not self.largest.is_read,
+            counts_places=counts_places,
         )
         self._names = list(signature(model.forward).parameters)
         self._spec: OutputSpec | None = None

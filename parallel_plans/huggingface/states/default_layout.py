@@ -134,8 +134,15 @@ def hybrid_of(model: Any, specs: StateSpecs) -> Hybrid:
     heads = _largest(config, "num_attention_heads") or 1
     head_dim = _largest(config, "head_dim") or config.hidden_size // heads
     key_heads = _largest(config, "num_key_value_heads") or heads
-    sizes = config.hidden_size, (heads, key_heads), head_dim, itemsize
-    return Hybrid(num_stateful, num_attention, *sizes, maps)
+    return Hybrid(
+        num_stateful,
+        num_attention,
+        hidden_size=config.hidden_size,
+        heads=(heads, key_heads),
+        head_dim=head_dim,
+        itemsize=itemsize,
+        maps=maps,
+    )
 
 
 def _largest(config: Any, name: str) -> int | None:

@@ -11,12 +11,7 @@ import pytest
 import torch
 
 from dtensor_ring import available_kernels, register_kernel
-from dtensor_ring.compute.kernels import (
-    Problem,
-    check_kernel,
-    missing_kernel,
-    select_kernel,
-)
+from dtensor_ring.compute.kernels import Problem, check_kernel, missing_kernel, select_kernel
 from dtensor_ring.compute.kernels.reference import Reference
 from tests.compute.kernels.test_missing_kernels import gpu
 from tests.hub import REPOSITORIES, Hub

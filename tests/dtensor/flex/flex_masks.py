@@ -6,12 +6,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import (
-    BlockMask,
-    and_masks,
-    create_block_mask,
-    create_mask,
-)
+from torch.nn.attention.flex_attention import BlockMask, and_masks, create_block_mask, create_mask
 
 from dtensor_ring import Mask, Slices
 from tests.slices import shown

@@ -11,11 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from dtensor_ring.lab.training.footprint import Storages
-from parallel_plans.huggingface.activations.token_tiles import (
-    check_tile,
-    join_tiles,
-    run_in_tiles,
-)
+from parallel_plans.huggingface.activations.token_tiles import check_tile, join_tiles, run_in_tiles
 
 WIDTH, WIDE = 4, 24
 

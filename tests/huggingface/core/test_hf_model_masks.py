@@ -12,11 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 
 from parallel_plans.huggingface import context_parallel_plan
-from parallel_plans.huggingface.core.model_masks import (
-    ModelMask,
-    mask_of,
-    precomputed_masks,
-)
+from parallel_plans.huggingface.core.model_masks import ModelMask, mask_of, precomputed_masks
 from parallel_plans.huggingface.core.model_masks import largest as largest_of
 from parallel_plans.huggingface.core.patterns import MARKER
 from tests.dense import largest

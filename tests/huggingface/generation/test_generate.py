@@ -12,13 +12,7 @@ from transformers import DynamicCache
 
 from parallel_plans.huggingface import ContextParallelCache
 from parallel_plans.huggingface.core.versions import cache_name
-from tests.families import (
-    BESIDE_POOLS,
-    CHOOSES_BLOCKS,
-    CHOOSES_POOLS,
-    SELECTING,
-    VOCABULARY,
-)
+from tests.families import BESIDE_POOLS, CHOOSES_BLOCKS, CHOOSES_POOLS, SELECTING, VOCABULARY
 from tests.huggingface.generation.generating import (
     CAUSAL,
     PROMPT,

@@ -11,13 +11,7 @@ from transformers import ContinuousBatchingConfig
 
 from dtensor_ring import RingError
 from tests.huggingface.generation.generating import sharded, stock
-from tests.huggingface.serving.workloads import (
-    GREEDY,
-    Arrival,
-    Workload,
-    check_pool,
-    prompt_of,
-)
+from tests.huggingface.serving.workloads import GREEDY, Arrival, Workload, check_pool, prompt_of
 from tests.pool import Pool
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {

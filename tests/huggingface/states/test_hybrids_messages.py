@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dtensor_ring import Mask
 from dtensor_ring.all_to_all.op import all_to_all_op
-from dtensor_ring.balanced.hybrid import HybridCost, compare_hybrid_layouts
 from dtensor_ring.ops.axis_ops import receive_op, send_op
+from dtensor_ring.states.hybrid import HybridCost, compare_hybrid_layouts
 from dtensor_ring.states.op import scan_op
 from dtensor_ring.transport.transport import ProcessGroupTransport
 from parallel_plans.huggingface.states.default_layout import hybrid_of

@@ -11,15 +11,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from dtensor_ring import (
-    Balanced,
-    Mask,
-    SequenceAxis,
-    Striped,
-    exchange,
-    relayout,
-    shard_sequence,
-)
+from dtensor_ring import Balanced, Mask, SequenceAxis, Striped, exchange, relayout, shard_sequence
 from dtensor_ring.planning.layout import Layout
 from dtensor_ring.planning.run_table import as_layout
 from tests.pool import Pool

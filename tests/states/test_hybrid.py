@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from dtensor_ring import Contiguous, Mask, describe_schedule
-from dtensor_ring.balanced.hybrid import (
+from dtensor_ring.planning.run_table import as_layout
+from dtensor_ring.states.hybrid import (
     PAIR,
     Hybrid,
     HybridCost,
@@ -13,7 +14,6 @@ from dtensor_ring.balanced.hybrid import (
     relayout_tokens,
     stays_from,
 )
-from dtensor_ring.planning.run_table import as_layout
 
 MASKS = Mask.causal(), Mask.sliding(20), Mask.full()
 HYBRID = Hybrid(stateful=3, attention=2, hidden_size=10, heads=(4, 2), head_dim=8, itemsize=4)

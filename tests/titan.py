@@ -227,9 +227,11 @@ def _counted(calls: Counter[str]) -> Iterator[None]:
         for name in ("ring_forward", "ring_backward"):
             function = getattr(ring_op, name)
 
-            def counted(*args: Any, name: str = name, function: Any = function) -> Any:
-                calls[name] += 1
-                return function(*args)
+            def counted(
+                *args: Any, _name: str = name, _function: Any = function, **kwargs: Any
+            ) -> Any:
+                calls[_name] += 1
+                return _function(*args, **kwargs)
 
             stack.enter_context(patch.object(ring_op, name, counted))
         yield

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from importlib.util import find_spec
+from inspect import signature
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -85,30 +86,26 @@ def _measured(name: str, strategy: str, checkpoint: str, kernels_too: bool) -> M
     peaks = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]
     model.zero_grad()
     loops: list[Storages] = []
-    places = (None, None) if kernels_too else (3, 4)
-    with (
-        patch.object(ring_op, "ring_forward", _counted(ring_op.ring_forward, loops, places[0])),
-        patch.object(ring_op, "ring_backward", _counted(ring_op.ring_backward, loops, places[1])),
-        patch.object(ring_op, "sole_forward", _counted(ring_op.sole_forward, loops, places[0])),
-        patch.object(ring_op, "sole_backward", _counted(ring_op.sole_backward, loops, places[1])),
-    ):
+    names = ("ring_forward", "ring_backward", "sole_forward", "sole_backward")
+    counted = {x: _counted(getattr(ring_op, x), loops, kernels_too) for x in names}
+    with patch.multiple(ring_op, **counted):
         step()
     return Measured(peaks["Total"], peaks["Parameter"], max(loop.peak for loop in loops))
 
 
 def _counted(
-    run: Callable[..., Any], loops: list[Storages], kernel: int | None
+    run: Callable[..., Any], loops: list[Storages], kernels_too: bool
 ) -> Callable[..., Any]:
-    """A loop that is counted; of its kernel, the argument at a place, only what it returns."""
+    """A loop that is counted; of its kernel only what it returns, unless `kernels_too`."""
 
-    def counted(*args: Any) -> Any:
+    def counted(*args: Any, **kwargs: Any) -> Any:
         loops.append(Storages())
-        arguments = [*args]
-        if kernel is not None:
-            arguments[kernel] = Uncounted(args[kernel], loops[-1])
+        bound = signature(run).bind(*args, **kwargs)
+        if not kernels_too:
+            bound.arguments["kernel"] = Uncounted(bound.arguments["kernel"], loops[-1])
         # Buffers of other calls would serve, which are not counted.
         with patch.object(transport, "BUFFERS", BufferPool()), loops[-1]:
-            return run(*arguments)
+            return run(*bound.args, **bound.kwargs)
 
     return counted
 

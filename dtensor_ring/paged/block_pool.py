@@ -16,7 +16,8 @@ from dtensor_ring.planning.layout import Serpentine
 from dtensor_ring.planning.ranges import MAX_RANKS, as_count
 
 # The limit of blocks of all ranks, and of tokens of a block. A block costs the host a few bytes.
-MAX_BLOCKS = 2**24
+MAX_BLOCK = 2**24  # tokens of a block
+MAX_BLOCKS = 2**24  # of all ranks
 
 
 class BlockPool:
@@ -54,7 +55,7 @@ class BlockPool:
     """
 
     def __init__(self, num_blocks: int, block: int = 256, world_size: int = 1) -> None:
-        block = as_count("block", block, 1, MAX_BLOCKS)
+        block = as_count("block", block, 1, MAX_BLOCK)
         world_size = as_count("world_size", world_size, 1, MAX_RANKS)
         num_blocks = as_count("num_blocks", num_blocks, 1, MAX_BLOCKS // world_size)
         self._blocks = Blocks(num_blocks, Serpentine(block, world_size))

@@ -236,7 +236,7 @@ torch.library.impl(ATTEND, "CompositeExplicitAutograd")(attend)
 def backward(
     grad_out: Tensor, grad_lse: Tensor | None, query: Tensor, rows: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Run the backward op of the attention over selected keys on plain tensors."""
+    """Run the backward op of the attention over selected keys, see `gathered_backward`."""
     listed, (out, lse), call = Listed(*rest[:5]), rest[5:7], unflatten(rest[7:])
     call.place.policy.refuse_order("attention to selected keys")
     request = request_of_keys(call.request(query.shape[0]), listed.pool_size)

@@ -455,7 +455,7 @@ def for_rounded(policy: TransferPolicy) -> TransferPolicy:
 
 
 def _value_of(text: str) -> Any:
-    """Return the number, dtype or name of which this is the text."""
+    """Return the number, dtype or name that this is the text of; other types need a line here."""
     if text.isdigit():
         return int(text)
     return getattr(torch, text.removeprefix("torch.")) if text.startswith("torch.") else text

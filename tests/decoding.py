@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from dtensor_ring import Mask
-from dtensor_ring.compute.kernels import Scores
+from dtensor_ring.compute.kernels import Scores, kernel_for
 from dtensor_ring.decode.op import decode
 from dtensor_ring.decode.plan import DecodeRequest
 from dtensor_ring.decode.run import Combine
-from dtensor_ring.ops.options import kernel_of
+from dtensor_ring.ops.options import kernel_facts
 from dtensor_ring.planning.layout import Layout
 from dtensor_ring.planning.mask import as_documents
 from dtensor_ring.planning.run_table import RunTable
@@ -108,7 +108,7 @@ class Decode:
             *(self.starts, self.num_queries, as_documents(self.documents), self.slices),
         )
         scores = self.scores()
-        kernel = kernel_of(scores, query, key, value, True, self.slices)
+        kernel = kernel_for(*kernel_facts(scores, query, key, value, True, self.slices))
         combine = None
         if transport is not None and self.merge is not None:
             combine = Combine(transport, rank, self.world_size, self.merge)

@@ -40,7 +40,7 @@ class HostReads(TorchDispatchMode):
             raise AssertionError(f"the host reads the device: {func}")
         result = func(*args, **kwargs)
         made = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
-        # A number in a tensor of its own travels as an argument of the launch.
+        # A launch gets the number of a zero-dim CPU tensor as an argument.
         places = {x.device.type for x in [*given, *made] if x.dim() or x.device.type != "cpu"}
         if not func.is_view and {"cpu", "cuda"} <= places:
             raise AssertionError(f"{func} copies between the host and the device")

@@ -131,14 +131,10 @@ class DecodeCall(NamedTuple):
             )
         return (default,)
 
-    def select(self, query: Tensor, key: Tensor, value: Tensor, request: DecodeRequest) -> Kernel:
-        """Return the named kernel, or the first one that supports the call."""
-        return kernel_for(*self.facts(query, key, value, request))
-
     def facts(
         self, query: Tensor, key: Tensor, value: Tensor, request: DecodeRequest
     ) -> tuple[Any, ...]:
-        """Return what decides `select`, as arguments of `kernel_for`."""
+        """Return what decides the kernel, as arguments of `kernel_for`."""
         is_packed = (
             request.documents is not None
             or request.slices is not None
@@ -196,7 +192,7 @@ class BoundDecode:
         self.call, self.request, self.round, self.is_kept = call, request, found, is_kept
         group = call.group
         self._group = None if group is None else ref(group)
-        # Steps have a cache of their own, bounded by bytes.
+        # `DecodeRequest.step` bounds the bytes of steps, so this keeps none alive.
         self._step: ref[Step] | None = None
         self._facts: tuple[Any, ...] | None = None
         self._soles: dict[str, Sole | None] = {}

@@ -280,6 +280,6 @@ def placed_shards(
         config = annotation_of(group).config_or_default
         return config.place(group.group_name, None, None, strategy), config.kernel
     config, size = config_of_call(group, batch.runs is not None), group.size()
-    return config.place(
-        group.group_name, query.shape[2] * size, key.shape[2] * size, strategy
-    ), config.kernel
+    num_queries, num_keys = query.shape[2] * size, key.shape[2] * size
+    place = config.place(group.group_name, num_queries, num_keys, strategy)
+    return place, config.kernel

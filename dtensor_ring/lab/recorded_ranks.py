@@ -43,11 +43,8 @@ class RecordedRanks:
     def __init__(
         self, problem: SimulatedProblem, strategy: Strategy, has_segments: bool, on_gpu: bool
     ) -> None:
-        self.heads, self._asked, self._how = (
-            strategy.heads,
-            (problem, strategy),
-            (has_segments, on_gpu),
-        )
+        self.heads = strategy.heads
+        self._asked, self._how = (problem, strategy), (has_segments, on_gpu)
         self._runs = [rank_attention(problem, strategy, 0).recordings(*self._how)]
 
     @cached_property

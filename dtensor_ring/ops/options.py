@@ -413,19 +413,6 @@ def _length_source(layout: Layout, seq_len: int) -> str:
     return layout.argument if isinstance(layout, RunTable) else f"seq_len {seq_len}"
 
 
-def kernel_of(
-    scores: Scores,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    is_packed: bool,
-    slices: Slices | None = None,
-    **how: bool,
-) -> Kernel:
-    """Return the kernel of an attention: the named one, or the first one that supports it."""
-    return kernel_for(*kernel_facts(scores, query, key, value, is_packed, slices, **how))
-
-
 def kernel_facts(
     scores: Scores,
     query: Tensor,

@@ -15,8 +15,6 @@ Note [FlashInfer's plans]. This is read from the sources of version 0.7.4; no GP
 from __future__ import annotations
 
 import math
-import re
-from importlib.metadata import PackageNotFoundError, version
 from inspect import signature
 from typing import Any
 from weakref import ref
@@ -37,10 +35,11 @@ from dtensor_ring.compute.kernels.kernel import (
     no_gpu,
     one_head_dim,
 )
+from dtensor_ring.compute.kernels.packages import missing_package, too_old
 from dtensor_ring.planning.lru import ByteStore
 
-# The oldest version whose sources were read, and what its functions must take.
-OLDEST = (0, 7)
+# The package, the oldest version whose sources were read, and what its functions must take.
+PACKAGE, OLDEST = "flashinfer-python", (0, 7)
 PLANNED = ("causal", "sm_scale", "logits_soft_cap", "q_data_type")
 
 # Head dims that kernels are built for.
@@ -98,7 +97,7 @@ class _Wrapper:
         return self._pages is not None and self._pages() is pages
 
     def plan(self, pages: Pages, num_rows: int, *rest: Any, **how: Any) -> None:
-        """Plan launches of so many rows for each entry."""
+        """Plan launches with `num_rows` rows for each entry."""
         if self._copied is not None:
             self._copied.synchronize()
         self.made.plan(*_table(pages, num_rows), *rest, **how)
@@ -170,16 +169,14 @@ def _table(pages: Pages, num_rows: int) -> tuple[Tensor, ...]:
 
 
 def _missing_package() -> str | None:
-    try:
-        found = version("flashinfer-python")
-        if tuple(map(int, re.findall(r"\d+", found)[:2])) < OLDEST:
-            return f"it needs flashinfer-python 0.7 or later, found {found}"
-        wrapper = load("flashinfer").BatchPrefillWithPagedKVCacheWrapper
-        absent = sorted({*PLANNED} - {*signature(wrapper.plan).parameters})
-        if absent or "return_lse" not in signature(wrapper.run).parameters:
-            return f"flashinfer-python {found} takes no {', '.join(absent or ['return_lse'])}"
-    except PackageNotFoundError:
-        return "the flashinfer-python package is not installed"
-    except Exception as error:  # a broken package may raise anything
-        return f"the flashinfer-python package does not load: {error}"
+    return missing_package(PACKAGE, _lacks)
+
+
+def _lacks(found: str) -> str | None:
+    if reason := too_old(PACKAGE, OLDEST, found):
+        return reason
+    wrapper = load("flashinfer").BatchPrefillWithPagedKVCacheWrapper
+    absent = sorted({*PLANNED} - {*signature(wrapper.plan).parameters})
+    if absent or "return_lse" not in signature(wrapper.run).parameters:
+        return f"{PACKAGE} {found} takes no {', '.join(absent or ['return_lse'])}"
     return None

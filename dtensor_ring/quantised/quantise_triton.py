@@ -124,7 +124,7 @@ class _LaunchSide(NamedTuple):
 
     @property
     def num_programs(self) -> int:
-        """Programs: one for each so many rows of a head."""
+        """The number of programs, each of which has `num_rows` rows of a head."""
         batch, heads, num_tokens, _ = self.wide.shape
         return batch * heads * -(-num_tokens // self.num_rows)
 

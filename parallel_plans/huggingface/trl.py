@@ -86,7 +86,8 @@ class ContextParallelMixin(ContextParallelTrainer):
                 "adapter, which needs none"
             )
         if self._reference is not None and not shardings_of(self._reference):
-            layout = shardings_of(self.model)[0].axis.layout  # attention's other options are the axis's
+            # The axis has the other options of attention.
+            layout = shardings_of(self.model)[0].axis.layout
             plan = context_parallel_plan(self._reference, layout)
             parallelize_module(self._reference, self._mesh["cp"], plan)
 

@@ -21,10 +21,11 @@ from dtensor_ring import (
     TransferPolicy,
     decode_attention,
 )
+from dtensor_ring.compute.kernels import kernel_for
 from dtensor_ring.decode.in_blocks import decode_in_blocks, decode_pieces
 from dtensor_ring.decode.plan import DecodeRequest
 from dtensor_ring.decode.run import Combine
-from dtensor_ring.ops.options import kernel_of
+from dtensor_ring.ops.options import kernel_facts
 from dtensor_ring.planning.mask import as_documents
 from tests.decoding import Decode, Outputs
 from tests.dense import dense_attention
@@ -82,7 +83,8 @@ def of_rank(case: Decode, rank: int, transport: PlayedTransport) -> Outputs:
         *(case.starts, case.num_queries, as_documents(case.documents), case.slices),
     )
     kv, scores = (key[:, :, here], value[:, :, here]), case.scores()
-    kernel = kernel_of(scores, query, key, value, True, case.slices, by_block=True)
+    facts = kernel_facts(scores, query, key, value, True, case.slices, by_block=True)
+    kernel = kernel_for(*facts)
     combine = None
     if case.world_size > 1:
         combine = Combine(transport, rank, case.world_size, "one_shot")

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from dtensor_ring import Mask
-from dtensor_ring.compute.kernels import Problem
+from dtensor_ring.compute.kernels import Problem, packages
 from dtensor_ring.compute.kernels.kernel import Scores
 from dtensor_ring.paged import api, paged_flashinfer
 from dtensor_ring.paged.paged_flashinfer import WRAPPERS, PagedFlashInfer
@@ -106,10 +106,10 @@ def test_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(package: str) -> str:
         raise PackageNotFoundError(package)
 
-    monkeypatch.setattr(paged_flashinfer, "version", missing)
+    monkeypatch.setattr(packages, "version", missing)
     assert paged_flashinfer._missing_package() == "the flashinfer-python package is not installed"
     for found, is_old in {"0.6.9": True, "0.7.4": False, "1.0": False}.items():
-        monkeypatch.setattr(paged_flashinfer, "version", lambda _, found=found: found)
+        monkeypatch.setattr(packages, "version", lambda _, found=found: found)
         expected = f"it needs flashinfer-python 0.7 or later, found {found}"
         assert paged_flashinfer._missing_package() == (expected if is_old else None)
     monkeypatch.setattr(Wrapper, "plan", lambda self, causal, sm_scale: None)

@@ -18,9 +18,7 @@ Note [cuDNN's intervals]. This is read from the sources of version 1.32.0; no GP
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
-from importlib.metadata import PackageNotFoundError, version
 from inspect import signature
 from typing import Any, NamedTuple
 
@@ -43,6 +41,7 @@ from dtensor_ring.compute.kernels.kernel import (
     no_gpu,
     one_head_dim,
 )
+from dtensor_ring.compute.kernels.packages import missing_package, too_old
 from dtensor_ring.compute.memory import NOT_THERE
 from dtensor_ring.planning.intervals import intervals_of
 from dtensor_ring.planning.lru import ByteStore, cached_bytes
@@ -59,8 +58,8 @@ NEEDED = (
     (EXECUTION, "_plan_tensors", "deterministic"),
 )
 
-# The oldest version whose sources were read.
-OLDEST = (1, 32)
+# The package, and the oldest version whose sources were read.
+PACKAGE, OLDEST = "nvidia-cudnn-frontend", (1, 32)
 
 # Head dims of query and value in multi-head latent attention, and the largest ones.
 LATENT, LARGEST = (192, 128), (256, 256)
@@ -231,17 +230,14 @@ def _made(seen: Intervals, q: Tensor, k: Tensor, v: Tensor, with_backward: bool)
 
 
 def _missing_package() -> str | None:
-    try:
-        found = version("nvidia-cudnn-frontend")
-        if tuple(map(int, re.findall(r"\d+", found)[:2])) < OLDEST:
-            oldest = ".".join(map(str, OLDEST))
-            return f"it needs nvidia-cudnn-frontend {oldest} or later, found {found}"
-        for module, name, argument in NEEDED:
-            function = getattr(load(module), name, None)
-            if function is None or argument not in signature(function).parameters:
-                return f"nvidia-cudnn-frontend {found} has no {name} that takes {argument}"
-    except PackageNotFoundError:
-        return "the nvidia-cudnn-frontend package is not installed"
-    except Exception as error:  # a broken package may raise anything
-        return f"the nvidia-cudnn-frontend package does not load: {error}"
+    return missing_package(PACKAGE, _lacks)
+
+
+def _lacks(found: str) -> str | None:
+    if reason := too_old(PACKAGE, OLDEST, found):
+        return reason
+    for module, name, argument in NEEDED:
+        function = getattr(load(module), name, None)
+        if function is None or argument not in signature(function).parameters:
+            return f"{PACKAGE} {found} has no {name} that takes {argument}"
     return None

@@ -20,8 +20,6 @@ Note [cuDNN's windows]. This is read from the sources of version 1.32.0; no GPU 
 
 from __future__ import annotations
 
-import re
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -42,6 +40,7 @@ from dtensor_ring.compute.kernels.kernel import (
     load,
     no_gpu,
 )
+from dtensor_ring.compute.kernels.packages import missing_package, too_old
 from dtensor_ring.compute.kernels.varlen import clear_empty_rows, sizes, without_partners
 
 # The module that registers the ops, and what it must have.
@@ -50,7 +49,7 @@ NEEDED = (("sdpa_fwd", "window_right"), ("sdpa_bwd", "cu_seqlens_kv"))
 
 # The oldest version of the package whose sources were read. Earlier versions of cuDNN have windows
 # that the package works around, or refuses.
-OLDEST, OLDEST_CUDNN = (1, 32), 91500
+PACKAGE, OLDEST, OLDEST_CUDNN = "nvidia-cudnn-frontend", (1, 32), 91500
 
 cudnn = torch.ops.cudnn
 
@@ -167,22 +166,19 @@ def _clear(x: Tensor, own: Tensor, other: Tensor) -> None:
 
 
 def _missing_package() -> str | None:
-    try:
-        found = version("nvidia-cudnn-frontend")
-        if tuple(map(int, re.findall(r"\d+", found)[:2])) < OLDEST:
-            oldest = ".".join(map(str, OLDEST))
-            return f"it needs nvidia-cudnn-frontend {oldest} or later, found {found}"
-        module = load(OPS)
-        for name, argument in NEEDED:
-            op = getattr(cudnn, name, None)
-            if op is None or argument not in {x.name for x in op.default._schema.arguments}:
-                return f"nvidia-cudnn-frontend {found} has no op {name} that takes {argument}"
-        if not hasattr(module, PADDED):
-            return f"nvidia-cudnn-frontend {found} has no {PADDED}"
-        if (of_cudnn := load("cudnn").backend_version()) < OLDEST_CUDNN:
-            return f"it needs cuDNN 9.15 or later, found version {of_cudnn}"
-    except PackageNotFoundError:
-        return "the nvidia-cudnn-frontend package is not installed"
-    except Exception as error:  # a broken package may raise anything
-        return f"the nvidia-cudnn-frontend package does not load: {error}"
+    return missing_package(PACKAGE, _lacks)
+
+
+def _lacks(found: str) -> str | None:
+    if reason := too_old(PACKAGE, OLDEST, found):
+        return reason
+    module = load(OPS)
+    for name, argument in NEEDED:
+        op = getattr(cudnn, name, None)
+        if op is None or argument not in {x.name for x in op.default._schema.arguments}:
+            return f"{PACKAGE} {found} has no op {name} that takes {argument}"
+    if not hasattr(module, PADDED):
+        return f"{PACKAGE} {found} has no {PADDED}"
+    if (of_cudnn := load("cudnn").backend_version()) < OLDEST_CUDNN:
+        return f"it needs cuDNN 9.15 or later, found version {of_cudnn}"
     return None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
@@ -22,6 +21,7 @@ from dtensor_ring.compute.kernels.kernel import (
     one_head_dim,
     whole_pages,
 )
+from dtensor_ring.compute.kernels.packages import missing_package
 from dtensor_ring.compute.kernels.varlen import Band, VarlenKernel, sizes
 
 
@@ -104,16 +104,14 @@ class FlashAttn2(VarlenKernel):
 
 
 def _missing_package() -> str | None:
-    try:
-        found = version("flash-attn")
-        major, minor = map(int, found.split(".")[:2])
-        if (major, minor) < (2, 7) or major > 2:
-            return f"it needs flash-attn 2.7 or a later 2.x, found {found}"
-        load("flash_attn.flash_attn_interface")
-    except PackageNotFoundError:
-        return "the flash-attn package is not installed"
-    except Exception as error:  # a broken package may raise anything
-        return f"the flash-attn package does not load: {error}"
+    return missing_package("flash-attn", _lacks)
+
+
+def _lacks(found: str) -> str | None:
+    major, minor = map(int, found.split(".")[:2])
+    if (major, minor) < (2, 7) or major > 2:
+        return f"it needs flash-attn 2.7 or a later 2.x, found {found}"
+    load("flash_attn.flash_attn_interface")
     return None
 
 

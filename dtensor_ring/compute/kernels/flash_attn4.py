@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from importlib.metadata import PackageNotFoundError, version
 from inspect import signature
 from typing import NamedTuple
 
@@ -22,6 +21,7 @@ from dtensor_ring.compute.kernels.kernel import (
     no_gpu,
     one_head_dim,
 )
+from dtensor_ring.compute.kernels.packages import missing_package
 from dtensor_ring.compute.kernels.varlen import Band, VarlenKernel, lengths
 
 # Arguments that the older function in flash-attn's own `flash_attn/cute` does not have.
@@ -158,26 +158,23 @@ def attend_to_latents_backward(
 
 
 def _missing_package() -> str | None:
-    try:
-        found = version("flash-attn-4")
-        beta = re.match(r"4\.0\.0b(\d+)", found)
-        is_old = beta is not None and int(beta[1]) < OLDEST_BETA
-        if is_old or not found.startswith("4."):
-            return f"it needs flash-attn-4 4.0.0b{OLDEST_BETA} or a later 4.x, found {found}"
-        missing = set(NEEDED) - set(
-            signature(load("flash_attn.cute.interface")._flash_attn_fwd).parameters
-        )
-        if missing:
-            # flash-attn 2.8 contains an older flash_attn/cute, which overwrites flash-attn-4's.
-            return (
-                f"its function takes no {', '.join(sorted(missing))}: the flash-attn package has "
-                "overwritten flash_attn/cute; install flash-attn-4 again, after flash-attn"
-            )
-    except PackageNotFoundError:
-        return "the flash-attn-4 package is not installed"
-    except Exception as error:  # a broken package may raise anything
-        return f"the flash-attn-4 package does not load: {error}"
-    return None
+    return missing_package("flash-attn-4", _lacks)
+
+
+def _lacks(found: str) -> str | None:
+    beta = re.match(r"4\.0\.0b(\d+)", found)
+    is_old = beta is not None and int(beta[1]) < OLDEST_BETA
+    if is_old or not found.startswith("4."):
+        return f"it needs flash-attn-4 4.0.0b{OLDEST_BETA} or a later 4.x, found {found}"
+    forward = load("flash_attn.cute.interface")._flash_attn_fwd
+    missing = set(NEEDED) - set(signature(forward).parameters)
+    if not missing:
+        return None
+    # flash-attn 2.8 contains an older flash_attn/cute, which overwrites flash-attn-4's.
+    return (
+        f"its function takes no {', '.join(sorted(missing))}: the flash-attn package has "
+        "overwritten flash_attn/cute; install flash-attn-4 again, after flash-attn"
+    )
 
 
 def _options(band: Band) -> dict[str, object]:

@@ -361,7 +361,7 @@ def _gathered(module: nn.Module) -> int:
 
 
 def _size(module: nn.Module, trained: bool = False, least: int = 1) -> int:
-    """Return the bytes of parameters, at least so many for each number."""
+    """Return the bytes of parameters, of which each number takes at least `least` bytes."""
     parameters = [x for x in module.parameters() if x.requires_grad or not trained]
     return sum(x.numel() * max(least, x.itemsize) for x in parameters)
 

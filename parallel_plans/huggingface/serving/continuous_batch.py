@@ -258,9 +258,8 @@ class ContinuousBatch:
     def _made(self, num_blocks: int) -> tuple[Scheduler, PooledForward]:
         mesh, options = self._sharding.axis.mesh, self._options
         pool = self._pool(num_blocks, mesh.size())
-        return Scheduler(
-            pool, options.max_batch_tokens, options.max_requests_per_batch
-        ), PooledForward(self._model, self._sharding, pool)
+        scheduler = Scheduler(pool, options.max_batch_tokens, options.max_requests_per_batch)
+        return scheduler, PooledForward(self._model, self._sharding, pool)
 
     def _pool(self, num_blocks: int, size: int) -> BlockPool:
         """Return a pool in which prompts are prefilled over so many ranks."""

@@ -196,12 +196,13 @@ class TwoGroupBatch(ContinuousBatch):
         for number, (axis, pool) in enumerate(zip(self._axes, pools, strict=True)):
             if axis is not None:
                 self._forwards[number] = PooledForward(self._model, self._sharding, pool, axis)
-        return TwoPoolScheduler(
+        scheduler = TwoPoolScheduler(
             pools[0],
             pools[1],
             max_tokens=options.max_batch_tokens,
             max_requests=options.max_requests_per_batch,
-        ), self._forwards[1]
+        )
+        return scheduler, self._forwards[1]
 
     def _need(self, choice: TokenChoice, size: int | None = None) -> int:
         return super()._need(choice, size or min(map(len, self._ranks)))

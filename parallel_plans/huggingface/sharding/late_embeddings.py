@@ -172,7 +172,8 @@ def late_or_now(embedding: Any, embed: Embed, ids: Tensor) -> Tensor:
     weight: Any = getattr(embedding, "weight", None)
     has_hooks = embedding._forward_hooks or embedding._forward_pre_hooks
     is_plain = not has_hooks and not hasattr(embedding, "_hf_hook")  # accelerate's
-    if not is_plain or type(ids) is not Tensor or type(weight) not in (Tensor, nn.Parameter):
+    is_plain = is_plain and type(ids) is Tensor and type(weight) in (Tensor, nn.Parameter)
+    if not is_plain or not ids.numel():
         return embed(ids)
     # All ranks refuse a wrong id, not only the one that has the token.
     if not ids.is_cuda and not _are_in_range(ids, len(weight)):

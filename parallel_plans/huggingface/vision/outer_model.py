@@ -10,9 +10,9 @@ Embeddings of all tokens would take more than a rank's part of all else. An eage
 their ids instead, see `LateEmbeddings`.
 
 Note [Gradients of the vision encoder]: each rank has the embeddings of all images, and uses those
-of its own tokens. All ranks have one loss, whose backward sums over them, so each rank's gradient
-is scaled by the world size, and the mean over the axis is the full gradient. The encoder's backward
-is linear in it, so the encoder needs no correction.
+of its own tokens. All ranks have one loss, and its backward sums over the ranks. So each rank's
+gradient is scaled by the world size, and the mean over the axis is the full gradient. The backward
+of the encoder is linear in it, so the encoder needs no correction.
 """
 
 from __future__ import annotations

@@ -24,6 +24,7 @@ from dtensor_ring.compute.kernels import (
     flash_attn2,
     flash_attn3,
     flash_attn4,
+    packages,
 )
 from tests import flex_package, sdpa_package
 from tests.tiles import GPU
@@ -122,7 +123,7 @@ def test_missing_flash_attn2(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setattr(flash_attn2, "load", lambda module: None)
-    monkeypatch.setattr(flash_attn2, "version", missing)
+    monkeypatch.setattr(packages, "version", missing)
     assert KERNELS["flash_attn2"].missing() == "the flash-attn package is not installed"
     for version, reason in {
         "2.6.3": "it needs flash-attn 2.7 or a later 2.x, found 2.6.3",
@@ -130,9 +131,9 @@ def test_missing_flash_attn2(monkeypatch: pytest.MonkeyPatch) -> None:
         "2.10.0.post1": None,
         "3.0.0": "it needs flash-attn 2.7 or a later 2.x, found 3.0.0",
     }.items():
-        monkeypatch.setattr(flash_attn2, "version", lambda _, version=version: version)
+        monkeypatch.setattr(packages, "version", lambda _, version=version: version)
         assert KERNELS["flash_attn2"].missing() == reason
-    monkeypatch.setattr(flash_attn2, "version", lambda _: "2.8.0")
+    monkeypatch.setattr(packages, "version", lambda _: "2.8.0")
     monkeypatch.setattr(flash_attn2, "load", not_loading)
     assert "does not load: flash_attn.flash_attn_interface was" in KERNELS["flash_attn2"].missing()
 
@@ -149,7 +150,7 @@ def test_missing_flash_attn4(monkeypatch: pytest.MonkeyPatch) -> None:
 
     function = SimpleNamespace(_flash_attn_fwd=lambda q, return_lse, max_seqlen_q: None)
     monkeypatch.setattr(flash_attn4, "load", lambda module: function)
-    monkeypatch.setattr(flash_attn4, "version", missing)
+    monkeypatch.setattr(packages, "version", missing)
     assert reason() == "the flash-attn-4 package is not installed"
     for version, is_old in {
         "4.0.0b9": True,
@@ -160,10 +161,10 @@ def test_missing_flash_attn4(monkeypatch: pytest.MonkeyPatch) -> None:
         "4.1.2": False,
         "5.0.0": True,
     }.items():
-        monkeypatch.setattr(flash_attn4, "version", lambda _, version=version: version)
+        monkeypatch.setattr(packages, "version", lambda _, version=version: version)
         expected = f"it needs flash-attn-4 4.0.0b28 or a later 4.x, found {version}"
         assert reason() == (expected if is_old else None)
-    monkeypatch.setattr(flash_attn4, "version", lambda _: "4.0.0")
+    monkeypatch.setattr(packages, "version", lambda _: "4.0.0")
     monkeypatch.setattr(flash_attn4, "load", not_loading)
     assert "does not load: flash_attn.cute.interface needs another" in (reason() or "")
 
@@ -184,13 +185,13 @@ def test_missing_cudnn_flex(monkeypatch: pytest.MonkeyPatch) -> None:
         for module in flex_package.FUNCTIONS
     }
     monkeypatch.setattr(cudnn_flex, "load", modules.__getitem__)
-    monkeypatch.setattr(cudnn_flex, "version", missing)
+    monkeypatch.setattr(packages, "version", missing)
     assert cudnn_flex._missing_package() == "the nvidia-cudnn-frontend package is not installed"
     for version, is_old in {"1.9.0": True, "1.31.0": True, "1.32.0": False, "2.0": False}.items():
-        monkeypatch.setattr(cudnn_flex, "version", lambda _, version=version: version)
+        monkeypatch.setattr(packages, "version", lambda _, version=version: version)
         expected = f"it needs nvidia-cudnn-frontend 1.32 or later, found {version}"
         assert cudnn_flex._missing_package() == (expected if is_old else None)
-    monkeypatch.setattr(cudnn_flex, "version", lambda _: "1.40.0")
+    monkeypatch.setattr(packages, "version", lambda _: "1.40.0")
     execution = modules[flex_package.EXECUTION]
     for function, lacks in ((lambda q: None, "dlse_tensor"), (None, "dlse_tensor")):
         monkeypatch.setattr(execution, "_flex_attention_backward", function)
@@ -218,10 +219,10 @@ def test_missing_cudnn_sdpa(monkeypatch: pytest.MonkeyPatch) -> None:
     modules = versions | {sdpa_package.OPS: SimpleNamespace(thd_lse_to_padded=None)}
     monkeypatch.setattr(cudnn_sdpa, "cudnn", ops)
     monkeypatch.setattr(cudnn_sdpa, "load", modules.__getitem__)
-    monkeypatch.setattr(cudnn_sdpa, "version", missing)
+    monkeypatch.setattr(packages, "version", missing)
     assert reason() == "the nvidia-cudnn-frontend package is not installed"
     for version, is_old in {"1.9.0": True, "1.31.0": True, "1.32.0": False, "2.0": False}.items():
-        monkeypatch.setattr(cudnn_sdpa, "version", lambda _, version=version: version)
+        monkeypatch.setattr(packages, "version", lambda _, version=version: version)
         expected = f"it needs nvidia-cudnn-frontend 1.32 or later, found {version}"
         assert reason() == (expected if is_old else None)
     versions["cudnn"].backend_version = lambda: 91400
@@ -265,7 +266,7 @@ def test_missing_flash_attn3(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_flash_attn_that_has_overwritten_flash_attn4(monkeypatch: pytest.MonkeyPatch) -> None:
     """The version says nothing of it."""
     older = SimpleNamespace(_flash_attn_fwd=lambda q, k, v, cu_seqlens_q=None: None)
-    monkeypatch.setattr(flash_attn4, "version", lambda _: "4.0.0b36")
+    monkeypatch.setattr(packages, "version", lambda _: "4.0.0b36")
     monkeypatch.setattr(flash_attn4, "load", lambda module: older)
     reason = flash_attn4._missing_package() or ""
     assert "takes no max_seqlen_q, return_lse" in reason

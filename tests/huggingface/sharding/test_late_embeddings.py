@@ -96,7 +96,11 @@ def with_hook() -> nn.Embedding:
 
 @pytest.mark.parametrize(
     ("embedding", "ids"),
-    [(with_hook(), IDS), (nn.Embedding(COUNT, WIDTH), nn.Parameter(IDS, requires_grad=False))],
+    [
+        (with_hook(), IDS),
+        (nn.Embedding(COUNT, WIDTH), nn.Parameter(IDS, requires_grad=False)),
+        (nn.Embedding(COUNT, WIDTH), IDS[:, :0]),
+    ],
 )
 def test_what_may_not_be_late(embedding: nn.Embedding, ids: Tensor) -> None:
     found = late_or_now(embedding, embedding.forward, ids)

@@ -324,7 +324,7 @@ def group_of(mesh: DeviceMesh, axis: int) -> ProcessGroup:
 
     Raises:
         ValueError: if the group was destroyed, and there is no other group over its ranks; or if
-            its world, the default group, was.
+            its world, the default group, was; or if the mesh has its ranks in another order.
     """
     if torch.compiler.is_dynamo_compiling():
         tag_compiled()
@@ -475,9 +475,16 @@ def _found(mesh: DeviceMesh, axis: int) -> ProcessGroup:
         own = mesh._dim_group_names[axis] if len(mesh._dim_group_names) else None
         for name in (own, None if here is None else here.group_name):
             group = None if name is None else registered(name)
+            members = () if group is None else tuple(dist.get_process_group_ranks(group))
             # A new world reuses names, so compare the ranks, too.
-            if group is not None and tuple(dist.get_process_group_ranks(group)) == ranks:
+            if members == ranks:
                 return group
+            if members == tuple(sorted(ranks)):
+                raise ValueError(
+                    f"{mesh} has the ranks {list(ranks)} along an axis, and its process group has "
+                    f"them as {list(members)}, so DTensor would take shards for one another's: "
+                    "make the mesh with ascending ranks along the axis"
+                )
     raise ValueError(
         f"the process group of {mesh} over ranks {list(ranks)} was destroyed: make the mesh again, "
         "and annotate it with SequenceAxis"

@@ -104,6 +104,18 @@ def _check_groups() -> None:
             old = None
 
 
+def test_ranks_out_of_order(pool: Pool) -> None:
+    pool.run(3, _check_order)
+
+
+def _check_order() -> None:
+    """The ranks of a group ascend, whatever the mesh says."""
+    mesh = DeviceMesh("cpu", [2, 0, 1])
+    local = [torch.randn(1, 2, 4, 8) for _ in range(3)]
+    with pytest.raises(ValueError, match=r"has the ranks \[2, 0, 1\] .* make the mesh with ascen"):
+        ring_attention(*local, mesh=mesh)
+
+
 def test_tensors_of_another_world(pool: Pool) -> None:
     pool.run(2, _check_another_world)
 

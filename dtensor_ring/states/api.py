@@ -110,7 +110,7 @@ def exclusive_scan(maps: Sequence[StateMap], axis: SequenceAxis | DeviceMesh) ->
         other ranks waits for its backward.
 
     Raises:
-        TypeError: if `maps` holds anything but maps.
+        TypeError: if `maps` holds anything but maps, or `axis` is none.
         ValueError: if `maps` is empty, if maps differ in kind or shape, or if the layout has
             another number of runs.
         RingError: on every rank, if calls of ranks differ, or a rank ended or raised.
@@ -122,6 +122,8 @@ def exclusive_scan(maps: Sequence[StateMap], axis: SequenceAxis | DeviceMesh) ->
         [0.0, 1.0]
     """
     _check_maps(maps)
+    if not isinstance(axis, (SequenceAxis, DeviceMesh)):
+        raise TypeError(f"axis must be a SequenceAxis or a DeviceMesh, got {type(axis).__name__}")
     layout: Layout | None = axis.layout if isinstance(axis, SequenceAxis) else None
     group = axis_group(axis.mesh if isinstance(axis, SequenceAxis) else axis)
     owners = owners_of(layout or Contiguous(), group.size(), len(maps))

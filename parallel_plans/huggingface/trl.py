@@ -86,9 +86,9 @@ class ContextParallelMixin(ContextParallelTrainer):
                 "adapter, which needs none"
             )
         if self._reference is not None and not shardings_of(self._reference):
-            # The axis has the other options of attention.
-            layout = shardings_of(self.model)[0].axis.layout
-            plan = context_parallel_plan(self._reference, layout)
+            # A model that came under its plan has its options of attention on the axis.
+            options = (self._plan or {}) | {"layout": shardings_of(self.model)[0].axis.layout}
+            plan = context_parallel_plan(self._reference, **options)
             parallelize_module(self._reference, self._mesh["cp"], plan)
 
     def compute_ref_log_probs(self, *args: Any, **kwargs: Any) -> Any:

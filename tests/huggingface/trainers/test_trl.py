@@ -186,6 +186,9 @@ def refusals(folder: str) -> None:
             kind(model_of(sft))
     with harmless():
         trainer = trainer_of(groups, folder, (2, 1))
+        tiled = trainer_of(dpo, folder, (2, 1), plan={"mlp_tile": 5})
+    for model in (tiled.model, tiled.ref_model):
+        assert "forward" in vars(model.model.layers[0].mlp), "a reference has all of the plan"
     with pytest.raises(ValueError, match="or use_transformers_continuous_batching=True"):
         trainer._generate_single_turn([[1]], None, {}, 2)
 

@@ -245,7 +245,7 @@ def test_finetune_sft(tmp_path: Path) -> None:
     options = ("--steps", "3", "--seq-len", "128", "--files", "3", "--lora", "--out", tmp_path)
     script = EXAMPLES / "finetune_sft.py"
     run = run_launcher(*launch, script.with_suffix(".yaml"), script, *options)
-    assert run.code == 0, run
+    assert run.code == 0, run.errors
     first, *_, last = (float(x) for x in re.findall(r"{'loss': '([0-9.]+)'", run.printed))
     assert 4 < last < first < 6  # of 257 bytes, at random 5.5
     assert (tmp_path / "adapter_model.safetensors").stat().st_size

@@ -27,8 +27,8 @@ from torch.distributed.launcher.api import elastic_launch
 from tests.faults.worlds import enter
 from tests.pool import starting
 
-# No code of ours aborts a process, but a library's thread did, twice in thousands of runs under load
-# and always before the first step, where the ranks of gloo meet. Such a run is begun once more, as
+# No code of ours aborts a process, but a library's thread did, twice in thousands of runs under
+# load, and before the first step, where the ranks of gloo meet. Such a run is begun once more, as
 # the pool begins one whose connection was dropped.
 ABORTED = "Signal 6 (SIGABRT)"
 

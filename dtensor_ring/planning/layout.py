@@ -349,8 +349,10 @@ def _halves(rank: int, per_rank: int, begin: int, end: int) -> tuple[Run, ...]:
     full, has_rest = min(rank, num_full), rank > num_full
     front = full * -(-per_rank // 2) + has_rest * -(-rest // 2)
     back = full * (per_rank // 2) + has_rest * (rest // 2)
-    first = Run(begin + front, -(-length // 2))
-    return non_empty(first, Run(end - back - length // 2, length // 2))
+    half = -(-length // 2)
+    # What is left, and not `length // 2`: symbols of both cancel where a compiler adds them up.
+    left = length - half
+    return non_empty(Run(begin + front, half), Run(end - back - left, left))
 
 
 def non_empty(*runs: Run) -> tuple[Run, ...]:

@@ -34,15 +34,19 @@ class BufferPool:
 
     def __init__(self) -> None:
         self._spares: list[Tensor] = []
+        self._sizes: list[int] = []  # of the spares: to ask a tensor costs the host time
         self._lock = Lock()  # backward may run in a thread of its own
 
     def take(self, num_bytes: int, device: torch.device) -> Tensor:
         """Return a buffer of at least `num_bytes` bytes; its content is undefined."""
-        with self._lock:
-            sizes = [(x.numel(), i) for i, x in enumerate(self._spares) if x.numel() >= num_bytes]
-            if device.type == "cpu" and sizes:
-                # The smallest that fits: larger ones stay for larger messages.
-                return self._spares.pop(min(sizes)[1])
+        if device.type == "cpu":
+            with self._lock:
+                sizes = [x for x in self._sizes if x >= num_bytes]
+                if sizes:
+                    # The smallest that fits: larger ones stay for larger messages.
+                    number = self._sizes.index(min(sizes))
+                    del self._sizes[number]
+                    return self._spares.pop(number)
         with torch.inference_mode(False):  # tensors made in it are read-only outside
             return torch.empty(num_bytes, dtype=torch.uint8, device=device)
 
@@ -51,8 +55,9 @@ class BufferPool:
         if buffer.device.type == "cpu":
             with self._lock:
                 self._spares.append(buffer)
+                self._sizes.append(buffer.numel())
                 # The oldest are dropped first: no call may need their size any more.
-                del self._spares[:-MAX_SPARES]
+                del self._spares[:-MAX_SPARES], self._sizes[:-MAX_SPARES]
 
 
 BUFFERS = BufferPool()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, reduce
 from itertools import pairwise
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -52,6 +52,8 @@ def empty(
     like: Tensor, shape: Sequence[Any], order: Order, dtype: torch.dtype | None = None
 ) -> Tensor:
     """Allocate a dense tensor in this order, with the device (and by default dtype) of `like`."""
+    if order == HEAD_MAJOR:  # a view costs the host as much as a small kernel
+        return new_empty(like, shape, dtype)
     return new_empty(like, [shape[dim] for dim in order], dtype).permute(_inverse(order))
 
 
@@ -70,8 +72,19 @@ def strides(shape: Sequence[Any], order: Order) -> tuple[Any, ...]:
     return tuple(result)
 
 
+@cache
 def _inverse(order: Order) -> Order:
     return tuple(order.index(dim) for dim in range(len(order)))
+
+
+@cache
+def wide_of(*dtypes: torch.dtype) -> torch.dtype:
+    """Return the dtype in which numbers of these dtypes are added: float32 or wider.
+
+    >>> wide_of(torch.bfloat16)
+    torch.float32
+    """
+    return reduce(torch.promote_types, dtypes, torch.float32)
 
 
 # An index of batch rows, heads and tokens.
@@ -293,7 +306,7 @@ def listed(cols: Cols) -> Tensor:
     return torch.arange(len(cols), device="cpu") + gaps.repeat_interleave(ends - firsts)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)  # not frozen, which takes twice as long to make one
 class Partial:
     """A partial result for a region of `(B, N, L)`.
 
@@ -316,7 +329,7 @@ class Partial:
         return batches.indices(shape[0])[:2], tokens.indices(shape[2])[:2]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Accumulation:
     """A target, and the partials whose sum or mean is written to it.
 
@@ -383,5 +396,5 @@ class Accumulation:
     @property
     def wide(self) -> torch.dtype:
         """The dtype of the arithmetic."""
-        wide = torch.promote_types(self.target.dtype, torch.float32)
-        return torch.promote_types(self.partials[0].x.dtype, wide) if self.partials else wide
+        dtype = self.target.dtype
+        return wide_of(dtype, self.partials[0].x.dtype if self.partials else dtype)

@@ -314,7 +314,7 @@ class Rotation:
 
 
 def _buffers(packets: Iterable[Packet], but: Iterable[Packet] = ()) -> Iterable[Tensor]:
-    """Return the buffers of packets, each once: several may share one. Leave those of others out."""
+    """Return the buffers of packets, each once, without those of others: they may be shared."""
     buffers = {id(x.buffer): x.buffer for x in packets if x.buffer is not None}
     for x in but:
         buffers.pop(id(x.buffer), None)

@@ -350,12 +350,14 @@ class ShardRotation(Rotation):
         packet = self._resident.get(step.source)
         if packet is None:
             return self._shard
-        key, value = packet.pair
-        # Packets of a narrower dtype are widened here: kernels see one dtype.
         dtype = self._shard[0].dtype
-        if key.is_meta and key.dtype != dtype:
+        if dtype == self._dtype:
+            return packet.pair
+        # Packets of a narrower dtype are widened here: kernels see one dtype.
+        key, value = packet.pair
+        if key.is_meta:
             note_pass("pack", (key.numel() + value.numel()) * (key.itemsize + dtype.itemsize))
-        return key.to(dtype), value.to(dtype)  # no copy if the dtype is the same
+        return key.to(dtype), value.to(dtype)
 
     def _outgoing(self, sends: Sequence[Transfer], label: Label) -> list[Packet]:
         """Return the packet of each transfer; columns for several peers are packed once."""

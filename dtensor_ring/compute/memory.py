@@ -285,7 +285,7 @@ def add(total: Tensor, packed: Tensor, cols: Cols) -> None:
 def _parts(packed: Tensor, cols: Cols) -> Iterable[tuple[Span, Tensor]]:
     """Return each span with its part of the packed columns."""
     if len(cols.spans) == 1:
-        return [(cols.spans[0], packed)]
+        return ((cols.spans[0], packed),)
     places = pairwise(cols.offsets)
     return [(span, columns(packed, where)) for span, where in zip(cols.spans, places, strict=True)]
 

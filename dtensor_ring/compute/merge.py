@@ -63,7 +63,7 @@ class Weights:
         # Reading the largest weight is cheap on a CPU; on a GPU it would make the host wait.
         if lse.is_cpu:
             weight = (lse - so_far).exp_()
-            if not weight.numel() or weight.amax().item() <= MAX_WEIGHT:
+            if not weight.numel() or weight.max().item() <= MAX_WEIGHT:
                 denominator.add_(weight)
                 self._is_divided = False
                 return weight.unsqueeze(-1), None

@@ -279,7 +279,7 @@ class _RingFunction(_SingleLevelFunction):
         else:
             output = _below_autograd(bound, query, key, value)
         ctx.set_materialize_grads(False)
-        ctx.options, ctx.bound, ctx.places = options, bound, ()
+        ctx.options, ctx.bound = options, bound
         # Tensors are saved, so that hooks (offloading, checkpointing) see them.
         if bound is not None:  # there are no others
             ctx.save_for_backward(query, key, value, output[0], output[1])

@@ -41,23 +41,26 @@ class BufferPool:
         """Return a buffer of at least `num_bytes` bytes; its content is undefined."""
         if device.type == "cpu":
             with self._lock:
-                sizes = [x for x in self._sizes if x >= num_bytes]
-                if sizes:
+                sizes, size = self._sizes, num_bytes
+                if size not in sizes:  # most calls ask for a size that was given back
                     # The smallest that fits: larger ones stay for larger messages.
-                    number = self._sizes.index(min(sizes))
-                    del self._sizes[number]
+                    size = min([x for x in sizes if x >= num_bytes], default=-1)
+                if size >= 0:
+                    number = sizes.index(size)
+                    del sizes[number]
                     return self._spares.pop(number)
         with torch.inference_mode(False):  # tensors made in it are read-only outside
             return torch.empty(num_bytes, dtype=torch.uint8, device=device)
 
     def give(self, buffer: Tensor) -> None:
         """Give a buffer back that nothing reads or writes any more."""
-        if buffer.device.type == "cpu":
+        if buffer.is_cpu:
             with self._lock:
                 self._spares.append(buffer)
                 self._sizes.append(buffer.numel())
-                # The oldest are dropped first: no call may need their size any more.
-                del self._spares[:-MAX_SPARES], self._sizes[:-MAX_SPARES]
+                if len(self._spares) > MAX_SPARES:
+                    # The oldest are dropped first: no call may need their size any more.
+                    del self._spares[0], self._sizes[0]
 
 
 BUFFERS = BufferPool()

@@ -8,6 +8,7 @@ from torch import Tensor
 from dtensor_ring.compute.accumulate import (
     GradientShare,
     GradientSum,
+    Partials,
     RunningOutput,
     sinks_gradient,
 )
@@ -165,11 +166,9 @@ class _Arriving:
     ) -> None:
         """Add the gradients of a step."""
         # Step 0 is this rank's own shard, whose gradients need not travel.
-        grad_kv: tuple[GradientSum, GradientSum] | tuple[GradientShare, GradientShare]
+        grad_kv: tuple[Partials, Partials] = self._grad_shard
         if step.number:
             grad_kv = self._shares = GradientShare(kv[0]), GradientShare(kv[1])
-        else:
-            grad_kv = self._grad_shard
         how = self._grad_query, grad_kv, kernel, scores, label, dropout, lags
         backward_step(step, saved, self._query, kv, *how)
 

@@ -11,11 +11,11 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
-from dtensor_ring.compute.accumulate import RunningOutput
+from dtensor_ring.compute.accumulate import Partials, RunningOutput
 from dtensor_ring.compute.dropout import Dropout
 from dtensor_ring.compute.kernels.kernel import (
     Gradients,
@@ -357,23 +357,13 @@ def _tiles_by_batch(tiles: tuple[Tile, ...], batch_size: int) -> Iterator[tuple[
 Pair = tuple[Tensor, Tensor]
 
 
-class Accumulator(Protocol):
-    """A target that gradients are added to: `GradientSum` or `GradientShare`."""
-
-    def make_room(self) -> None:
-        """Add up the kept gradients if there is no room for another."""
-
-    def add(self, region: Region, grad: Tensor) -> None:
-        """Add the gradient of a region of `(B, N, L)`."""
-
-
 def backward_step(
     step: Step,
     saved: Saved,
     query: Tensor,
     kv: Pair,
-    grad_query: Accumulator,
-    grad_kv: tuple[Accumulator, Accumulator],
+    grad_query: Partials,
+    grad_kv: tuple[Partials, Partials],
     kernel: Kernel,
     scores: Scores,
     label: Label,

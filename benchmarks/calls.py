@@ -3,7 +3,8 @@
     python benchmarks/calls.py
 
 One process, a ring of one rank, 16 tokens: what is left is Python and the dispatcher. Two ranks are
-one process, too: their messages take no time, and calls are not compared. Next to each call stands
+one process, too: their messages are zeros and take no time, and calls are not compared; once with
+the kernel for CPUs, and once with one that takes no time either. Next to each call stands
 the cost on top of the kernel alone. The last line says what agreement adds to a call on GPUs, where
 the host does not wait for it: two ranks of this process compare calls. With ``--quick`` it takes
 seconds and writes to ``out``.
@@ -11,11 +12,11 @@ seconds and writes to ``out``.
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from functools import partial
+from functools import cache, partial
 
 import torch
 import torch.distributed as dist
@@ -30,8 +31,18 @@ from dtensor_ring import Mask, SequenceAxis, ring_attention, shard_sequence
 from dtensor_ring.agreement.call_record import CallRecord, CallSite
 from dtensor_ring.agreement.group_state import GroupState
 from dtensor_ring.agreement.late_records import Failed, LateRecords, PostedCall
+from dtensor_ring.compute.kernels.kernel import (
+    Gradients,
+    Kernel,
+    Launch,
+    Problem,
+    Result,
+    Saved,
+    Scores,
+)
+from dtensor_ring.compute.kernels.registry import register_kernel
 from dtensor_ring.lab.training.estimate import alone
-from dtensor_ring.transport.transport import NullTransport, set_transport
+from dtensor_ring.transport.transport import P2P, NullTransport, Work, set_transport
 
 SHAPE = 1, 4, 16, 8
 DOCUMENTS = torch.tensor([0, 3, 9, 16], dtype=torch.int32)
@@ -77,16 +88,56 @@ def calls(mesh: DeviceMesh) -> dict[str, Call]:
     }
 
 
+class Instant(Kernel):
+    """A kernel that takes no time: it returns the same zeros again."""
+
+    name = "instant"
+
+    def missing(self) -> str | None:
+        return None
+
+    def supports(self, problem: Problem) -> str | None:
+        return None
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, launch: Launch, scores: Scores) -> Result:
+        return zeros(q.shape), zeros(q.shape[:3])
+
+    def backward(
+        self, saved: Saved, q: Tensor, k: Tensor, v: Tensor, launch: Launch, scores: Scores
+    ) -> Gradients:
+        return zeros(q.shape, 1), zeros(k.shape, 2), zeros(v.shape, 3)
+
+
+@cache
+def zeros(shape: torch.Size, which: int = 0) -> Tensor:
+    """Zeros of a shape, token-major; `which` tells tensors of one shape apart."""
+    if len(shape) < 4:
+        return torch.zeros(shape)
+    return torch.zeros(shape).transpose(1, 2).contiguous().transpose(1, 2)
+
+
+class Silent(NullTransport):
+    """Messages that take no time, of zeros: what memory held before may be no number."""
+
+    def start(self, receives: list[P2P], sends: list[P2P]) -> Sequence[Work]:
+        for message in receives:
+            message.flat.zero_()
+        return ()
+
+
 def measure_two(seconds: float) -> list[Cost]:
-    """Costs of rank 1 of two ranks, by layout; there is no rank 0, and nothing is sent."""
+    """Costs of rank 1 of two ranks, by layout and kernel; there is no rank 0, nothing is sent."""
     costs = []
+    register_kernel(Instant())
     for layout in ("zigzag", "contiguous"):
         with alone(2) as mesh:
             SequenceAxis(mesh, layout)
-            set_transport(mesh.get_group(), NullTransport())
+            set_transport(mesh.get_group(), Silent())
             plain = [torch.randn(SHAPE, requires_grad=True) for _ in range(3)]
-            call = partial(ring_attention, *plain, mesh=mesh)
-            costs.append(measure(f"ring_attention, two ranks, {layout}", call, seconds))
+            for kernel in (None, "instant"):
+                call = partial(ring_attention, *plain, mesh=mesh, kernel=kernel)
+                name = f"ring_attention, two ranks, {layout}"
+                costs.append(measure(name + (", no kernel" if kernel else ""), call, seconds))
     return costs
 
 

@@ -8,6 +8,7 @@ from torch import Tensor
 from dtensor_ring.compute.accumulate import (
     GradientShare,
     GradientSum,
+    Partials,
     RunningOutput,
     sinks_gradient,
 )
@@ -164,9 +165,10 @@ class _Arriving:
         lags: Lags | None,
     ) -> None:
         """Add the gradients of a step."""
-        self._shares = GradientShare(kv[0]), GradientShare(kv[1])
         # Step 0 is this rank's own shard, whose gradients need not travel.
-        grad_kv = self._shares if step.number else self._grad_shard
+        grad_kv: tuple[Partials, Partials] = self._grad_shard
+        if step.number:
+            grad_kv = self._shares = GradientShare(kv[0]), GradientShare(kv[1])
         how = self._grad_query, grad_kv, kernel, scores, label, dropout, lags
         backward_step(step, saved, self._query, kv, *how)
 
@@ -182,12 +184,8 @@ class _Arriving:
         with label("merge"):
             packet, is_new = sums.sum_of(step.source, step.cols)
             # One launch adds both, on devices that have a kernel for it.
-            accumulate_sums(
-                *(
-                    x.to_add(total, is_new)
-                    for total, x in zip(packet.pair, self._shares, strict=True)
-                )
-            )
+            (key, value), (of_key, of_value) = packet.pair, self._shares
+            accumulate_sums(of_key.into(key, is_new), of_value.into(value, is_new))
 
     def result(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return the gradients of query, key and value."""

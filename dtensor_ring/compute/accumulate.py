@@ -25,6 +25,7 @@ from dtensor_ring.compute.memory import (
     in_order,
     new_empty,
     order_of,
+    wide_of,
 )
 from dtensor_ring.compute.merge import MAX_PARTIALS, accumulate_sums, sink_weight
 from dtensor_ring.compute.trace import stands_for_gpu
@@ -57,7 +58,7 @@ class Partials:
     ) -> None:
         self._shape, self._dtype, self._order = torch.Size(shape), dtype, order
         self._room = room
-        self._wide = torch.promote_types(dtype, torch.float32)
+        self._wide = wide_of(dtype)
         self._partials: list[Partial] = []
 
     def __bool__(self) -> bool:
@@ -72,7 +73,7 @@ class Partials:
 
     def make_room(self) -> None:
         """Merge the partials if there is no room for another, before a kernel allocates it."""
-        if self._is_full():
+        if len(self._partials) > 1 and self._is_full():
             self._partials = [self._merged(self._wide)]
 
     def merged(self, sinks: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
@@ -96,11 +97,10 @@ class Partials:
 
     def into(self, total: Tensor, is_new: bool) -> Accumulation:
         """Return the `Accumulation` of the partials into `total`, overwritten if `is_new`."""
-        return Accumulation(total, [*([] if is_new else [Partial(WHOLE, total)]), *self._partials])
+        before = [] if is_new else [Partial(WHOLE, total)]
+        return Accumulation(total, before + self._partials)
 
     def _is_full(self) -> bool:
-        if len(self._partials) < 2:
-            return False
         # A merged float32 tensor at the front is the running total and does not count as a partial.
         kept = self._partials[self._is_total(self._partials[0]) :]
         is_many = _on_gpu(kept[0].x) and len(self._partials) >= MAX_PARTIALS
@@ -187,7 +187,7 @@ def _on_gpu(x: Tensor) -> bool:
     return x.is_cuda or (x.is_meta and stands_for_gpu())
 
 
-class GradientSum:
+class GradientSum(Partials):
     """The sum of the launches' gradients of one tensor `(B, N, L, H)`.
 
     Args:
@@ -196,16 +196,8 @@ class GradientSum:
     """
 
     def __init__(self, like: Tensor, room: int | None = None) -> None:
+        super().__init__(like.shape, like.dtype, TOKEN_MAJOR, room)
         self._like = like
-        self._partials = Partials(like.shape, like.dtype, TOKEN_MAJOR, room)
-
-    def make_room(self) -> None:
-        """Add up the kept gradients if there is no room for another."""
-        self._partials.make_room()
-
-    def add(self, region: Region, grad: Tensor) -> None:
-        """Add the gradient of a region of `(B, N, L)`; `grad` may be overwritten."""
-        self._partials.add(region, grad)
 
     def add_arrived(self, arrived: Tensor, cols: Cols, is_last: bool) -> None:
         """Add the sum that arrived from other ranks for these columns.
@@ -216,21 +208,21 @@ class GradientSum:
             is_last: whether this is the last addend; then the sum is rounded to its dtype.
         """
         # Adding to narrow memory rounds, so only the last addend may do it.
-        total = self._partials.total(is_last) if self._partials else self._zeros()
+        total = self.total(is_last) if self._partials else self._zeros()
         add(total, arrived, cols)
 
     def result(self) -> Tensor:
         """Return the sum in the tensor's dtype, token-major."""
         if not self._partials:
             self._zeros()
-        return self._partials.merged()[0]
+        return self.merged()[0]
 
     def _zeros(self) -> Tensor:
-        self.add(WHOLE, empty(self._like, self._like.shape, TOKEN_MAJOR).zero_())
-        return self._partials.total(is_last=False)
+        self.add(WHOLE, empty(self._like, self._shape, TOKEN_MAJOR).zero_())
+        return self.total(is_last=False)
 
 
-class GradientShare:
+class GradientShare(Partials):
     """One step's gradients of a shard, kept until the sum over the other ranks arrives.
 
     Args:
@@ -239,19 +231,7 @@ class GradientShare:
 
     def __init__(self, like: Tensor) -> None:
         # With more room, many overlapping launches would hold many times the memory of a shard.
-        self._partials = Partials(like.shape, like.dtype, TOKEN_MAJOR, room=1)
-
-    def make_room(self) -> None:
-        """Add up the kept gradients if there is no room for another."""
-        self._partials.make_room()
-
-    def add(self, region: Region, grad: Tensor) -> None:
-        """Add the gradient of a region of `(B, N, C)`; `grad` may be overwritten."""
-        self._partials.add(region, grad)
-
-    def to_add(self, total: Tensor, first: bool) -> Accumulation:
-        """Return an `Accumulation` that adds gradients to `total`, or overwrites it if `first`."""
-        return self._partials.into(total, first)
+        super().__init__(like.shape, like.dtype, TOKEN_MAJOR, room=1)
 
 
 def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:

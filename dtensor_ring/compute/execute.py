@@ -11,12 +11,11 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Protocol
-from weakref import WeakKeyDictionary
+from typing import Any
 
 from torch import Tensor
 
-from dtensor_ring.compute.accumulate import RunningOutput
+from dtensor_ring.compute.accumulate import Partials, RunningOutput
 from dtensor_ring.compute.dropout import Dropout
 from dtensor_ring.compute.kernels.kernel import (
     Gradients,
@@ -211,12 +210,6 @@ Shape = tuple[int, int, int]
 # A batch row, and a tile of it.
 _Link = tuple[int, Tile]
 
-# The shape if the kernel takes segments, and whether messages are in flight.
-_Key = tuple[Shape | None, bool]
-
-# Launches by step. The keys are weak, so launches live as long as their plan.
-_MADE: WeakKeyDictionary[Step, dict[_Key, tuple[Launch, ...]]] = WeakKeyDictionary()
-
 
 def launches(
     step: Step, shape: Shape, has_segments: bool, in_flight: bool = False
@@ -232,9 +225,7 @@ def launches(
         has_segments: whether the kernel takes segments; if not, each tile is a launch.
         in_flight: whether messages are in flight during the launches.
     """
-    made = _MADE.get(step)
-    if made is None:
-        made = _MADE.setdefault(step, {})
+    made: dict[Any, tuple[Launch, ...]] = step.kept
     # Only boundaries of segments depend on the shape; single tiles do not.
     has_segments = has_segments and len(step.tiles) * shape[0] >= FEWEST
     key = (shape if has_segments else None), in_flight
@@ -366,23 +357,13 @@ def _tiles_by_batch(tiles: tuple[Tile, ...], batch_size: int) -> Iterator[tuple[
 Pair = tuple[Tensor, Tensor]
 
 
-class Accumulator(Protocol):
-    """A target that gradients are added to: `GradientSum` or `GradientShare`."""
-
-    def make_room(self) -> None:
-        """Add up the kept gradients if there is no room for another."""
-
-    def add(self, region: Region, grad: Tensor) -> None:
-        """Add the gradient of a region of `(B, N, L)`."""
-
-
 def backward_step(
     step: Step,
     saved: Saved,
     query: Tensor,
     kv: Pair,
-    grad_query: Accumulator,
-    grad_kv: tuple[Accumulator, Accumulator],
+    grad_query: Partials,
+    grad_kv: tuple[Partials, Partials],
     kernel: Kernel,
     scores: Scores,
     label: Label,
@@ -412,11 +393,10 @@ def backward_step(
         with label("tile"):
             launch = launch if dropout is None else _dropping(launch, dropout)
             launch = launch if lags is None else _biased(launch, lags)
-            grads = _backward(launch, saved, query, kv, kernel, scores)
-        for one, region, grad in zip(
-            sums, (launch.rows, launch.cols, launch.cols), grads, strict=True
-        ):
-            one.add(region, grad)
+            of_query, of_key, of_value = _backward(launch, saved, query, kv, kernel, scores)
+        grad_query.add(launch.rows, of_query)
+        grad_kv[0].add(launch.cols, of_key)
+        grad_kv[1].add(launch.cols, of_value)
 
 
 def launches_of(
@@ -450,7 +430,7 @@ def _biased(launch: Launch, lags: Lags) -> Launch:
 
 def _forward(launch: Launch, query: Tensor, kv: Pair, kernel: Kernel, scores: Scores) -> Result:
     """Return `out` `(B, N, R, Hv)` and `lse` `(B, N, R)` of a launch."""
-    q, (k, v) = part_of(query, launch.rows), _columns(kv, launch)
+    q, k, v = part_of(query, launch.rows), part_of(kv[0], launch.cols), part_of(kv[1], launch.cols)
     if launch.segments is None:
         return kernel.forward(q, k, v, launch, scores)
     # Boundaries of segments count tokens across batch rows, so flatten batch and tokens.
@@ -464,7 +444,7 @@ def _backward(
 ) -> Gradients:
     """Return the gradients of query, key and value of a launch, each `(B, N, R, H)`."""
     saved = saved.region(launch.rows)
-    q, (k, v) = part_of(query, launch.rows), _columns(kv, launch)
+    q, k, v = part_of(query, launch.rows), part_of(kv[0], launch.cols), part_of(kv[1], launch.cols)
     if launch.segments is None:
         return kernel.backward(saved, q, k, v, launch, scores)
     slopes = None if saved.grad_lse is None else _heads_first(saved.grad_lse)
@@ -472,10 +452,6 @@ def _backward(
     grads = kernel.backward(flat, _flat(q), _flat(k), _flat(v), launch, scores)
     dq, dk, dv = (_by_batch(grad, q.shape[0]) for grad in grads)
     return dq, dk, dv
-
-
-def _columns(kv: Pair, launch: Launch) -> Pair:
-    return part_of(kv[0], launch.cols), part_of(kv[1], launch.cols)
 
 
 def _flat(x: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, reduce
 from itertools import pairwise
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -52,6 +52,8 @@ def empty(
     like: Tensor, shape: Sequence[Any], order: Order, dtype: torch.dtype | None = None
 ) -> Tensor:
     """Allocate a dense tensor in this order, with the device (and by default dtype) of `like`."""
+    if order == HEAD_MAJOR:  # a view costs the host as much as a small kernel
+        return new_empty(like, shape, dtype)
     return new_empty(like, [shape[dim] for dim in order], dtype).permute(_inverse(order))
 
 
@@ -70,8 +72,19 @@ def strides(shape: Sequence[Any], order: Order) -> tuple[Any, ...]:
     return tuple(result)
 
 
+@cache
 def _inverse(order: Order) -> Order:
     return tuple(order.index(dim) for dim in range(len(order)))
+
+
+@cache
+def wide_of(*dtypes: torch.dtype) -> torch.dtype:
+    """Return the dtype in which numbers of these dtypes are added: float32 or wider.
+
+    >>> wide_of(torch.bfloat16)
+    torch.float32
+    """
+    return reduce(torch.promote_types, dtypes, torch.float32)
 
 
 # An index of batch rows, heads and tokens.
@@ -94,7 +107,9 @@ def part_of(x: Tensor, where: Region) -> Tensor:
     batches, _, tokens = where
     if batches.start is not None:
         return x[where]
-    return x if tokens.start is None else columns(x, (tokens.start, tokens.stop))
+    begin, end = tokens.start, tokens.stop
+    # As `columns`, which would be another call of each launch for each of its tensors.
+    return x if begin is None or end - begin == x.shape[2] else x.narrow(2, begin, end - begin)
 
 
 def columns(x: Tensor, span: Span) -> Tensor:
@@ -270,7 +285,7 @@ def add(total: Tensor, packed: Tensor, cols: Cols) -> None:
 def _parts(packed: Tensor, cols: Cols) -> Iterable[tuple[Span, Tensor]]:
     """Return each span with its part of the packed columns."""
     if len(cols.spans) == 1:
-        return [(cols.spans[0], packed)]
+        return ((cols.spans[0], packed),)
     places = pairwise(cols.offsets)
     return [(span, columns(packed, where)) for span, where in zip(cols.spans, places, strict=True)]
 
@@ -293,7 +308,7 @@ def listed(cols: Cols) -> Tensor:
     return torch.arange(len(cols), device="cpu") + gaps.repeat_interleave(ends - firsts)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)  # not frozen, which takes twice as long to make one
 class Partial:
     """A partial result for a region of `(B, N, L)`.
 
@@ -316,7 +331,7 @@ class Partial:
         return batches.indices(shape[0])[:2], tokens.indices(shape[2])[:2]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Accumulation:
     """A target, and the partials whose sum or mean is written to it.
 
@@ -383,5 +398,5 @@ class Accumulation:
     @property
     def wide(self) -> torch.dtype:
         """The dtype of the arithmetic."""
-        wide = torch.promote_types(self.target.dtype, torch.float32)
-        return torch.promote_types(self.partials[0].x.dtype, wide) if self.partials else wide
+        dtype = self.target.dtype
+        return wide_of(dtype, self.partials[0].x.dtype if self.partials else dtype)

@@ -50,7 +50,8 @@ class Weights:
 
     def _start(self, region: Region, lse: Tensor | None, denominator: Tensor | None) -> None:
         assert lse is not None, "all partials have one, or none has"
-        self._lse.fill_(-torch.inf)
+        if lse.shape != self._lse.shape:
+            self._lse.fill_(-torch.inf)
         part_of(self._lse, region).copy_(lse)
         if denominator is not None:
             part_of(self._denominator, region).copy_(denominator)
@@ -62,7 +63,7 @@ class Weights:
         # Reading the largest weight is cheap on a CPU; on a GPU it would make the host wait.
         if lse.is_cpu:
             weight = (lse - so_far).exp_()
-            if not weight.numel() or weight.amax().item() <= MAX_WEIGHT:
+            if not weight.numel() or weight.max().item() <= MAX_WEIGHT:
                 denominator.add_(weight)
                 self._is_divided = False
                 return weight.unsqueeze(-1), None
@@ -103,7 +104,7 @@ MAX_PARTIALS = 8
 
 def accumulate_sums(*sums: Accumulation) -> None:
     """Compute the sums: one, or two of the same batch, heads and rows, in one launch on a GPU."""
-    sums = tuple(one.cropped() for one in sums)
+    sums = (*[one.cropped() for one in sums],)
     if sums[0].target.is_meta:  # a dry run: no numbers to add
         return note_pass("merge", sum(one.num_bytes for one in sums))
     if sums[0].target.is_cuda and has_triton():
@@ -147,7 +148,8 @@ def _by_ranges(one: Accumulation) -> None:
     """Compute a sum by ranges of rows that have the same partials."""
     target, shape = one.target, one.target.shape
     addends, scale = _addends(one)
-    if one.partials and all(partial.x.shape == shape for partial in one.partials):
+    shapes = [partial.x.shape for partial in one.partials]
+    if shapes and shapes.count(shape) == len(shapes):
         _put(target, addends, scale, one.wide, one.is_in_place)
         return
     spans = [partial.spans(shape) for partial in one.partials]
@@ -216,25 +218,26 @@ def _put(
     first, *others = addends
     is_alone = not others and scale is None  # a plain copy may cast
     # A product needs operands of one dtype, an addition does not.
-    is_wide = target.dtype == wide and all(x.weight is None or x.x.dtype == wide for x in others)
-    if is_alone or is_wide:
-        if not is_there:
-            target.copy_(first.x)
-        _join(target, others, scale)
+    mixed = [x for x in others if x.weight is not None and x.x.dtype != wide]
+    if is_alone or (target.dtype == wide and not mixed):
+        # The first sum or product reads the first part where it is.
+        is_read = is_there or (first.x.dtype == wide and not is_alone)
+        _join(target, first.x if is_read else target.copy_(first.x), others, scale)
     else:
         _by_chunks(target, addends, scale, wide, is_there)
 
 
-def _join(total: Tensor, others: list[_Addend], scale: Tensor | None) -> None:
+def _join(total: Tensor, so_far: Tensor, others: list[_Addend], scale: Tensor | None) -> None:
+    """Write the sum of `so_far`, which may be `total` itself, and others to `total`."""
     for x, weight, kept in others:
         if kept is not None:
-            total.mul_(kept)
+            so_far = torch.mul(so_far, kept, out=total)
         if weight is None:
-            total.add_(x)
+            so_far = torch.add(so_far, x, out=total)
         else:
-            total.addcmul_(x, weight)
+            so_far = torch.addcmul(so_far, x, weight, out=total)
     if scale is not None:
-        total.mul_(scale)
+        torch.mul(so_far, scale, out=total)
 
 
 def _by_chunks(
@@ -263,7 +266,7 @@ def _by_chunks(
         )
         for other in others:
             x = other.x if other.x.dtype == wide else _narrow(cast, some).copy_(other.x)
-            _join(joined, [other._replace(x=x)], None)
+            _join(joined, joined, [other._replace(x=x)], None)
         if scale is not None:
             joined.mul_(_narrow(scale, where))
         if joined is not partial:

@@ -207,7 +207,7 @@ def is_plain(*tensors: Tensor) -> bool:
     seen = (
         _included().raw_repr(),
         _excluded().raw_repr(),
-        *[_keys_of(x).raw_repr() for x in tensors],
+        *map(_KeySet.raw_repr, map(_keys_of, tensors)),
     )
     found = _ARE_PLAIN.get(seen)
     if found is None:

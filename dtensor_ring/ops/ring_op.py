@@ -213,7 +213,10 @@ def checked_call(
         value: this rank's values.
         lse: the lse that the forward call returned, if this is its backward call.
     """
-    forward_call = 0 if lse is None else group_state_of(group).forward_call_of(lse)
+    state = group_state_of(group)
+    if not state.sends_records:
+        return nullcontext(transport_of(group))
+    forward_call = 0 if lse is None else state.forward_call_of(lse)
     direction = "forward" if lse is None else "backward"
     record = bound.records.get(direction)
     if record is None:
@@ -276,7 +279,7 @@ class _RingFunction(_SingleLevelFunction):
         else:
             output = _below_autograd(bound, query, key, value)
         ctx.set_materialize_grads(False)
-        ctx.options, ctx.bound, ctx.places = options, bound, ()
+        ctx.options, ctx.bound = options, bound
         # Tensors are saved, so that hooks (offloading, checkpointing) see them.
         if bound is not None:  # there are no others
             ctx.save_for_backward(query, key, value, output[0], output[1])
@@ -301,7 +304,9 @@ class _RingFunction(_SingleLevelFunction):
         # Only lse was used: the formula still takes a gradient of out.
         if grad_out is None:
             grad_out = torch.zeros_like(out)
-        if not torch.is_grad_enabled() and nodes.is_plain(grad_out, query, out):
+        # Those of a bound call were plain, and a compiler that follows backward sees its gradients.
+        seen = (grad_out, query, out) if bound is None else (grad_out,)
+        if not torch.is_grad_enabled() and nodes.is_plain(*seen):
             bound = bound or bound_call(options, query, key, value)
             saved = Saved(grad_out, out, lse, grad_lse)
             with torch._C._AutoDispatchBelowADInplaceOrView():

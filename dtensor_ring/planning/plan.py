@@ -7,9 +7,9 @@ no layout: it runs the tiles it is given.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -40,7 +40,8 @@ class Step:
 
     The columns of the tiles index into `cols`, packed side by side. In the first step `cols` are
     all columns of this rank's shard; in later steps they are the columns of the source's packet.
-    `runs` are those of the source's shard, see `Layout.runs`.
+    `runs` are those of the source's shard, see `Layout.runs`. `kept` holds what its launches need,
+    which is made once: it lives as long as the step.
     """
 
     number: int
@@ -48,6 +49,7 @@ class Step:
     cols: Cols
     tiles: tuple[Tile, ...]
     runs: tuple[Run, ...] = ()
+    kept: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
 
 
 class KeyOwners(NamedTuple):

@@ -86,10 +86,57 @@ class _Dense(NamedTuple):
     size: int
 
 
-@lru_cache(maxsize=256)
 def _dense(whole: tuple[int, ...], num_cols: int) -> _Dense:
     shape = *whole[:2], num_cols, whole[3]
     return _Dense(shape, strides(shape, TOKEN_MAJOR), prod(shape))
+
+
+class Packing:
+    """How columns of two tensors `(B, N, C, H)` of one dtype lie in a buffer, see `packing_of`.
+
+    Args:
+        wholes: the shapes of both tensors, of which a packet has some columns.
+        dtype: the dtype of packets.
+
+    Attributes:
+        col_bytes: bytes of a column of both.
+    """
+
+    def __init__(self, wholes: tuple[torch.Size, torch.Size], dtype: torch.dtype) -> None:
+        self._wholes, self._dtype = wholes, dtype
+        self.col_bytes = sum(_dense(x, 1).size for x in wholes) * dtype.itemsize
+
+    def packet(self, buffer: Tensor, cols: Cols) -> Packet:
+        """Return a packet of these columns in a buffer, see `Packet.within`."""
+        num_cols = cols.offsets[-1]  # `len` would be a call
+        # The same packets come again, in the next hop or call.
+        kept = buffer.__dict__.get(_VIEWS)
+        found = None if kept is None else kept.get((self, num_cols))
+        pair, flat = found or self._views(buffer, num_cols)
+        return Packet(cols, pair, buffer, flat)
+
+    def _views(self, buffer: Tensor, num_cols: int) -> tuple[Pair, Tensor]:
+        """Return columns of both tensors in a buffer, each on its own and as one message."""
+        of_key, of_value = (_dense(x, num_cols) for x in self._wholes)
+        # A reused buffer may be larger; only this part travels.
+        flat = buffer[: num_cols * self.col_bytes].view(self._dtype)
+        begin = flat.storage_offset()
+        # Dense, so that a kernel reads the message as it arrived.
+        pair = (
+            flat.as_strided(of_key.shape, of_key.strides, begin),
+            flat.as_strided(of_value.shape, of_value.strides, begin + of_key.size),
+        )
+        kept = buffer.__dict__.setdefault(_VIEWS, {})
+        # A view that autograd tracks would keep the buffer alive.
+        if flat._base is None and len(kept) < MAX_VIEWS:
+            kept[self, num_cols] = pair, flat
+        return pair, flat
+
+
+@lru_cache(maxsize=256)
+def packing_of(key: torch.Size, value: torch.Size, dtype: torch.dtype) -> Packing:
+    """Return how columns of keys and values of these shapes lie in a buffer."""
+    return Packing((key, value), dtype)
 
 
 class Packet:
@@ -118,27 +165,7 @@ class Packet:
             cols: the columns, counted in the whole shard.
             dtype: the dtype of the packet.
         """
-        key, value = like
-        num_cols = cols.offsets[-1]  # `len` would be a call
-        asked = key.shape, value.shape, num_cols, dtype
-        # The same packets come again, in the next hop or call.
-        kept = buffer.__dict__.setdefault(_VIEWS, {})
-        found = kept.get(asked)
-        if found is not None:
-            return cls(cols, found[0], buffer, found[1])
-        of_key, of_value = _dense(key.shape, num_cols), _dense(value.shape, num_cols)
-        # A reused buffer may be larger; only this part travels.
-        flat = buffer[: (of_key.size + of_value.size) * dtype.itemsize].view(dtype)
-        begin = flat.storage_offset()
-        # Dense, so that a kernel reads the message as it arrived.
-        pair = (
-            flat.as_strided(of_key.shape, of_key.strides, begin),
-            flat.as_strided(of_value.shape, of_value.strides, begin + of_key.size),
-        )
-        # A view that autograd tracks would keep the buffer alive.
-        if flat._base is None and len(kept) < MAX_VIEWS:
-            kept[asked] = pair, flat
-        return cls(cols, pair, buffer, flat)
+        return packing_of(like[0].shape, like[1].shape, dtype).packet(buffer, cols)
 
     @classmethod
     def lying(cls, pair: Pair, cols: Cols) -> Packet | None:
@@ -158,12 +185,12 @@ class Packet:
 
     def fill(self, pair: Pair, at: Cols) -> None:
         """Copy the columns `at` of a pair into the packet, which has the same number of columns."""
-        both = list(zip(self.pair, pair, strict=True))
         if pair[0].is_meta:  # a dry run: nothing to copy
+            both = zip(self.pair, pair, strict=True)
             note_pass("packet", sum(to.numel() * (to.itemsize + x.itemsize) for to, x in both))
             return
-        for view, x in both:
-            pack(view, x, at)
+        pack(self.pair[0], pair[0], at)
+        pack(self.pair[1], pair[1], at)
 
     def messages(self, is_apart: bool) -> list[Tensor]:
         """Return flat tensors: key and value apart, or the buffer that holds both."""
@@ -192,12 +219,12 @@ class Rotation:
         like: Pair,
         dtype: torch.dtype,
     ) -> None:
-        transport.prepare(like[0].device)
-        self._transport, self._plan, self._rank, self._hops = transport, plan, plan.rank, hops
-        self._like, self._dtype = like, dtype
         key, value = like
-        per_row = key.shape[1] * key.shape[3] + value.shape[1] * value.shape[3]
-        self._col_bytes = key.shape[0] * per_row * dtype.itemsize
+        self._device = key.device
+        transport.prepare(self._device)
+        self._transport, self._plan, self._rank, self._hops = transport, plan, plan.rank, hops
+        self._packing, self._dtype = packing_of(key.shape, value.shape, dtype), dtype
+        self._col_bytes = self._packing.col_bytes
         self._resident: dict[int, Packet] = {}  # by source
         self._sent: list[Packet] = []
         self._arriving: list[tuple[int, Packet]] = []  # with the source
@@ -208,29 +235,26 @@ class Rotation:
         return self
 
     def __exit__(self, *error: object) -> None:
-        if not (self._resident or self._idle or self._works):
-            return
-        # After an error, messages may still write to the buffers in flight, so nobody else may
-        # reuse those.
         packets = self._sent + [packet for _, packet in self._arriving]
-        hold_until_complete(self._works, [x for packet in packets for x in packet.pair])
-        in_flight = _buffers(packets)
-        kept = _buffers(self._resident.values())
-        for buffer in self._idle + [x for key, x in kept.items() if key not in in_flight]:
+        if packets:
+            # After an error, messages may still write to the buffers in flight, so nobody else may
+            # reuse those.
+            hold_until_complete(self._works, [x for packet in packets for x in packet.pair])
+        self._idle += _buffers(self._resident.values(), but=packets)
+        for buffer in self._idle:
             self._transport.free(buffer)
         self._resident, self._idle = {}, []
 
     def _packet(self, source: int, cols: Cols) -> Packet:
         """Return a packet for columns of a source in an idle buffer; allocate if there is none."""
-        if not self._idle:
-            self._idle.append(self._allocate())
-        return Packet.within(self._idle.pop(), self._like, cols, self._dtype)
+        buffer = self._idle.pop() if self._idle else self._allocate()
+        return self._packing.packet(buffer, cols)
 
     def _allocate(self) -> Tensor:
         # All buffers have the size of the largest packet, so any buffer serves any packet. A sum is
         # as large as its packet of keys and values, though it may leave in parts.
         num_bytes = self._plan.largest_packet * self._col_bytes
-        return self._transport.allocate(num_bytes, self._like[0].device)
+        return self._transport.allocate(num_bytes, self._device)
 
     def _part(self, source: int, cols: Cols, label: Label) -> Packet:
         """Return these columns of a resident packet: the packet itself, or a copy of a part."""
@@ -244,25 +268,26 @@ class Rotation:
 
     def _start(self, hop: Hop, outgoing: list[Packet]) -> None:
         """Start a hop, with one packet for each of its sends."""
-        self._sent = outgoing
-        self._arriving = [(x.source, self._packet(x.source, x.cols)) for x in hop.receives]
-        receives = [
-            message
-            for x, (_, packet) in zip(hop.receives, self._arriving, strict=True)
-            for message in self._messages(x, packet, sender=x.peer)
-        ]
-        sends = [
-            message
-            for x, packet in zip(hop.sends, outgoing, strict=True)
-            for message in self._messages(x, packet, sender=self._rank)
-        ]
+        self._sent, self._arriving = outgoing, []
+        receives: list[P2P] = []
+        sends: list[P2P] = []
+        for x in hop.receives:
+            packet = self._packet(x.source, x.cols)
+            self._arriving.append((x.source, packet))
+            self._add_messages(receives, x, packet, sender=x.peer)
+        for x, packet in zip(hop.sends, outgoing, strict=True):
+            self._add_messages(sends, x, packet, sender=self._rank)
         self._works = self._transport.start(receives, sends)
 
-    def _messages(self, transfer: Transfer, packet: Packet, sender: int) -> list[P2P]:
-        """Return the messages of a transfer that are not empty."""
+    def _add_messages(
+        self, messages: list[P2P], transfer: Transfer, packet: Packet, sender: int
+    ) -> None:
+        """Add the messages of a transfer that are not empty."""
         source, cols, peer = transfer
         is_apart = source == sender and goes_apart(cols.offsets[-1] * self._col_bytes)
-        return [P2P(x, peer, 0, source) for x in packet.messages(is_apart) if x.numel()]
+        for x in packet.messages(is_apart):
+            if x.numel():
+                messages.append(P2P(x, peer, 0, source))
 
     def _num_bytes(self, cols: Cols) -> int:
         return cols.offsets[-1] * self._col_bytes
@@ -276,21 +301,24 @@ class Rotation:
             work.wait()
         arrived, sent = self._arriving, self._sent
         self._works, self._arriving, self._sent = (), [], []
-        self._resident.update(x for x in arrived if x[0] != self._rank)
-        gone = [self._resident.pop(source) for source in hop.releases]
+        own: list[Packet] = []
+        for source, packet in arrived:
+            if source == self._rank:
+                own.append(packet)
+            else:
+                self._resident[source] = packet
+        gone = [*sent, *[self._resident.pop(source) for source in hop.releases]]
         # A packet that was forwarded may still be resident: its buffer is not free yet.
-        kept = _buffers(self._resident.values())
-        self._idle += [x for key, x in _buffers([*sent, *gone]).items() if key not in kept]
-        return [packet for source, packet in arrived if source == self._rank]
+        self._idle += _buffers(gone, but=self._resident.values())
+        return own
 
 
-def _buffers(packets: Iterable[Packet]) -> dict[int, Tensor]:
-    """Return the buffers of packets by their `id`; several packets may share one buffer."""
-    buffers = {}
-    for x in packets:
-        if x.buffer is not None:
-            buffers[id(x.buffer)] = x.buffer
-    return buffers
+def _buffers(packets: Iterable[Packet], but: Iterable[Packet] = ()) -> Iterable[Tensor]:
+    """Return the buffers of packets, each once, without those of others: they may be shared."""
+    buffers = {id(x.buffer): x.buffer for x in packets if x.buffer is not None}
+    for x in but:
+        buffers.pop(id(x.buffer), None)
+    return buffers.values()
 
 
 class ShardRotation(Rotation):
@@ -322,12 +350,14 @@ class ShardRotation(Rotation):
         packet = self._resident.get(step.source)
         if packet is None:
             return self._shard
-        key, value = packet.pair
-        # Packets of a narrower dtype are widened here: kernels see one dtype.
         dtype = self._shard[0].dtype
-        if key.is_meta and key.dtype != dtype:
+        if dtype == self._dtype:
+            return packet.pair
+        # Packets of a narrower dtype are widened here: kernels see one dtype.
+        key, value = packet.pair
+        if key.is_meta:
             note_pass("pack", (key.numel() + value.numel()) * (key.itemsize + dtype.itemsize))
-        return key.to(dtype), value.to(dtype)  # no copy if the dtype is the same
+        return key.to(dtype), value.to(dtype)
 
     def _outgoing(self, sends: Sequence[Transfer], label: Label) -> list[Packet]:
         """Return the packet of each transfer; columns for several peers are packed once."""
@@ -371,7 +401,7 @@ class SumRotation(Rotation):
         for source in {x.source for x in self._hop.sends}:
             whole = self._resident.pop(source)
             if whole not in outgoing:  # its parts were copied
-                self._idle += _buffers([whole]).values()
+                self._idle += _buffers([whole])
         with label("send sums"):
             self._start(self._hop, outgoing)
         self._transport.at(label)
@@ -388,7 +418,7 @@ class SumRotation(Rotation):
             self._num_own -= 1
             # The caller has added the sum when the generator resumes: its buffer is idle then.
             yield packet, not self._num_own
-            self._idle += _buffers([packet]).values()
+            self._idle += _buffers([packet])
 
     def sum_of(self, source: int, cols: Cols) -> tuple[Packet, bool]:
         """Return the sum of a source's columns, and whether it is new, with undefined content."""

@@ -34,25 +34,33 @@ class BufferPool:
 
     def __init__(self) -> None:
         self._spares: list[Tensor] = []
+        self._sizes: list[int] = []  # of the spares: to ask a tensor costs the host time
         self._lock = Lock()  # backward may run in a thread of its own
 
     def take(self, num_bytes: int, device: torch.device) -> Tensor:
         """Return a buffer of at least `num_bytes` bytes; its content is undefined."""
-        with self._lock:
-            sizes = [(x.numel(), i) for i, x in enumerate(self._spares) if x.numel() >= num_bytes]
-            if device.type == "cpu" and sizes:
-                # The smallest that fits: larger ones stay for larger messages.
-                return self._spares.pop(min(sizes)[1])
+        if device.type == "cpu":
+            with self._lock:
+                sizes, size = self._sizes, num_bytes
+                if size not in sizes:  # most calls ask for a size that was given back
+                    # The smallest that fits: larger ones stay for larger messages.
+                    size = min([x for x in sizes if x >= num_bytes], default=-1)
+                if size >= 0:
+                    number = sizes.index(size)
+                    del sizes[number]
+                    return self._spares.pop(number)
         with torch.inference_mode(False):  # tensors made in it are read-only outside
             return torch.empty(num_bytes, dtype=torch.uint8, device=device)
 
     def give(self, buffer: Tensor) -> None:
         """Give a buffer back that nothing reads or writes any more."""
-        if buffer.device.type == "cpu":
+        if buffer.is_cpu:
             with self._lock:
                 self._spares.append(buffer)
-                # The oldest are dropped first: no call may need their size any more.
-                del self._spares[:-MAX_SPARES]
+                self._sizes.append(buffer.numel())
+                if len(self._spares) > MAX_SPARES:
+                    # The oldest are dropped first: no call may need their size any more.
+                    del self._spares[0], self._sizes[0]
 
 
 BUFFERS = BufferPool()

@@ -54,5 +54,5 @@ def test_gradient_share(first: bool, regions: list[tuple[slice, ...]]) -> None:
         grad = torch.randn(total[region].shape).bfloat16()
         expected[region] += grad
         step.add(region, grad)
-    accumulate_sums(step.to_add(total, first))
+    accumulate_sums(step.into(total, first))
     torch.testing.assert_close(total, expected, rtol=1e-6, atol=1e-6)

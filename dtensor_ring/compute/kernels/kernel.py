@@ -162,7 +162,7 @@ class Scores(NamedTuple):
     first: tuple[int, ...] | None = None
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)  # not frozen: each call and each launch makes one
 class Saved:
     """Outputs of some rows over all keys of the ring, and the gradients of these outputs.
 

@@ -57,7 +57,7 @@ class Estimate:
         attention_working: what one attention needs besides while it runs: keys and values of other
             ranks, sums of their gradients, and partial results.
         others_kept: everything else that is kept for the backward.
-        peak: the most bytes at once.
+        peak: the most bytes at once, with the gradients that are there then.
         host: what is in the host's memory instead.
         messages: number of messages that this rank sends in one training step, bytes sent and
             received, and bytes held.
@@ -214,21 +214,22 @@ def estimated(
         model = load(spec, axis, asked)
         if setting.checkpoint != "none":
             checkpoint_layers(model.module, setting.checkpoint, host)
-        step, forward = _run(model, is_sharded)
+        step, forward = _run(model, ranks if is_sharded else None, setting)
         cache = None if asked.cache_dtype is None else _cache(model)
     if not forward.attentions:
         raise ValueError(f"{model.name} has no attention over its sequence, so nothing to shard")
     memory: dict[str, Any] = {**_of_parameters(model.module, ranks, is_sharded)}
-    activations = step.peak - _of_step(model.module, is_sharded)
-    on_host = 0
+    # What runs has whole parameters.
+    running, on_host = step.peak - _size(model.module), 0
     if host is not None:
         fetched = fetched_layers(setting.checkpoint)
         far = _far_results(forward, fetched)
-        activations += (fetched - 1) * host.largest - far
+        running += (fetched - 1) * host.largest - far
         on_host = host.held + far
     if "optimizer" in setting.offload:
         on_host += sum(memory[name] for name in STATES)
         memory |= dict.fromkeys(STATES, 0)
+    here = memory["parameters"] + memory["optimizer"]
     return Estimate(
         model=model.name,
         mesh=dict(mesh),
@@ -237,7 +238,8 @@ def estimated(
         attention_kept=forward.kept,
         attention_working=step.working,
         others_kept=forward.others,
-        peak=activations + sum(memory.values()),
+        # In the update, all gradients are there, and nothing runs.
+        peak=here + max(running + memory["gathered"], memory["gradients"]),
         host=on_host,
         messages=asdict(step.messages),
         attentions=[
@@ -263,20 +265,24 @@ class _Forward(NamedTuple):
     others: int
 
 
-def _run(model: MetaModel, is_sharded: bool) -> tuple[Footprint, _Forward]:
+def _run(
+    model: MetaModel, ranks: int | None, setting: MemorySetting
+) -> tuple[Footprint, _Forward]:
     """Run a training step on the meta device, and return its footprint and its forward.
 
     Args:
         model: the model, whose parameters are whole.
-        is_sharded: whether FSDP2 shards them.
+        ranks: number of ranks that FSDP2 shards them over; `None` without FSDP2.
+        setting: what is on the host.
 
     Raises:
         ValueError: if the model's code needs the content of tensors.
     """
-    if is_sharded:
-        _drop_gradients(model.module)
+    step, is_far = Footprint(), "optimizer" in setting.offload
+    if ranks is not None or is_far:
+        _reduce_gradients(model.module, step, 0 if is_far else 1 / (ranks or 1))
     try:
-        with Footprint() as step:
+        with step:
             step.count(list(model.module.parameters()))
             before = step.alive
             loss = model.loss()
@@ -324,21 +330,16 @@ def _far_results(forward: _Forward, fetched: int) -> int:
     return forward.kept * max(0, calls - fetched) // calls
 
 
-def _drop_gradients(module: nn.Module) -> None:
-    """Free each gradient when it is there, as FSDP2 does after it has reduced it."""
+def _reduce_gradients(module: nn.Module, step: Footprint, share: float) -> None:
+    """Keep a share of each gradient once it is there, as FSDP2 does after it has reduced it."""
 
-    def drop(parameter: Tensor) -> None:
+    def reduce(parameter: Tensor) -> None:
         parameter.grad = None
+        step.keep(int(parameter.numel() * max(KEPT_ITEMSIZE, parameter.itemsize) * share))
 
     for parameter in module.parameters():
         if parameter.requires_grad:
-            parameter.register_post_accumulate_grad_hook(drop)
-
-
-def _of_step(module: nn.Module, is_sharded: bool) -> int:
-    """Return the bytes of parameters and gradients of other ranks that a dry run had."""
-    whole = _size(module)
-    return whole if is_sharded else whole + _size(module, trained=True)
+            parameter.register_post_accumulate_grad_hook(reduce)
 
 
 def _of_parameters(module: nn.Module, ranks: int, is_sharded: bool) -> dict[str, int]:

@@ -2,7 +2,8 @@
 
 Note [Moments]: forward adds up what layers keep; backward goes through them from the last one, and
 what a layer kept is free after it, while its gradients come. So the peak is that of the fullest
-moment: in the loss, in the backward of one of the layers, or in the update, with all gradients.
+moment: in the loss, in the backward of one of the layers, or in the update, which has all gradients
+and nothing else beside the states.
 What a layer keeps and needs is recorded, see Note [Run, not counted], without compilation.
 """
 
@@ -156,18 +157,18 @@ def step_memory(
     # The gradient of the head waits for that of the embedding.
     shared = tables + model.embedded // shard.tp * shard.itemsize
     backwards = [size + layer.most + shared for size, layer in zip(below, layers, strict=True)]
-    # In the update, all gradients are there.
-    moments = [attention + others + tables + head.most, *reversed(backwards), kept]
-    size, gradients = max(
-        zip(moments, _gradients(model, shard.tp, num_shards, setting), strict=True), key=sum
-    )
-    return state._replace(
+    moments = [attention + others + tables + head.most, *reversed(backwards)]
+    *there, every = _gradients(model, shard.tp, num_shards, setting)
+    size, gradients = max(zip(moments, there, strict=True), key=sum)
+    state = state._replace(host=state.host + on_host)
+    running = state._replace(
         gradients=gradients,
         attention_kept=attention,
         others_kept=kept - attention,
         working=size - kept,
-        host=state.host + on_host,
     )
+    update = state._replace(gradients=every, gathered=0)
+    return max(running, update, key=lambda moment: moment.peak)
 
 
 def recorded_head(model: ModelShape, shard: Shard, mlp_tile: int | None) -> RecordedRun:

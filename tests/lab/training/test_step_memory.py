@@ -65,13 +65,12 @@ def test_bytes_are_those_of_a_run(
 def test_both_commands_have_one_peak(
     checkpoint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Without gradients, which a simulated step counts as they come, and but for what kernels and
-    partial results of a GPU take more than the run that `estimate` counts."""
+    """But for what kernels and partial results of a GPU take more than the run that `estimate`
+    counts."""
     counted = _estimated("bfloat16", checkpoint, tmp_path, capsys)
     asked = CONFIG, SEQ_LEN, {"cp": CP, "dp_shard": DP}
     found = simulate_step(*asked, checkpoint=checkpoint).memory
-    peaks = counted["peak"] - counted["gradients"], found["peak"] - found["gradients"]
-    assert peaks[0] == pytest.approx(peaks[1], rel=0.06)
+    assert counted["peak"] == pytest.approx(found["peak"], rel=0.05)
 
 
 TOKENS, ROOM = SEQ_LEN // CP, 10**12
@@ -162,7 +161,7 @@ def test_gradients_come_with_the_backward_of_layers() -> None:
     """A step of few tokens is fullest in the update, one of many in its last layer."""
     model, rooms = ModelShape.of(CONFIG), [AttentionRoom()] * 4
     found = [
-        step_memory(model, Shard(tokens, 1, 2, "bfloat16"), 1, MemorySetting(), rooms).gradients
+        step_memory(model, Shard(tokens, 1, 4, "float32"), 1, MemorySetting(), rooms).gradients
         for tokens in (16, 1024, 65536)
     ]
     assert found == sorted(found, reverse=True)

@@ -27,16 +27,15 @@ from dtensor_ring.lab.report import Finding, refused, show
 from dtensor_ring.lab.training.config_fields import check_config
 from dtensor_ring.lab.training.footprint import Attention, Footprint
 from dtensor_ring.lab.training.longest import usable
-from dtensor_ring.lab.training.step_memory import KEPT_ITEMSIZE, fetched_layers
+from dtensor_ring.lab.training.step_memory import (
+    KEPT_ITEMSIZE,
+    StepMemory,
+    fetched_layers,
+    fsdp_states,
+)
 from dtensor_ring.lab.training.step_request import MemorySetting, memory_setting
 from dtensor_ring.ops.ring_op import ring_op
 from dtensor_ring.selected.op import select_op, selected_op
-
-# Numbers that AdamW keeps for each parameter.
-OPTIMIZER = 2
-
-# What FSDP2 shards, and may keep on the host.
-STATES = "parameters", "gradients", "optimizer"
 
 
 @dataclass(frozen=True)
@@ -218,28 +217,29 @@ def estimated(
         cache = None if asked.cache_dtype is None else _cache(model)
     if not forward.attentions:
         raise ValueError(f"{model.name} has no attention over its sequence, so nothing to shard")
-    memory: dict[str, Any] = {**_of_parameters(model.module, ranks, is_sharded)}
+    states = _states(model.module, is_sharded, ranks, setting)
     # What runs has whole parameters.
-    running, on_host = step.peak - _size(model.module), 0
+    running, on_host = step.peak - _size(model.module), states.host
     if host is not None:
         fetched = fetched_layers(setting.checkpoint)
         far = _far_results(forward, fetched)
         running += (fetched - 1) * host.largest - far
-        on_host = host.held + far
-    if "optimizer" in setting.offload:
-        on_host += sum(memory[name] for name in STATES)
-        memory |= dict.fromkeys(STATES, 0)
-    here = memory["parameters"] + memory["optimizer"]
+        on_host += host.held + far
     return Estimate(
         model=model.name,
         mesh=dict(mesh),
         seq_len=asked.seq_len,
-        **memory,
+        parameters=states.parameters,
+        gradients=states.gradients,
+        optimizer=states.optimizer,
+        gathered=states.gathered,
         attention_kept=forward.kept,
         attention_working=step.working,
         others_kept=forward.others,
         # In the update, all gradients are there, and nothing runs.
-        peak=here + max(running + memory["gathered"], memory["gradients"]),
+        peak=states.parameters
+        + states.optimizer
+        + max(states.gathered + running, states.gradients),
         host=on_host,
         messages=asdict(step.messages),
         attentions=[
@@ -265,9 +265,7 @@ class _Forward(NamedTuple):
     others: int
 
 
-def _run(
-    model: MetaModel, ranks: int | None, setting: MemorySetting
-) -> tuple[Footprint, _Forward]:
+def _run(model: MetaModel, ranks: int | None, setting: MemorySetting) -> tuple[Footprint, _Forward]:
     """Run a training step on the meta device, and return its footprint and its forward.
 
     Args:
@@ -342,23 +340,14 @@ def _reduce_gradients(module: nn.Module, step: Footprint, share: float) -> None:
             parameter.register_post_accumulate_grad_hook(reduce)
 
 
-def _of_parameters(module: nn.Module, ranks: int, is_sharded: bool) -> dict[str, int]:
+def _states(
+    module: nn.Module, is_sharded: bool, num_shards: int, setting: MemorySetting
+) -> StepMemory:
     """Return the bytes of parameters, gradients, states of AdamW, and what FSDP2 gathers."""
     least = KEPT_ITEMSIZE if is_sharded else 1
-    whole, trained = (_size(module, trained=x, least=least) for x in (False, True))
-    is_gathered = ranks > 1 or (is_sharded and whole > _size(module))
-    parts = dict(zip(STATES, (whole, trained, OPTIMIZER * trained), strict=True))
-    parts = {name: -(-size // ranks) for name, size in parts.items()}
-    return parts | {"gathered": _gathered(module) if is_gathered else 0}
-
-
-def _gathered(module: nn.Module) -> int:
-    """Return the bytes that FSDP2 gathers: two layers at a time, and the rest always."""
-    layers = layers_of(module)
-    largest = max(map(_size, layers), default=0)
-    root = _size(module) - sum(map(_size, layers))
-    # In backward: two layers of parameters, and the gradients of one.
-    return root + 3 * largest
+    kept, trained = (_size(module, trained=x, least=least) for x in (False, True))
+    layers = [*map(_size, layers_of(module))]
+    return fsdp_states(kept, trained, layers, _size(module) - sum(layers), num_shards, setting)
 
 
 def _size(module: nn.Module, trained: bool = False, least: int = 1) -> int:

@@ -34,7 +34,6 @@ from dtensor_ring.command.main import main
 from dtensor_ring.compute.kernels.kernel import Kernel
 from dtensor_ring.lab.problem import TensorSizes
 from dtensor_ring.lab.recorded import Cost, RankAttention
-from dtensor_ring.lab.training.estimate import STATES
 from dtensor_ring.lab.training.footprint import Footprint, Storages
 from dtensor_ring.ops import ring_op
 from dtensor_ring.planning.strategy import Strategy, as_strategy
@@ -53,6 +52,7 @@ from tests.scripts import run_script
 from tests.test_public import ROOT
 
 SEQ_LEN, BATCH, RANKS = 1024, 2, 2
+STATES = "parameters", "gradients", "optimizer"
 
 
 class Measured(NamedTuple):

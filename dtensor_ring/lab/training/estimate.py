@@ -223,7 +223,8 @@ def estimated(
     if host is not None:
         fetched = fetched_layers(setting.checkpoint)
         far = _far_results(forward, fetched)
-        running += (fetched - 1) * host.largest - far
+        # All backwards of layers are alike then, so the fullest one is the last, with gradients.
+        running += (fetched - 1) * host.largest - far + states.gradients
         on_host += host.held + far
     return Estimate(
         model=model.name,
@@ -276,9 +277,9 @@ def _run(model: MetaModel, ranks: int | None, setting: MemorySetting) -> tuple[F
     Raises:
         ValueError: if the model's code needs the content of tensors.
     """
-    step, is_far = Footprint(), "optimizer" in setting.offload
-    if ranks is not None or is_far:
-        _reduce_gradients(model.module, step, 0 if is_far else 1 / (ranks or 1))
+    step = Footprint()
+    if ranks is not None or setting.offload:
+        _reduce_gradients(model.module, step, 0 if setting.offload else 1 / (ranks or 1))
     try:
         with step:
             step.count(list(model.module.parameters()))

@@ -23,12 +23,13 @@ SEQ_LEN, CP, DP = 4096, 2, 2
 
 
 def _estimated(
-    dtype: str, checkpoint: str, folder: Path, capsys: pytest.CaptureFixture[str]
+    dtype: str, checkpoint: str, folder: Path, capsys: pytest.CaptureFixture[str], *options: str
 ) -> dict[str, Any]:
     path = folder / "config.json"
     path.write_text(json.dumps(CONFIG))
     command = f"estimate --model {path} --seq-len {SEQ_LEN} --mesh cp={CP},dp_shard={DP} --json"
-    assert main(load, [*command.split(), "--dtype", dtype, "--checkpoint", checkpoint]) == 0
+    asked = [*command.split(), "--dtype", dtype, "--checkpoint", checkpoint, *options]
+    assert main(load, asked) == 0
     return json.loads(capsys.readouterr().out)
 
 
@@ -61,15 +62,25 @@ def test_bytes_are_those_of_a_run(
         assert getattr(found, name) == pytest.approx(counted[name], rel=0.002)
 
 
-@pytest.mark.parametrize("checkpoint", ["none", "attention", "full"])
+@pytest.mark.parametrize(
+    ("checkpoint", "offload"),
+    [
+        ("none", []),
+        ("attention", []),
+        ("full", []),
+        ("full", ["optimizer"]),
+        ("attention", ["checkpoints"]),
+    ],
+)
 def test_both_commands_have_one_peak(
-    checkpoint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    checkpoint: str, offload: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """But for what kernels and partial results of a GPU take more than the run that `estimate`
     counts."""
-    counted = _estimated("bfloat16", checkpoint, tmp_path, capsys)
+    far = [x for name in offload for x in ("--offload", name)]
+    counted = _estimated("bfloat16", checkpoint, tmp_path, capsys, *far)
     asked = CONFIG, SEQ_LEN, {"cp": CP, "dp_shard": DP}
-    found = simulate_step(*asked, checkpoint=checkpoint).memory
+    found = simulate_step(*asked, checkpoint=checkpoint, offload=offload).memory
     assert counted["peak"] == pytest.approx(found["peak"], rel=0.05)
 
 

@@ -270,4 +270,5 @@ def fsdp_states(
     gathered = (root + 3 * max(layers, default=0)) * is_gathered
     if "optimizer" in setting.offload:
         return StepMemory(0, 0, 0, gathered, 0, 0, 0, sum(parts))
-    return StepMemory(*parts, gathered, 0, 0, 0)
+    parameters, gradients, optimizer = parts
+    return StepMemory(parameters, gradients, optimizer, gathered, 0, 0, 0)

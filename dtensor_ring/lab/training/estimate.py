@@ -27,16 +27,15 @@ from dtensor_ring.lab.report import Finding, refused, show
 from dtensor_ring.lab.training.config_fields import check_config
 from dtensor_ring.lab.training.footprint import Attention, Footprint
 from dtensor_ring.lab.training.longest import usable
-from dtensor_ring.lab.training.step_memory import KEPT_ITEMSIZE, fetched_layers
+from dtensor_ring.lab.training.step_memory import (
+    KEPT_ITEMSIZE,
+    StepMemory,
+    fetched_layers,
+    fsdp_states,
+)
 from dtensor_ring.lab.training.step_request import MemorySetting, memory_setting
 from dtensor_ring.ops.ring_op import ring_op
 from dtensor_ring.selected.op import select_op, selected_op
-
-# Numbers that AdamW keeps for each parameter.
-OPTIMIZER = 2
-
-# What FSDP2 shards, and may keep on the host.
-STATES = "parameters", "gradients", "optimizer"
 
 
 @dataclass(frozen=True)
@@ -57,7 +56,7 @@ class Estimate:
         attention_working: what one attention needs besides while it runs: keys and values of other
             ranks, sums of their gradients, and partial results.
         others_kept: everything else that is kept for the backward.
-        peak: the most bytes at once.
+        peak: the most bytes at once, with the gradients that are there then.
         host: what is in the host's memory instead.
         messages: number of messages that this rank sends in one training step, bytes sent and
             received, and bytes held.
@@ -214,30 +213,34 @@ def estimated(
         model = load(spec, axis, asked)
         if setting.checkpoint != "none":
             checkpoint_layers(model.module, setting.checkpoint, host)
-        step, forward = _run(model, is_sharded)
+        step, forward = _run(model, ranks if is_sharded else None, setting)
         cache = None if asked.cache_dtype is None else _cache(model)
     if not forward.attentions:
         raise ValueError(f"{model.name} has no attention over its sequence, so nothing to shard")
-    memory: dict[str, Any] = {**_of_parameters(model.module, ranks, is_sharded)}
-    activations = step.peak - _of_step(model.module, is_sharded)
-    on_host = 0
+    states = _states(model.module, is_sharded, ranks, setting)
+    # What runs has whole parameters.
+    running, on_host = step.peak - _size(model.module), states.host
     if host is not None:
         fetched = fetched_layers(setting.checkpoint)
         far = _far_results(forward, fetched)
-        activations += (fetched - 1) * host.largest - far
-        on_host = host.held + far
-    if "optimizer" in setting.offload:
-        on_host += sum(memory[name] for name in STATES)
-        memory |= dict.fromkeys(STATES, 0)
+        # All backwards of layers are alike then, so the fullest one is the last, with gradients.
+        running += (fetched - 1) * host.largest - far + states.gradients
+        on_host += host.held + far
     return Estimate(
         model=model.name,
         mesh=dict(mesh),
         seq_len=asked.seq_len,
-        **memory,
+        parameters=states.parameters,
+        gradients=states.gradients,
+        optimizer=states.optimizer,
+        gathered=states.gathered,
         attention_kept=forward.kept,
         attention_working=step.working,
         others_kept=forward.others,
-        peak=activations + sum(memory.values()),
+        # In the update, all gradients are there, and nothing runs.
+        peak=states.parameters
+        + states.optimizer
+        + max(states.gathered + running, states.gradients),
         host=on_host,
         messages=asdict(step.messages),
         attentions=[
@@ -263,20 +266,22 @@ class _Forward(NamedTuple):
     others: int
 
 
-def _run(model: MetaModel, is_sharded: bool) -> tuple[Footprint, _Forward]:
+def _run(model: MetaModel, ranks: int | None, setting: MemorySetting) -> tuple[Footprint, _Forward]:
     """Run a training step on the meta device, and return its footprint and its forward.
 
     Args:
         model: the model, whose parameters are whole.
-        is_sharded: whether FSDP2 shards them.
+        ranks: number of ranks that FSDP2 shards them over; `None` without FSDP2.
+        setting: what is on the host.
 
     Raises:
         ValueError: if the model's code needs the content of tensors.
     """
-    if is_sharded:
-        _drop_gradients(model.module)
+    step = Footprint()
+    if ranks is not None or setting.offload:
+        _reduce_gradients(model.module, step, 0 if setting.offload else 1 / (ranks or 1))
     try:
-        with Footprint() as step:
+        with step:
             step.count(list(model.module.parameters()))
             before = step.alive
             loss = model.loss()
@@ -324,40 +329,26 @@ def _far_results(forward: _Forward, fetched: int) -> int:
     return forward.kept * max(0, calls - fetched) // calls
 
 
-def _drop_gradients(module: nn.Module) -> None:
-    """Free each gradient when it is there, as FSDP2 does after it has reduced it."""
+def _reduce_gradients(module: nn.Module, step: Footprint, share: float) -> None:
+    """Keep a share of each gradient once it is there, as FSDP2 does after it has reduced it."""
 
-    def drop(parameter: Tensor) -> None:
+    def reduce(parameter: Tensor) -> None:
         parameter.grad = None
+        step.keep(int(parameter.numel() * max(KEPT_ITEMSIZE, parameter.itemsize) * share))
 
     for parameter in module.parameters():
         if parameter.requires_grad:
-            parameter.register_post_accumulate_grad_hook(drop)
+            parameter.register_post_accumulate_grad_hook(reduce)
 
 
-def _of_step(module: nn.Module, is_sharded: bool) -> int:
-    """Return the bytes of parameters and gradients of other ranks that a dry run had."""
-    whole = _size(module)
-    return whole if is_sharded else whole + _size(module, trained=True)
-
-
-def _of_parameters(module: nn.Module, ranks: int, is_sharded: bool) -> dict[str, int]:
+def _states(
+    module: nn.Module, is_sharded: bool, num_shards: int, setting: MemorySetting
+) -> StepMemory:
     """Return the bytes of parameters, gradients, states of AdamW, and what FSDP2 gathers."""
     least = KEPT_ITEMSIZE if is_sharded else 1
-    whole, trained = (_size(module, trained=x, least=least) for x in (False, True))
-    is_gathered = ranks > 1 or (is_sharded and whole > _size(module))
-    parts = dict(zip(STATES, (whole, trained, OPTIMIZER * trained), strict=True))
-    parts = {name: -(-size // ranks) for name, size in parts.items()}
-    return parts | {"gathered": _gathered(module) if is_gathered else 0}
-
-
-def _gathered(module: nn.Module) -> int:
-    """Return the bytes that FSDP2 gathers: two layers at a time, and the rest always."""
-    layers = layers_of(module)
-    largest = max(map(_size, layers), default=0)
-    root = _size(module) - sum(map(_size, layers))
-    # In backward: two layers of parameters, and the gradients of one.
-    return root + 3 * largest
+    kept, trained = (_size(module, trained=x, least=least) for x in (False, True))
+    layers = [*map(_size, layers_of(module))]
+    return fsdp_states(kept, trained, layers, _size(module) - sum(layers), num_shards, setting)
 
 
 def _size(module: nn.Module, trained: bool = False, least: int = 1) -> int:

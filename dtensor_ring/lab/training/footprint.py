@@ -98,6 +98,11 @@ class Storages(TorchDispatchMode):
             self.alive += size
         self.peak = max(self.peak, self.alive)
 
+    def keep(self, num_bytes: int) -> None:
+        """Count bytes that no op makes, and that stay."""
+        self.alive += num_bytes
+        self.peak = max(self.peak, self.alive)
+
     def held(self, tree: Any) -> dict[int, ref[UntypedStorage]]:
         """Return references to the counted storages of these tensors, keyed by their `id`.
 

@@ -2,7 +2,8 @@
 
 Note [Moments]: forward adds up what layers keep; backward goes through them from the last one, and
 what a layer kept is free after it, while its gradients come. So the peak is that of the fullest
-moment: in the loss, in the backward of one of the layers, or in the update, with all gradients.
+moment: in the loss, in the backward of one of the layers, or in the update, which has all gradients
+and nothing else beside the states.
 What a layer keeps and needs is recorded, see Note [Run, not counted], without compilation.
 """
 
@@ -72,6 +73,8 @@ def attention_room(problem: SimulatedProblem, strategy: Strategy, on_gpu: bool) 
 # Parameters, gradients, states of AdamW, lse and norms are float32 or wider.
 KEPT_DTYPE, KEPT_ITEMSIZE = "float32", 4
 
+# Numbers that AdamW keeps for each parameter.
+OPTIMIZER = 2
 
 # The loss makes logits of a part of the vocabulary at a time: of at most this many parts, each of
 # these bytes in float32 at least. `parallel_plans` has the loss, which is above this package.
@@ -156,18 +159,18 @@ def step_memory(
     # The gradient of the head waits for that of the embedding.
     shared = tables + model.embedded // shard.tp * shard.itemsize
     backwards = [size + layer.most + shared for size, layer in zip(below, layers, strict=True)]
-    # In the update, all gradients are there.
-    moments = [attention + others + tables + head.most, *reversed(backwards), kept]
-    size, gradients = max(
-        zip(moments, _gradients(model, shard.tp, num_shards, setting), strict=True), key=sum
-    )
-    return state._replace(
+    moments = [attention + others + tables + head.most, *reversed(backwards)]
+    *there, every = _gradients(model, shard.tp, num_shards, setting)
+    size, gradients = max(zip(moments, there, strict=True), key=sum)
+    state = state._replace(host=state.host + on_host)
+    running = state._replace(
         gradients=gradients,
         attention_kept=attention,
         others_kept=kept - attention,
         working=size - kept,
-        host=state.host + on_host,
     )
+    update = state._replace(gradients=every, gathered=0)
+    return max(running, update, key=lambda moment: moment.peak)
 
 
 def recorded_head(model: ModelShape, shard: Shard, mlp_tile: int | None) -> RecordedRun:
@@ -238,11 +241,34 @@ def _states(model: ModelShape, shard: Shard, num_shards: int, setting: MemorySet
     """Return the bytes of parameters, and of what belongs to each."""
     layers = [layer_weights(x, shard.tp) for x in model.layers]
     root = model.embedded * (1 if model.tied else 2) // shard.tp
-    kept = -(-(sum(layers) + root) * KEPT_ITEMSIZE // num_shards)
+    kept = (sum(layers) + root) * KEPT_ITEMSIZE
+    gathered = [x * shard.itemsize for x in layers]
+    return fsdp_states(kept, kept, gathered, root * shard.itemsize, num_shards, setting)
+
+
+def fsdp_states(
+    kept: int,
+    trained: int,
+    layers: Sequence[int],
+    root: int,
+    num_shards: int,
+    setting: MemorySetting,
+) -> StepMemory:
+    """Return a rank's bytes of parameters, gradients and states of AdamW, and what FSDP2 gathers.
+
+    Args:
+        kept: bytes of all parameters, in the dtype in which they are kept.
+        trained: those of parameters that are trained.
+        layers: bytes of the parameters of each layer, in the dtype in which it takes them.
+        root: those of all other parameters.
+        num_shards: ranks that FSDP2 shards parameters over.
+        setting: what is on the host.
+    """
+    parts = [-(-x // num_shards) for x in (kept, trained, OPTIMIZER * trained)]
+    is_gathered = num_shards > 1 or kept > sum(layers) + root
     # In backward: two layers of parameters, and the gradients of one.
-    is_gathered = num_shards > 1 or shard.itemsize < KEPT_ITEMSIZE
-    gathered = (root + 3 * max(layers)) * shard.itemsize if is_gathered else 0
-    parts = kept, kept, 2 * kept
+    gathered = (root + 3 * max(layers, default=0)) * is_gathered
     if "optimizer" in setting.offload:
         return StepMemory(0, 0, 0, gathered, 0, 0, 0, sum(parts))
-    return StepMemory(*parts, gathered, 0, 0, 0)
+    parameters, gradients, optimizer = parts
+    return StepMemory(parameters, gradients, optimizer, gathered, 0, 0, 0)

@@ -475,7 +475,9 @@ def _found(mesh: DeviceMesh, axis: int) -> ProcessGroup:
         own = mesh._dim_group_names[axis] if len(mesh._dim_group_names) else None
         for name in (own, None if here is None else here.group_name):
             group = None if name is None else registered(name)
-            members = () if group is None else tuple(dist.get_process_group_ranks(group))
+            if group is None:
+                continue
+            members = tuple(dist.get_process_group_ranks(group))
             # A new world reuses names, so compare the ranks, too.
             if members == ranks:
                 return group

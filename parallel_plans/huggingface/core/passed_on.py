@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dis import get_instructions
+from functools import cache
 from inspect import CO_VARARGS, CO_VARKEYWORDS, unwrap
 from types import CodeType, MethodType
 from typing import Any, NamedTuple
@@ -33,6 +34,7 @@ def deaf_attention(model: nn.Module) -> list[tuple[nn.Module, nn.Module]]:
     ]
 
 
+@cache  # plans of a process read the same classes again and again
 def _drops_keywords(block: type[nn.Module]) -> bool:
     code: CodeType | None = getattr(unwrap(block.forward), "__code__", None)
     if code is None or not code.co_flags & CO_VARKEYWORDS:

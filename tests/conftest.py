@@ -55,7 +55,7 @@ def pytest_configure(config: pytest.Config) -> None:
         config.option.decode_cases = 2000 if config.option.all_cases else 600
     if config.option.fuzz_cases is None:
         # The same in every run.
-        config.option.fuzz_cases = 30 if config.option.all_cases else 6
+        config.option.fuzz_cases = 30 if config.option.all_cases else 4
     elif config.option.fuzz_seed is None:
         config.option.fuzz_seed = randrange(2**32)
 
@@ -71,7 +71,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--fuzz-cases",
         type=int,
-        help="by layout and ranks, 25 times: 6, 30 of all cases, or drawn again",
+        help="by layout and ranks, 25 times: 4, 30 of all cases, or drawn again",
     )
     parser.addoption("--fuzz-seed", type=int, help="draws the cases of an earlier run again")
     parser.addoption("--bad-calls", type=int, default=200, help="calls with strange arguments")

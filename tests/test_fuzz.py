@@ -1,6 +1,6 @@
 """Random attentions over rings against dense float64, of every kind at once.
 
-150 of them are the same in every run, and 750 with `--all-cases`. `pytest tests/test_fuzz.py
+100 of them are the same in every run, and 750 with `--all-cases`. `pytest tests/test_fuzz.py
 --fuzz-cases 80` draws 2,000 new ones, and with 800 it is 20,000: it prints the seed, which
 `--fuzz-seed` takes to draw them again.
 """

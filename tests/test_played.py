@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -70,19 +71,23 @@ class Played:
 ON_CPU = [Played("reference", "cpu", torch.float32), Played("cpu_flash", "cpu", torch.bfloat16)]
 ON_GPU = [Played("reference", "cuda", torch.float32)]
 ON_GPU += [Played(name, "cuda", torch.bfloat16) for name in GPU]
-every_kernel = pytest.mark.parametrize(
-    "played",
-    [*ON_CPU, *(pytest.param(x, marks=pytest.mark.gpu) for x in ON_GPU)],
-    ids=lambda x: f"{x.kernel} on {x.device}",
-)
 CASES = {name: Case(ring) for name, ring in RINGS.items()}
 for name in ("zigzag", "window and documents"):
+    CASES[f"{name}, softcap"] = Case(RINGS[name], softcap=2.0)  # the turn of the reference
     CASES[f"{name}, sinks"] = Case(RINGS[name], sinks=(0.5, -1.0, 2.0, 0.0))
-    CASES[f"{name}, softcap"] = Case(RINGS[name], softcap=2.0)
 
 
-@every_kernel
-@pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
+def by_every_kernel() -> Iterator[Any]:
+    """Each case and kernel; those of CPUs, whose rings are the same, have the cases in turns."""
+    for number, (name, case) in enumerate(CASES.items()):
+        for turn, played in enumerate(ON_CPU + ON_GPU):
+            is_kept = number % len(ON_CPU) == turn
+            mark = pytest.mark.gpu if played in ON_GPU else () if is_kept else pytest.mark.repeats
+            which = f"{name}-{played.kernel} on {played.device}"
+            yield pytest.param(case, played, id=which, marks=mark)
+
+
+@pytest.mark.parametrize(("case", "played"), [*by_every_kernel()])
 def test_ring(case: Case, played: Played, monkeypatch: pytest.MonkeyPatch) -> None:
     if played.device == "cuda":
         case = replace(case, head_dims=(64, 64))

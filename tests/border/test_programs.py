@@ -27,7 +27,7 @@ from tests.border.running import (
 )
 from tests.pool import Pool
 
-NUM_PROGRAMS = 12
+NUM_PROGRAMS = 8
 """On each number of ranks; `make border` tries 2,000."""
 PLAN = Step("plan", "parallelize_module(model, mesh, context_parallel_plan(model, 'zigzag'))")
 FORWARD = Step("forward", "out = model(input_ids=ids)\nx = out.logits", ("x",))

@@ -145,9 +145,9 @@ def test_dense_result(pool: Pool, name: str) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        "dp, cp: window",
+        pytest.param("dp, cp: window", marks=pytest.mark.repeats),
         "cp, tp: DTensor sinks",
-        "dp, cp: balanced, every option",
+        "dp, cp: balanced, every option",  # a window, too
         "dp, cp: uneven zigzag, prefix",
     ],
 )

@@ -51,6 +51,7 @@ from dtensor_ring.dtensor.flex.block_mask import (
 from dtensor_ring.dtensor.placement import BATCH, SEQUENCE, describe, on_annotated_axis
 from dtensor_ring.dtensor.sdpa import Handler, add_handlers, as_before
 from dtensor_ring.dtensor.sequence_tensor import SequenceTensor
+from dtensor_ring.ops.nodes import register_op
 from dtensor_ring.ops.options import ON_DTENSORS, Batch, Call
 from dtensor_ring.planning.slice_tables import NUM_FIELDS
 from dtensor_ring.planning.tile import FULL
@@ -183,17 +184,6 @@ def _new_empty_handler(previous: Handler | None) -> Handler:
     return handle
 
 
-_OP = "dtensor_ring::block_mask_slices"
-
-torch.library.define(
-    _OP,
-    "(SymInt[] lengths, Tensor partial_counts, Tensor partial_indices, Tensor? full_counts, "
-    "Tensor? full_indices, SymInt[] block_size, str function, Tensor?[] captured, "
-    "SymInt[] numbers) -> Tensor",
-)
-block_mask_slices_op = torch.ops.dtensor_ring.block_mask_slices.default
-
-
 class _KnownMask(NamedTuple):
     """Slices of a block mask, and the inputs that they were made from.
 
@@ -260,7 +250,6 @@ def _capacity(num_queries: int) -> int:
     return min(MAX_SLICES, 64 + num_queries // 4)
 
 
-@torch.library.impl(_OP, "CompositeExplicitAutograd")
 def _block_mask_slices(
     lengths: list[int],
     partial_counts: Tensor,
@@ -311,8 +300,17 @@ def _numbers(blocks: MaskBlocks) -> np.ndarray:
         return slices_of_blocks(blocks).numbers
 
 
-@torch.library.register_fake(_OP)
 def _fake(lengths: Any, partial_counts: Tensor, partial_indices: Tensor, *rest: Any) -> Tensor:
     num_rows, capacity = partial_counts.shape[0], _capacity(lengths[0])
     shape = (capacity, NUM_FIELDS) if num_rows == 1 else (num_rows, capacity, NUM_FIELDS)
     return torch.empty(shape, dtype=torch.int32, device="cpu")
+
+
+block_mask_slices_op = register_op(
+    "block_mask_slices",
+    "(SymInt[] lengths, Tensor partial_counts, Tensor partial_indices, Tensor? full_counts, "
+    "Tensor? full_indices, SymInt[] block_size, str function, Tensor?[] captured, "
+    "SymInt[] numbers) -> Tensor",
+    _block_mask_slices,
+    _fake,
+)

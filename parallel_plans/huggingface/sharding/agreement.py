@@ -25,7 +25,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from dtensor_ring import SequenceAxis
-from dtensor_ring.extension import axis_group, check_agreement, checked_barrier
+from dtensor_ring.extension import axis_group, check_agreement, checked_barrier, register_op
 from parallel_plans.huggingface.sharding.late_embeddings import LateEmbeddings
 
 SAME_WEIGHTS = (
@@ -35,11 +35,6 @@ SAME_WEIGHTS = (
 SAME_BATCH = (
     "get the same batch (samplers and the seeds of random collators depend on the data-parallel "
     f"rank only) {SAME_WEIGHTS}"
-)
-
-OP = "dtensor_ring::same_batch"
-torch.library.define(
-    OP, "(Tensor[] tensors, SymInt[] numbers, str text, str key, bool trains) -> Tensor"
 )
 
 # By key, for the op: an argument of a graph cannot be a model.
@@ -137,7 +132,7 @@ class Agreement:
     def check_in_graph(self, batch: dict[str, Any]) -> Tensor:
         """Do the same when a compiled graph runs; return a zero that depends on it."""
         parts, trains = Parts.of(batch), torch.is_grad_enabled()
-        return torch.ops.dtensor_ring.same_batch.default(
+        return _same_batch_op(
             [*parts.tensors.values()], [*parts.numbers.values()], parts.text, self.key, trains
         )
 
@@ -192,7 +187,6 @@ class Agreement:
         self._reads_floats = False  # they differ by rounding only, and so they will
 
 
-@torch.library.impl(OP, "CompositeExplicitAutograd")
 def _same_batch(
     tensors: Sequence[Tensor], numbers: Sequence[int], text: str, key: str, trains: bool
 ) -> Tensor:
@@ -202,13 +196,20 @@ def _same_batch(
     return _zero_like(tensors)
 
 
-@torch.library.register_fake(OP)
 def _fake_same_batch(tensors: Sequence[Tensor], *others: Any) -> Tensor:
     return _zero_like(tensors)
 
 
 def _zero_like(tensors: Sequence[Tensor]) -> Tensor:
     return tensors[0].new_zeros((), dtype=torch.int64)
+
+
+_same_batch_op = register_op(
+    "same_batch",
+    "(Tensor[] tensors, SymInt[] numbers, str text, str key, bool trains) -> Tensor",
+    _same_batch,
+    _fake_same_batch,
+)
 
 
 def _is_capturing() -> bool:

@@ -3,13 +3,6 @@
 A rank's rows are its part. The gather and the sum of parts are each other's backward. Parts may
 differ in rows, and a rank may have none. The backward of a sum over ranks is also a sum over ranks.
 Each rank sends its data directly to the ranks that need it, in one message to each.
-
-Note [Order of states]: a layer receives, computes, and sends. So its states pass from rank to rank,
-while other ranks are in layers before or after it. The backward of a receive is a send in the other
-direction, and the backward of a send is a receive. Neither direction can deadlock. Within a layer,
-the send's backward runs before the receive's, because the sent state was computed from the received
-one. Between layers, a receive's backward runs before that of the layer before it, because the
-receive takes this layer's input as its `anchor`.
 """
 
 from __future__ import annotations
@@ -259,6 +252,12 @@ sum_ranks_op = register_op(
 )
 
 
+# Note [Order of states]: a layer receives, computes, and sends. So its states pass from rank to
+# rank, while other ranks are in layers before or after it. The backward of a receive is a send in
+# the other direction, and the backward of a send is a receive. Neither direction can deadlock.
+# Within a layer, the send's backward runs before the receive's, because the sent state was computed
+# from the received one. Between layers, a receive's backward runs before that of the layer before
+# it, because the receive takes this layer's input as its `anchor`.
 def receive(anchor: Tensor, rows: int, numbers: int, step: int, group_name: str) -> Tensor:
     """Receive `(rows, numbers)` from the rank `step` before this one; zeros without such a rank.
 

@@ -1,10 +1,4 @@
-"""How an op is registered, and what the autograd nodes of ops share: levels, refusals, autocast.
-
-Note [Levels]: `torch.func.grad` and other transforms wrap their inputs, each at its own level. The
-dispatcher calls an op's "Autograd" kernel at one level, and calls below autograd continue at the
-next lower level. So a kernel records a node for that one level only, a `_SingleLevelFunction`. The
-user-facing `torch.autograd.Function` would start again at the first level.
-"""
+"""How an op is registered, and what the autograd nodes of ops share: levels, refusals, autocast."""
 
 from __future__ import annotations
 
@@ -82,6 +76,11 @@ def register_op(
     return op
 
 
+# Note [Levels]: `torch.func.grad` and other transforms wrap their inputs, each at its own level.
+# The dispatcher calls an op's "Autograd" kernel at one level, and calls below autograd continue at
+# the next lower level. So a kernel records a node for that one level only, a
+# `_SingleLevelFunction`. The user-facing `torch.autograd.Function` would start again at the first
+# level.
 def _gradient_kernel(
     op: Any, backward: Callable[..., Any], setup_context: Callable[..., None]
 ) -> Callable[..., Any]:

@@ -1,14 +1,5 @@
 """The fixed order of sums: a grid of blocks that depends on the sequence alone, and a tree over it.
 
-Note [Fixed order]: the positions of a sequence are cut at the multiples of a block. What one block
-of queries sees of one block of keys is a piece: its tiles are those of the planner for these two
-blocks, so they depend on the mask and the positions only, and never join tiles of other blocks. A
-tree of two children a node stands over the numbers of the blocks. The output of a block of queries
-is the merge of its pieces by the tree over its blocks of keys, and so is the gradient of the
-queries. The gradient of a block of keys is the sum of its pieces by the tree over its blocks of
-queries. A node without pieces is left out, and the other child takes its place. So the number of
-ranks, the layout and the route change which rank computes a piece, and when; they change no sum.
-
 A rank that has some pieces of a block of keys adds up what it can: each node whose pieces are all
 there becomes one gradient. These nodes, and not their sum, go straight to the owner of the keys,
 which adds them by the tree. Ranks with neighbouring blocks have few of them.
@@ -138,6 +129,15 @@ class Sent(NamedTuple):
     cols: Cols = Cols()
 
 
+# Note [Fixed order]: the positions of a sequence are cut at the multiples of a block. What one
+# block of queries sees of one block of keys is a piece: its tiles are those of the planner for
+# these two blocks, so they depend on the mask and the positions only, and never join tiles of other
+# blocks. A tree of two children a node stands over the numbers of the blocks. The output of a block
+# of queries is the merge of its pieces by the tree over its blocks of keys, and so is the gradient
+# of the queries. The gradient of a block of keys is the sum of its pieces by the tree over its
+# blocks of queries. A node without pieces is left out, and the other child takes its place. So the
+# number of ranks, the layout and the route change which rank computes a piece, and when; they
+# change no sum.
 @dataclass(frozen=True, slots=True, eq=False)
 class BlockOrder:
     """The pieces of a rank, and the nodes of gradients that it sends and gets.

@@ -1,20 +1,4 @@
-"""Runs `flex_attention` on DTensors of an annotated mesh as ring attention.
-
-Note [How a call of flex_attention gets here]: outside of a compiled graph, PyTorch compiles the
-call itself. Dynamo traces `score_mod` and the mask function into small graphs, and puts a
-higher-order op into its own graph, which runs eagerly or is compiled further. That op first asks
-its autograd kernel. Ours takes over there, with the user's DTensors, so the ring's own autograd
-applies. In inference mode the op asks for a rule for the tensor subclass instead.
-
-Dynamo traces both functions with indices that it makes by `query.new_empty([])`. For a DTensor this
-is a DTensor, which cannot index the plain tensors that mask functions capture, such as the document
-number of each token. So this call returns a plain tensor while a compiler traces. It is in no
-graph, because Dynamo discards it.
-
-Note [Known block masks]: all layers of a model pass the same block mask. The slices of a mask are
-kept as long as its index tensor lives, and used if its function and the content of its tensors are
-still the same. Tensor versions do not suffice: collectives write without raising them.
-"""
+"""Runs `flex_attention` on DTensors of an annotated mesh as ring attention."""
 
 from __future__ import annotations
 
@@ -65,6 +49,16 @@ Outputs = tuple[Tensor, Tensor, Tensor]
 Kernel = Callable[..., Outputs]
 
 
+# Note [How a call of flex_attention gets here]: outside of a compiled graph, PyTorch compiles the
+# call itself. Dynamo traces `score_mod` and the mask function into small graphs, and puts a
+# higher-order op into its own graph, which runs eagerly or is compiled further. That op first asks
+# its autograd kernel. Ours takes over there, with the user's DTensors, so the ring's own autograd
+# applies. In inference mode the op asks for a rule for the tensor subclass instead.
+#
+# Dynamo traces both functions with indices that it makes by `query.new_empty([])`. For a DTensor
+# this is a DTensor, which cannot index the plain tensors that mask functions capture, such as the
+# document number of each token. So this call returns a plain tensor while a compiler traces. It is
+# in no graph, because Dynamo discards it.
 def install_flex() -> None:
     """Let `flex_attention` ask us first about DTensors; other calls continue as before."""
     kernels = flex_attention_op.py_kernels
@@ -184,6 +178,9 @@ def _new_empty_handler(previous: Handler | None) -> Handler:
     return handle
 
 
+# Note [Known block masks]: all layers of a model pass the same block mask. The slices of a mask are
+# kept as long as its index tensor lives, and used if its function and the content of its tensors
+# are still the same. Tensor versions do not suffice: collectives write without raising them.
 class _KnownMask(NamedTuple):
     """Slices of a block mask, and the inputs that they were made from.
 

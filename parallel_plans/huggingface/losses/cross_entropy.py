@@ -1,11 +1,4 @@
-"""The cross-entropy of a linear projection, in vocabulary tiles, without ever holding all logits.
-
-Note [Vocabulary tiles]: forward keeps only the log-sum-exp of each token, and backward recomputes
-the logits: four matrix products in all, where stored logits take three. A tile holds all tokens, so
-the gradient of its rows of the weight is one product, rounded once, as in the plain projection.
-Tiles of tokens take three, but add up the gradient of the whole weight: in 16 bits, this needs a
-float32 copy.
-"""
+"""The cross-entropy of a linear projection, in vocabulary tiles: never are all logits held."""
 
 from __future__ import annotations
 
@@ -58,6 +51,11 @@ def projected_cross_entropy(
     return _forward_op(hidden, weight, bias, labels, scale, softcap)[0]
 
 
+# Note [Vocabulary tiles]: forward keeps only the log-sum-exp of each token, and backward recomputes
+# the logits: four matrix products in all, where stored logits take three. A tile holds all tokens,
+# so the gradient of its rows of the weight is one product, rounded once, as in the plain
+# projection. Tiles of tokens take three, but add up the gradient of the whole weight: in 16 bits,
+# this needs a float32 copy.
 def forward(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, *scaling: float
 ) -> tuple[Tensor, Tensor]:

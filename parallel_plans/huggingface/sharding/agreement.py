@@ -1,12 +1,4 @@
-"""Compares what all ranks of a model need alike: batches in each forward, the model in some.
-
-Note [Compared batches]: each forward sends a checksum of its batch, in one small message to all
-ranks, before the model runs. If checksums differ, the ranks compare descriptions, and all raise the
-same error. In a compiled graph this is one op, which has no gradient. It returns a zero that the
-numbers of tokens are computed from, so a compiler keeps it and runs it before the model. On a GPU
-the host would have to wait for the device to read a tensor there. So ranks compare shapes, and what
-is on the CPU, in each forward, and the content of other tensors where they compare the model.
-"""
+"""Compares what all ranks of a model need alike: batches in each forward, the model in some."""
 
 from __future__ import annotations
 
@@ -105,6 +97,13 @@ class Parts(NamedTuple):
         )
 
 
+# Note [Compared batches]: each forward sends a checksum of its batch, in one small message to all
+# ranks, before the model runs. If checksums differ, the ranks compare descriptions, and all raise
+# the same error. In a compiled graph this is one op, which has no gradient. It returns a zero that
+# the numbers of tokens are computed from, so a compiler keeps it and runs it before the model. On a
+# GPU the host would have to wait for the device to read a tensor there. So ranks compare shapes,
+# and what is on the CPU, in each forward, and the content of other tensors where they compare the
+# model.
 class Agreement:
     """Compares the ranks of an axis: batches in each forward of a model, the model in a few.
 

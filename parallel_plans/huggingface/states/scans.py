@@ -1,11 +1,4 @@
-"""Scans of layers that start from a state of zero, and what another state adds to their outputs.
-
-Note [A scan from zero]: the state after some tokens is an affine function of the state before them,
-and outputs are linear in that state. So a scan runs from zero, which gives the state that its
-tokens leave; its source gives the state before them; and what that adds to outputs is added. The
-code of a layer looks its scan up as a global, so a copy of its forward gets globals with another
-scan, which calls the first one. So kernels that transformers would call are called.
-"""
+"""Scans of layers that start from a state of zero, and what another state adds to their outputs."""
 
 from __future__ import annotations
 
@@ -27,6 +20,11 @@ from parallel_plans.huggingface.states.state_sources import StateSource
 PassOn = Callable[[StateMap], Tensor | None]
 
 
+# Note [A scan from zero]: the state after some tokens is an affine function of the state before
+# them, and outputs are linear in that state. So a scan runs from zero, which gives the state that
+# its tokens leave; its source gives the state before them; and what that adds to outputs is added.
+# The code of a layer looks its scan up as a global, so a copy of its forward gets globals with
+# another scan, which calls the first one. So kernels that transformers would call are called.
 def scan_of(forward: Callable[..., Any]) -> str | None:
     """Return the global name by which a layer's forward calls a scan that is known here."""
     names = unwrap(forward).__code__.co_names

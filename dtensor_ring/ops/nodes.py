@@ -146,10 +146,8 @@ def _below_autocast(device_type: str, keys: Any, op: Any, num_cast: int, *inputs
 
 
 def _flat(arguments: Sequence[Any]) -> tuple[list[Any], list[int | None]]:
-    """Return the arguments, with those of lists of tensors one by one, and the length of each list.
-
-    Lists of numbers stay as they are: they have no gradients, and may be long.
-    """
+    """Return the arguments, lists of tensors among them one by one, and the length of each list."""
+    # Lists of numbers stay as they are: they have no gradients, and may be long.
     leaves: list[Any] = []
     lengths: list[int | None] = []
     for x in arguments:

@@ -154,10 +154,9 @@ class Call(NamedTuple):
         return as_layout(spec), None, seq_len, key_seq_len
 
     def _with_key_runs(self, keys: RunTable) -> tuple[Layout, RunTable, int, int]:
-        """Return what `_layouts` does, for keys that have runs of their own.
-
-        Both are of one sequence that ends with the queries, or slices say what is seen of another.
-        """
+        """Return what `_layouts` does, for keys that have runs of their own."""
+        # Both are of one sequence that ends with the queries, or slices say what is seen of
+        # another.
         batch, seq_len = self.batch, self.place.seq_len
         is_known = batch.runs is not None or (batch.slices is not None and seq_len is not None)
         if not is_known or batch.key_cu_seqlens is not None:
@@ -275,11 +274,9 @@ class Arguments(Generic[T]):
                 yield Leaf(name, path + name, _SCHEMA_TYPES[kind])
 
     def _within(self, owner: Any, begin: int) -> list[tuple[Callable[..., Any], int, int]]:
-        """Return how to make each value within an `owner`, and the span of its fields.
-
-        Later values come first, and inner values before outer ones: making one moves no fields of
-        those that follow. The fields of the `owner` begin at `begin`.
-        """
+        """Return how to make each value within an `owner`, and the span of its fields."""
+        # Later values come first, and inner values before outer ones: making one moves no fields of
+        # those that follow. The fields of the `owner` begin at `begin`.
         values: list[tuple[Callable[..., Any], int, int]] = []
         for _, kind in _members(owner):
             nested = self._nested.get(kind)

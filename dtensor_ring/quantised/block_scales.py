@@ -298,10 +298,8 @@ def _signs(x: Tensor) -> Tensor:
 
 
 def _hadamard(x: Tensor) -> Tensor:
-    """Return `(..., H)` times an orthogonal matrix that is its own inverse, in O(H log H).
-
-    It is block-diagonal: of the largest power of two that fits, then of those of the rest.
-    """
+    """Return `(..., H)` times an orthogonal matrix that is its own inverse, in O(H log H)."""
+    # It is block-diagonal: of the largest power of two that fits, then of those of the rest.
     size, start, parts = x.shape[-1], 0, []
     while start < size:
         width = 1 << ((size - start).bit_length() - 1)

@@ -106,8 +106,6 @@ def _merged_lists(
 ) -> Tensor:
     """Return the positions of the best keys of all ranks, `(B, G, M, k)`, -1 for none.
 
-    A block that is among the best of all is among those of the rank that has its best key.
-
     Args:
         scores: `(B, G, M, k)`, of this rank's best keys, or of blocks by its best keys of them.
         positions: int32, likewise, or numbers of blocks.
@@ -115,6 +113,7 @@ def _merged_lists(
         place: this rank, and the number of ranks.
         transport: what moves the messages; `None` if this rank has all keys.
     """
+    # A block that is among the best of all is among those of the rank that has its best key.
     if transport is None:
         return positions.masked_fill(positions == NO_KEY, -1)
     shape, k = scores.shape, scores.shape[-1]

@@ -76,11 +76,9 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    """Return the gradients of states, decays and matrices.
-
-    The gradient of a state is what a scan in the other direction makes of the gradients of results:
-    a state reaches all results after it, through the maps between them.
-    """
+    """Return the gradients of states, decays and matrices."""
+    # The gradient of a state is what a scan in the other direction makes of the gradients of
+    # results: a state reaches all results after it, through the maps between them.
     decay, matrix, before = ctx.saved_tensors
     owners, is_back, group_name = ctx.place
     of_state = scan_op(grad.contiguous(), decay, matrix, owners, not is_back, group_name)

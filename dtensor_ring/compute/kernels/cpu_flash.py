@@ -215,11 +215,9 @@ def _attend_band(
 def _correct(
     inputs: Tensors, scale: float, results: Tensors, mask: Mask, by_block: bool = False
 ) -> None:
-    """Recompute the rows that aten's kernel loses: their out is 0, and their lse 0 or inf.
-
-    The kernel treats rows whose scores are -inf, or NaN with fewer than 16 keys, as rows that see
-    nothing. In 16 bits it gives no weight to scores of inf, where inf - inf is NaN.
-    """
+    """Recompute the rows that aten's kernel loses: their out is 0, and their lse 0 or inf."""
+    # The kernel treats rows whose scores are -inf, or NaN with fewer than 16 keys, as rows that see
+    # nothing. In 16 bits it gives no weight to scores of inf, where inf - inf is NaN.
     out, lse = results
     # Lost rows are rare, so rule them out with one cheap pass over lse.
     if lse.count_nonzero().item() == lse.numel() and not _is_overflown(lse, out.dtype):

@@ -129,10 +129,8 @@ def _factors(dropout: Dropout | None, block: slice, seen: slice, scored: Tensor)
 
 
 def _heads(query: Tensor, key: Tensor) -> Iterator[tuple[Region, Region]]:
-    """Yield the regions of each batch row and key head: its queries, and the head itself.
-
-    A product of a head that is copied first has the same bits, whatever lies beside the head.
-    """
+    """Yield the regions of each batch row and key head: its queries, and the head itself."""
+    # A product of a head that is copied first has the same bits, whatever lies beside the head.
     group = query.shape[1] // max(1, key.shape[1])
     for row, head in product(range(query.shape[0]), range(key.shape[1])):
         rows = slice(row, row + 1)

@@ -122,10 +122,8 @@ def backward(
 def _tiles(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, scale: float, softcap: float
 ) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Yield each tile: its first vocabulary entry, logits in their dtype, wide scores, `(N, V)`.
-
-    Tiles reuse one buffer. Logits in float32 or float64 share it with the scores.
-    """
+    """Yield each tile: its first vocabulary entry, logits in their dtype, wide scores, `(N, V)`."""
+    # Tiles reuse one buffer. Logits in float32 or float64 share it with the scores.
     num_entries = _entries_per_tile(len(hidden), len(weight))
     narrow = hidden.new_empty(len(hidden) * num_entries)
     wide = narrow if narrow.dtype == _wide(hidden) else narrow.to(_wide(hidden))

@@ -141,12 +141,10 @@ def _read_by_groups(state: Tensor, c: Tensor) -> Tensor:
 
 
 def _delta_rule(scan: Callable[..., Any], pass_on: PassOn, continues: bool) -> Callable[..., Any]:
-    """Return a scan of a delta rule with gates: a state is multiplied by a matrix for each head.
-
-    Values of zero, read from an identity as the state before them, give that matrix as their last
-    state, and as outputs the queries that read the state before the tokens. They are further
-    columns of the values, so that one call gives all: what belongs to keys is computed once.
-    """
+    """Return a scan of a delta rule with gates: a state is multiplied by a matrix for each head."""
+    # Values of zero, read from an identity as the state before them, give that matrix as their last
+    # state, and as outputs the queries that read the state before the tokens. They are further
+    # columns of the values, so that one call gives all: what belongs to keys is computed once.
 
     def run(
         query: Tensor,
@@ -180,11 +178,9 @@ def _delta_rule(scan: Callable[..., Any], pass_on: PassOn, continues: bool) -> C
 def _lightning(
     copied: Callable[..., Any], masked: Callable[..., Any], pass_on: PassOn, layer: Any
 ) -> Callable[..., Any]:
-    """Return a forward of lightning attention, whose scan is a loop within it.
-
-    Queries, keys and values are seen where they are masked. A norm follows the loop, so its input
-    gets what a state adds. The map of the tokens is computed apart: the loop shows it too late.
-    """
+    """Return a forward of lightning attention, whose scan is a loop within it."""
+    # Queries, keys and values are seen where they are masked. A norm follows the loop, so its input
+    # gets what a state adds. The map of the tokens is computed apart: the loop shows it too late.
 
     def run(*args: Any, **kwargs: Any) -> Any:
         seen: list[Tensor] = []

@@ -139,10 +139,8 @@ class ImageSharding:
     def _tried(
         self, plain: Any, model: nn.Module, images: Images, share: Share
     ) -> EmbeddingSize | None:
-        """Return the size of embeddings, or `None` if an image's embeddings depend on other images.
-
-        The encoder's code does not show this, so it is run once in evaluation mode.
-        """
+        """Return the size of embeddings, or `None` if those of an image depend on other images."""
+        # The encoder's code does not show this, so it is run once in evaluation mode.
         with frozen(model):
             whole = [*_rows(_merged(plain(model, **images.arguments)))]
             part = [*_rows(_merged(plain(model, **images.part(share.begin, share.end))))]
@@ -173,10 +171,8 @@ class ImageSharding:
         return len(pixels) * (prod(pixels.shape[2:]) // self._patch)
 
     def _joined(self, merged: dict[str, Any], share: Share) -> dict[str, Any]:
-        """Gather the embeddings of all images, in the form of this rank's embeddings.
-
-        One message holds them all, so that ranks send in the same order, also in backward.
-        """
+        """Gather the embeddings of all images, in the form of this rank's embeddings."""
+        # One message holds them all, so that ranks send in the same order, also in backward.
         assert self._embeddings is not None
         rows, tokens = self._embeddings.rows(share.totals), self._embeddings.rows(share.sizes)
         assert rows is not None and tokens is not None

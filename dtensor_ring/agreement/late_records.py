@@ -173,10 +173,12 @@ class LateRecords:
 
     def post(self, call: PostedCall) -> None:
         """Send a record and go on; calls are posted in the order of their numbers."""
+        # The record of the previous rank may have come first; then the two are compared at once.
         with self._changed:
             self._num_posted = call.number
             theirs = self._early.pop(call.number, None)
             self._unconfirmed[call.number] = call
+            # A rank that left can never make this call: waiting for it would be a hang.
             has_left = self._last_of_previous is not None and call.number > self._last_of_previous
         self._queue.put((call, theirs))
         if has_left:
@@ -267,9 +269,11 @@ class LateRecords:
                 self._lost(error)
                 return
             header = Header._make(struct.unpack_from(_HEADER, buffer))
+            # A rank that ends says so: silence would look like a failure.
             if header.what == _GOODBYE:
                 self._leave(header.number)
                 return
+            # A record's text comes once, with the first call of its kind.
             if header.what == _TEXT:
                 _keep(self._texts, header.kind, bytes(buffer[_HEADER_BYTES:]))
             self._take(header)
@@ -291,6 +295,7 @@ class LateRecords:
             return
         text = self._texts.get(theirs.kind, b"")
         here, there = self._ranks[self._rank], self._ranks[self._previous]
+        # The text is of an earlier call of its kind, so its numbers are replaced.
         theirs_text = renumbered(text, theirs.number, theirs.forward_call)
         listed = difference_text(call.text, theirs_text, here, there)
         self._end(f"{listed}, {call}", call)

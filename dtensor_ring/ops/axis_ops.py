@@ -155,6 +155,7 @@ def _move_rows(
     for peer in range(len(incoming)):
         if peer == rank:
             continue
+        # Both ranks know who has rows, so none waits for an empty message.
         if incoming[peer].numel():
             receives.append(P2P(incoming[peer].view(-1), peer))
         if outgoing[peer].numel():
@@ -275,6 +276,7 @@ def receive(anchor: Tensor, rows: int, numbers: int, step: int, group_name: str)
         if 0 <= peer < group.size():
             _pass_on(transport, [P2P(state.view(-1), peer)], [])
         else:
+            # Nobody is before the first rank: its tokens begin from zero.
             state.zero_()
     return state
 

@@ -89,6 +89,7 @@ def _gradient_kernel(
     class Node(_SingleLevelFunction):
         @staticmethod
         def forward(ctx: Any, *inputs: Any) -> Any:
+            # Autograd looks for tensors among the arguments only, so lists come one by one.
             *leaves, keyset, lengths = inputs
             arguments = _nested(leaves, lengths)
             with torch._C._AutoDispatchBelowAutograd(), under_node():
@@ -121,6 +122,7 @@ def _run_samples(op: Any, info: Any, in_dims: Any, *arguments: Any) -> tuple[Any
     leaves, spec = pytree.tree_flatten(arguments)
     dims = pytree.tree_leaves(in_dims)
     outputs = []
+    # One call after another: ranks would not agree on calls that are made at once.
     for number in range(info.batch_size):
         sample = [
             x if dim is None else x.select(dim, number) for x, dim in zip(leaves, dims, strict=True)

@@ -113,6 +113,8 @@ class Call(NamedTuple):
         """
         if not self.is_ordered:
             return None
+        # After an all-to-all a group of ranks holds its shards as one: only together they need
+        # whole blocks.
         layout, _, *seq_lens = self._layouts()
         block, strategy = self._block((seq_lens[0], seq_lens[1])), self.strategy
         layout = layout_of_groups(layout, strategy)
@@ -266,6 +268,7 @@ class Arguments(Generic[T]):
     def _leaves(self, owner: Any, path: str = "") -> Iterator[Leaf]:
         for name, kind in _members(owner):
             nested = self._nested.get(kind)
+            # A layout travels as a text, from which every rank can make it.
             if nested is not None and hasattr(nested, "of_spec"):
                 yield Leaf(name, f"{path}{name}.spec", "str")
             elif nested is not None:

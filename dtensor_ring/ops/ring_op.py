@@ -65,6 +65,7 @@ def _forward(
     call = bound.call
     kernel = bound.kernel(query, key, value)
     sole = bound.sole(kernel, query, key)
+    # Before the kernel runs, so that the log names it if it fails.
     bound.announce(kernel, query, key, value)
     query, key, value = loadable(query, key, value)
     if sole is not None:
@@ -122,6 +123,7 @@ def _backward(
     kernel = bound.kernel(query, key, value, saved.grad_lse is not None)
     sole = bound.sole(kernel, query, key)
     grad_out, query, key, value, out = loadable(saved.grad_out, query, key, value, saved.out)
+    # Most calls need no copy, and keep what was saved as it is.
     if grad_out is not saved.grad_out or out is not saved.out:
         saved = Saved(grad_out, out, saved.lse, saved.grad_lse)
     if sole is not None:

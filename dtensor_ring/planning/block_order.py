@@ -69,10 +69,13 @@ class Tree(Generic[T]):
         level, number = node
         while level < self._top:
             sibling = level, number ^ 1
+            # A node without leaves is nothing to add: what stands beside it rises alone.
             if self._has_leaves(sibling):
                 if sibling not in self.kept:
+                    # The sibling comes later, and finds this node in `kept`.
                     break
                 other = self.kept.pop(sibling)
+                # Odd numbers stand right: the sum must not depend on which came first.
                 value = self._join(other, value) if number & 1 else self._join(value, other)
             level, number = level + 1, number >> 1
         self.kept[level, number] = value
@@ -276,6 +279,7 @@ class Grid:
     ) -> BlockOrder:
         """Return the order of a rank from what it has for each step, see `BlockOrder`."""
         rows, cols = self.rows(rank), self.cols(rank)
+        # Keys of other ranks, too: this rank adds up their gradients before it sends them.
         touched = set(cols).union(*(x.blocks[1:] for of_step in pieces for x in of_step))
         return BlockOrder(
             rows,

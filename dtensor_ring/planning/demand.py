@@ -41,6 +41,7 @@ class Cols:
         Cols(spans=((0, 1), (3, 9)))
         """
         joined: list[Span] = []
+        # In this order, a span can only touch the last one.
         for first, end in sorted(span for span in spans if length(span)):
             if joined and first <= joined[-1][1]:
                 first, before = joined.pop()
@@ -103,6 +104,7 @@ class Cols:
 def cols_by(ids: np.ndarray, firsts: np.ndarray, ends: np.ndarray) -> dict[int, Cols]:
     """Return the columns of each id; entries must be sorted by id and already united."""
     spans = list(zip(firsts.tolist(), ends.tolist(), strict=True))
+    # Entries are sorted: an id begins where it differs from the one before.
     begins = np.flatnonzero(np.diff(ids, prepend=-1))
     bounds = pairwise([*begins.tolist(), len(spans)])
     return {

@@ -66,6 +66,7 @@ class Cudnn(Kernel):
             return "it has no segments, and each document would be a launch of its own"
         if problem.softcap:
             return "it has no softcap"
+        # Last of all: only a strict setting refuses what the kernel can compute.
         is_strict = problem.determinism == "strict"
         return "its gradients are not deterministic" if is_strict else None
 

@@ -89,6 +89,7 @@ class CudnnSdpa(Kernel):
         if segments is not None:
             lse = _padded(lse.T, more["cu_seqlens_q"], more["max_seqlen_q"])
         dq, dk, dv = cudnn.sdpa_bwd(saved.grad_out, q, k, v, saved.out, lse, scores.scale, **more)
+        # The op leaves what it does not visit unwritten.
         if segments is not None:
             rows, cols = segments.boundaries(q.device)
             if segments.has_empty_rows:
@@ -125,6 +126,7 @@ def _rounded(segments: Segments) -> Segments:
     """Return segments whose number is a power of two, made once: the last ones are empty."""
     found = _ROUNDED.get(segments)
     if found is None:
+        # A graph is made for each number of segments, and powers of two are few.
         number = len(segments.rows) - 1
         rest = _power(number) - number
         sides = ((*x, *[x[-1]] * rest) for x in (segments.rows, segments.cols))

@@ -148,6 +148,7 @@ def clear_empty_rows(
         rows, cols = segments.boundaries(out.device)
         has_no_keys = without_partners(rows, cols, out.shape[0])
         if fill:
+            # An lse of -inf gives them no weight in a merge, but 0 times NaN would still be NaN.
             out.masked_fill_(has_no_keys.view(-1, 1, 1), 0)
         lse.masked_fill_(has_no_keys, -torch.inf)
     return out, lse

@@ -41,7 +41,6 @@ class Cols:
         Cols(spans=((0, 1), (3, 9)))
         """
         joined: list[Span] = []
-        # In this order, a span can only touch the last one.
         for first, end in sorted(span for span in spans if length(span)):
             if joined and first <= joined[-1][1]:
                 first, before = joined.pop()

@@ -22,7 +22,7 @@ Messages between the ranks of an axis:
 Dropout by counters, the same however tokens are sharded:
     `draw_seed`, `dropout_factors`, `numbered`, `Dropout`.
 Losses, and ops that a plan defines:
-    `IGNORE_INDEX`, `autocast_dtype`, `register_gradient`.
+    `IGNORE_INDEX`, `autocast_dtype`, `register_op`.
 Caches, and attention of a few tokens to a cache:
     `CacheUsage`, `MAX_QUERIES`.
 What is saved of a cache, and what cannot be pickled:
@@ -70,7 +70,7 @@ from dtensor_ring.handover.plan import MovedTokens
 from dtensor_ring.handover.whole import copy_whole
 from dtensor_ring.ops.axis_ops import attached
 from dtensor_ring.ops.checks import NotPickled, check_strided, name_layer, within_layer
-from dtensor_ring.ops.nodes import autocast_dtype, register_gradient
+from dtensor_ring.ops.nodes import autocast_dtype, register_op
 from dtensor_ring.paged.blocks import BlockCopy, PooledSequence
 from dtensor_ring.paged.page_memory import unit_of
 from dtensor_ring.paged.prefill import PagedPrefill, prompt_layout
@@ -144,7 +144,7 @@ __all__ = [
     "positions_of",
     "prompt_layout",
     "receive_state",
-    "register_gradient",
+    "register_op",
     "send_state",
     "stays_from",
     "tokens_of",

@@ -245,7 +245,7 @@ CONSTRUCTORS = {
     "compile",
     "nullcontext",
 }
-CONSTRUCTORS |= {"place_of_sinks", "causal", "full", "index", "join", "tuple"}
+CONSTRUCTORS |= {"place_of_sinks", "causal", "full", "index", "join", "register_op", "tuple"}
 """Functions that modules call at import for a value that nothing changes."""
 TABLES = {
     "INDEXING",

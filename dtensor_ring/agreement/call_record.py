@@ -1,13 +1,4 @@
-"""The record of a call, which ranks compare before data, and the error if they differ.
-
-Note [Agreement]: each rank sends the record of its call to the next rank of the ring. With its
-first message of keys and values, it waits for the record of the previous rank. So a rank detects a
-difference from its neighbour before it uses any of the neighbour's data; closed connections inform
-the other ranks. All other messages have a tag that is computed from the record, so messages of
-different calls never match, whatever their sizes. If the first hop of a call is a small message
-between all ranks, the record and the message travel as one, see `RecvBuffer`. A record is no longer
-than its text, so one network packet can often hold both.
-"""
+"""The record of a call, which ranks compare before data, and the error if they differ."""
 
 from __future__ import annotations
 
@@ -46,6 +37,13 @@ class CallSite(NamedTuple):
 NO_CALL_SITE = ("", "", "")
 
 
+# Note [Agreement]: each rank sends the record of its call to the next rank of the ring. With its
+# first message of keys and values, it waits for the record of the previous rank. So a rank detects
+# a difference from its neighbour before it uses any of the neighbour's data; closed connections
+# inform the other ranks. All other messages have a tag that is computed from the record, so
+# messages of different calls never match, whatever their sizes. If the first hop of a call is a
+# small message between all ranks, the record and the message travel as one, see `RecvBuffer`. A
+# record is no longer than its text, so one network packet can often hold both.
 class CallRecord:
     """The record of a call, without its number.
 

@@ -67,6 +67,7 @@ class PendingWork:
         return self._call.waiting_for(self._message)
 
     def wait(self) -> None:
+        # More than one caller may wait for a message, and a finished one must not wait again.
         if self.has_arrived:
             return
         since = time.monotonic()
@@ -347,6 +348,7 @@ class CheckedTransport(Transport):
         Raises:
             RingError: if they differ; it names the fields.
         """
+        # Equal bytes are the rule, and nothing is parsed for them.
         if theirs.startswith(self._mine):
             return
         ranks, rank = self._state.ranks, self._group.rank()
@@ -354,6 +356,7 @@ class CheckedTransport(Transport):
         text = difference_text(self._mine, theirs, ranks[rank], there)
         if not text:
             return
+        # Other ranks wait for messages of this call: they have to learn why it ends.
         self._shut_down(text)
         raise self._error(text, peer=there)
 
@@ -364,6 +367,7 @@ class CheckedTransport(Transport):
             f"{self._here()} got no answer of rank {peer} within {seconds:.2f} s, {self._where()}: "
             f"{reason_of(error, seconds, time_limit_of(self._group).total_seconds())}"
         )
+        # Another rank may have failed first, and this wait may only follow from it.
         cause = self._shut_down(text)
         text = text if cause == text else f"{text}; the first cause: {cause}"
         source = None if message is None else message.source

@@ -321,6 +321,7 @@ class GroupState:
         try:
             yield
         except RuntimeError:
+            # The error of the collective says only that a peer is gone; the cause says why.
             if self.late is not None:
                 self._await_cause()
                 self.check()

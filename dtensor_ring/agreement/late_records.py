@@ -1,23 +1,4 @@
-"""Call records that the host does not wait for: ranks compare them while the devices compute.
-
-Note [Late records]: on a GPU the host runs ahead of the device, so it must not wait for another
-rank. A call of such a group puts its record into a queue and goes on. One thread sends the records
-to the next rank of the ring. Another thread always has a receive posted for the next record of the
-previous rank: it compares what arrives, and it notices if that rank dies or gives up. On a
-difference, or a closed connection, it stores the first cause, aborts the group's own messages, so
-that no device waits for one that never comes, and closes its connections. So the rank after it
-notices, too, and so on around the ring. The host raises at its next call, or wait, of the group.
-
-A record has `_HEADER` only, if the same kind of call was made before: digest, call site, and the
-two numbers. The first time the text follows, which names what differs. Both ranks keep the last
-`MAX_KINDS` kinds, in the order in which they were sent, so they know the same ones.
-
-Note [Record group]: NCCL moves tensors of GPUs only, and ignores tags. So the ranks of such a group
-make a second one of gloo, over the store of the first. It is not registered with
-`torch.distributed`: it has no name that could differ between ranks, and `destroy_process_group`
-does not know it. It lives as long as the `GroupState`. All ranks make it, or none: a rank that
-cannot says so in the store before any rank connects.
-"""
+"""Call records that the host does not wait for: ranks compare them while the devices compute."""
 
 from __future__ import annotations
 
@@ -146,6 +127,18 @@ class Failed(NamedTuple):
     peer: int
 
 
+# Note [Late records]: on a GPU the host runs ahead of the device, so it must not wait for another
+# rank. A call of such a group puts its record into a queue and goes on. One thread sends the
+# records to the next rank of the ring. Another thread always has a receive posted for the next
+# record of the previous rank: it compares what arrives, and it notices if that rank dies or gives
+# up. On a difference, or a closed connection, it stores the first cause, aborts the group's own
+# messages, so that no device waits for one that never comes, and closes its connections. So the
+# rank after it notices, too, and so on around the ring. The host raises at its next call, or wait,
+# of the group.
+#
+# A record has `_HEADER` only, if the same kind of call was made before: digest, call site, and the
+# two numbers. The first time the text follows, which names what differs. Both ranks keep the last
+# `MAX_KINDS` kinds, in the order in which they were sent, so they know the same ones.
 class LateRecords:
     """Sends the records of this rank, and compares those of the previous one.
 
@@ -180,10 +173,12 @@ class LateRecords:
 
     def post(self, call: PostedCall) -> None:
         """Send a record and go on; calls are posted in the order of their numbers."""
+        # The record of the previous rank may have come first; then the two are compared at once.
         with self._changed:
             self._num_posted = call.number
             theirs = self._early.pop(call.number, None)
             self._unconfirmed[call.number] = call
+            # A rank that left can never make this call: waiting for it would be a hang.
             has_left = self._last_of_previous is not None and call.number > self._last_of_previous
         self._queue.put((call, theirs))
         if has_left:
@@ -274,9 +269,11 @@ class LateRecords:
                 self._lost(error)
                 return
             header = Header._make(struct.unpack_from(_HEADER, buffer))
+            # A rank that ends says so: silence would look like a failure.
             if header.what == _GOODBYE:
                 self._leave(header.number)
                 return
+            # A record's text comes once, with the first call of its kind.
             if header.what == _TEXT:
                 _keep(self._texts, header.kind, bytes(buffer[_HEADER_BYTES:]))
             self._take(header)
@@ -298,6 +295,7 @@ class LateRecords:
             return
         text = self._texts.get(theirs.kind, b"")
         here, there = self._ranks[self._rank], self._ranks[self._previous]
+        # The text is of an earlier call of its kind, so its numbers are replaced.
         theirs_text = renumbered(text, theirs.number, theirs.forward_call)
         listed = difference_text(call.text, theirs_text, here, there)
         self._end(f"{listed}, {call}", call)
@@ -377,6 +375,11 @@ def time_limit_of(group: dist.ProcessGroup) -> timedelta:
     return dist.constants.default_pg_timeout
 
 
+# Note [Record group]: NCCL moves tensors of GPUs only, and ignores tags. So the ranks of such a
+# group make a second one of gloo, over the store of the first. It is not registered with
+# `torch.distributed`: it has no name that could differ between ranks, and `destroy_process_group`
+# does not know it. It lives as long as the `GroupState`. All ranks make it, or none: a rank that
+# cannot says so in the store before any rank connects.
 def make_record_group(
     group: dist.ProcessGroup, store: Any, epoch: int
 ) -> dist.ProcessGroupGloo | None:

@@ -238,8 +238,6 @@ class AllToAllArgs(NamedTuple):
 
 
 _ARGUMENTS = Arguments(AllToAllArgs, BatchRuns, MaskTensors, Mask)
-# The exchange op's arguments after its tensors, in the order of `flatten_all_to_all`.
-ALL_TO_ALL_SCHEMA = _ARGUMENTS.schema
 
 
 def flatten_all_to_all(args: AllToAllArgs) -> tuple[Any, ...]:
@@ -250,12 +248,6 @@ def flatten_all_to_all(args: AllToAllArgs) -> tuple[Any, ...]:
 def unflatten_all_to_all(arguments: tuple[Any, ...]) -> AllToAllArgs:
     """Return the exchange from which `flatten_all_to_all` made these arguments."""
     return _ARGUMENTS.unflatten(arguments)
-
-
-ALL_TO_ALL = "dtensor_ring::exchange"
-
-torch.library.define(ALL_TO_ALL, f"(Tensor[] tensors, {ALL_TO_ALL_SCHEMA}) -> Tensor[]")
-all_to_all_op = torch.ops.dtensor_ring.exchange.default
 
 
 def forward(tensors: list[Tensor], *options: Any) -> list[Tensor]:
@@ -298,10 +290,6 @@ def run_exchange(
     )
 
 
-torch.library.impl(ALL_TO_ALL, "CompositeExplicitAutograd")(forward)
-
-
-@torch.library.register_fake(ALL_TO_ALL)
 def _fake(tensors: list[Tensor], *options: Any) -> list[Tensor]:
     args: AllToAllArgs = unflatten_all_to_all(options)
     check_all_to_all(tensors)
@@ -446,5 +434,10 @@ def _recorded_all_to_all(keyset: Any, tensors: list[Tensor], *options: Any) -> A
     return nodes.below_autograd(all_to_all_op, forward, keyset, tensors, *options)
 
 
-nodes.LIBRARY.impl("exchange", _recorded_all_to_all, "Autograd", with_keyset=True)
-nodes.register_samples(ALL_TO_ALL)
+all_to_all_op = nodes.register_op(
+    "exchange",
+    f"(Tensor[] tensors, {_ARGUMENTS.schema}) -> Tensor[]",
+    forward,
+    _fake,
+    autograd=_recorded_all_to_all,
+)

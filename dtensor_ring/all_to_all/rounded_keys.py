@@ -1,10 +1,4 @@
-"""An all-to-all whose keys and values travel in eight bits.
-
-Note [Rounded once]: the owner of a shard rounds its keys and values, in blocks of its own tokens,
-and sends numbers and scales in one message. Who gets them sees them dequantised, the owner too. If
-a ring among groups follows, they travel on as they came. So nothing is rounded twice, and results
-are those of a ring in eight bits.
-"""
+"""An all-to-all whose keys and values travel in eight bits."""
 
 from __future__ import annotations
 
@@ -80,6 +74,10 @@ class RoundedTensor(NamedTuple):
     block_size: int
 
 
+# Note [Rounded once]: the owner of a shard rounds its keys and values, in blocks of its own tokens,
+# and sends numbers and scales in one message. Who gets them sees them dequantised, the owner too.
+# If a ring among groups follows, they travel on as they came. So nothing is rounded twice, and
+# results are those of a ring in eight bits.
 def run_rounded(
     tensors: Sequence[Tensor],
     dtype: torch.dtype,

@@ -1,15 +1,14 @@
-"""Parses the command line before torch is imported, in a process of `python -m dtensor_ring`.
-
-Note [Parsed first]: torch takes seconds to import, and `python -m dtensor_ring` imports the package
-before its `__main__`. So the package parses the command line first, in that process and in no
-other: `--help`, `--version` and mistakes end there. What is right is parsed again by `main`.
-"""
+"""Parses the command line before torch is imported, in a process of `python -m dtensor_ring`."""
 
 from __future__ import annotations
 
 import sys
 
 
+# Note [Parsed first]: torch takes seconds to import, and `python -m dtensor_ring` imports the
+# package before its `__main__`. So the package parses the command line first, in that process and
+# in no other: `--help`, `--version` and mistakes end there. What is right is parsed again by
+# `main`.
 def parse_first() -> None:
     """Parse the command line if this process runs the command, see Note [Parsed first].
 

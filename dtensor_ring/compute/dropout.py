@@ -1,12 +1,4 @@
-"""Drops weights of attention by the positions of their query and key in the whole sequence.
-
-Note [Counters]: a weight is dropped or kept by a hash of a seed and of the numbers of its batch
-row, head, query and key, each counted in the whole batch. So forward, backward and recomputation
-drop the same weights, with any layout and any number of ranks, and no mask is stored or sent. The
-hash is that of SplitMix64 (Steele et al., 2014, OOPSLA): `mixed(start + STEP * i)` is the number i
-of a sequence. A row of the batch is a number of a sequence, from which the sequence of its heads
-starts, and so on to queries. So each query starts another sequence, which numbers its keys.
-"""
+"""Drops weights of attention by the positions of their query and key in the whole sequence."""
 
 from __future__ import annotations
 
@@ -46,6 +38,12 @@ def mixed(x: Tensor) -> Tensor:
     return x ^ ((x >> 31) & (2**33 - 1))
 
 
+# Note [Counters]: a weight is dropped or kept by a hash of a seed and of the numbers of its batch
+# row, head, query and key, each counted in the whole batch. So forward, backward and recomputation
+# drop the same weights, with any layout and any number of ranks, and no mask is stored or sent. The
+# hash is that of SplitMix64 (Steele et al., 2014, OOPSLA): `mixed(start + STEP * i)` is the number
+# i of a sequence. A row of the batch is a number of a sequence, from which the sequence of its
+# heads starts, and so on to queries. So each query starts another sequence, which numbers its keys.
 def numbered(start: Tensor, index: Tensor) -> Tensor:
     """Return the number `index` of the sequence that begins at `start`, see Note [Counters]."""
     return mixed(start + STEP * index)

@@ -68,6 +68,7 @@ def tree_sum(x: Tensor, dim: int) -> Tensor:
     if not x.shape[dim]:
         return x.sum(dim)
     while (num := x.shape[dim]) > 1:
+        # Halves, not neighbours, are added: they are slices without a stride.
         half = num - num // 2
         first, second = x.narrow(dim, 0, num // 2), x.narrow(dim, half, num // 2)
         alone = [x.narrow(dim, num // 2, 1)] if num % 2 else []

@@ -276,6 +276,7 @@ def add(total: Tensor, packed: Tensor, cols: Cols) -> None:
             columns(total, span).add_(part)
         return
     index = _index(cols, total.device)
+    # The op adds in one dtype only; a sum that is converted first would be rounded twice.
     if packed.dtype == total.dtype:
         total.index_add_(2, index, packed)
     else:
@@ -362,6 +363,7 @@ class Accumulation:
 
     def cropped(self) -> Accumulation:
         """Return this sum without leading and trailing rows that no partial changes."""
+        # A new target has to be written as a whole, and so has one that sinks or a division change.
         if not self.is_in_place or self._divides or self.sinks is not None:
             return self
         num_rows = self.target.shape[2]
@@ -374,6 +376,7 @@ class Accumulation:
         target, lse, denominator = columns(self.target, rows), self.lse, self.denominator
         lse = None if lse is None else columns(lse, rows)
         denominator = None if denominator is None else columns(denominator, rows)
+        # The target itself comes first, as in an accumulation of all rows.
         partials = [Partial(WHOLE, target, lse, denominator)]
         partials += [
             Partial(

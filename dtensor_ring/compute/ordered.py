@@ -116,6 +116,7 @@ class OrderedOutput:
                     kernel.forward(*_inputs(tile, self._query, kv), launch, scores)
                     for tile, launch in _launches(piece, in_flight)
                 ]
+            # A leaf is merged at once, so its partial results need not be kept.
             with label("merge"):
                 number, key_block = piece.blocks
                 self._trees[number].add((0, key_block), self._leaf(piece, results))
@@ -152,6 +153,7 @@ class OrderedOutput:
 
     def _leaf(self, piece: BlockPair, results: list[tuple[Tensor, Tensor]]) -> Mean:
         """Return the merged results of the tiles of a piece, for all rows of its block."""
+        # The one tile of a whole piece has all rows: there is nothing to fill up.
         if piece.is_whole[0]:
             return Mean.of(*results[0])
         rows = self._order.rows[piece.blocks[0]]
@@ -200,6 +202,7 @@ class OrderedGradients:
             label: names this step in a profile.
         """
         of_keys = self._own
+        # Sums of other ranks' keys leave after the step, so each step has trees of its own.
         if step.number:
             of_keys = self._of_others = self._trees(self._order.sizes[step.number])
         for piece in self._order.pieces[step.number]:
@@ -287,10 +290,13 @@ def sinks_by_block(saved: Saved, sinks: Tensor, order: BlockOrder) -> Tensor:
         sinks: the logits `(N,)`.
         order: the order of the plan.
     """
+    # A sink has no value: its gradient is its weight times minus the row's mean gradient.
     slope = -tree_sum(saved.grad_out.to(saved.lse.dtype) * saved.out, dim=3)
     if saved.grad_lse is not None:
         slope += saved.grad_lse
     weight = exact_exp(sinks.to(slope.dtype).view(1, -1, 1) - saved.lse)
+    # A row that sees nothing has an lse of -inf, and the exponential of a sink less that is
+    # infinite.
     of_rows = weight.masked_fill_(saved.lse == -torch.inf, 0.0).mul_(slope)
     sums = [tree_sum(tree_sum(columns(of_rows, x), 2), 0) for x in order.rows.values()]
     return torch.stack(sums) if sums else of_rows.new_empty(0, len(sinks))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal, overload
+from typing import Any, Literal, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ from dtensor_ring.decode.op import NO_GRADIENT, attend, decode_op
 from dtensor_ring.decode.plan import DecodeRequest
 from dtensor_ring.dtensor import call_check
 from dtensor_ring.dtensor.annotation import annotation_of, axis_group, config_of_call
+from dtensor_ring.dtensor.attention_options import DecodeOptions
 from dtensor_ring.dtensor.dispatch import handler_of, handlers, local_rows, local_scores
 from dtensor_ring.dtensor.known_calls import keep, known_calls_of
 from dtensor_ring.dtensor.per_query import with_bias, with_sinks
@@ -79,20 +80,8 @@ def decode_attention(
     key: Tensor,
     value: Tensor,
     *,
-    mask: Mask | None = ...,
-    cu_seqlens: Tensor | None = ...,
-    slices: Slices | Tensor | None = ...,
-    key_runs: Tensor | None = ...,
-    query_starts: Tensor | None = ...,
-    sinks: Tensor | None = ...,
-    relative_bias: Tensor | None = ...,
-    scale: float | None = ...,
-    softcap: float = ...,
-    kernel: str | None = ...,
-    mesh: DeviceMesh | None = ...,
     return_lse: Literal[False] = ...,
-    merge: str | None = ...,
-    agree: Tensor | None = ...,
+    **options: Unpack[DecodeOptions],
 ) -> Tensor: ...
 @overload
 def decode_attention(
@@ -100,20 +89,8 @@ def decode_attention(
     key: Tensor,
     value: Tensor,
     *,
-    mask: Mask | None = ...,
-    cu_seqlens: Tensor | None = ...,
-    slices: Slices | Tensor | None = ...,
-    key_runs: Tensor | None = ...,
-    query_starts: Tensor | None = ...,
-    sinks: Tensor | None = ...,
-    relative_bias: Tensor | None = ...,
-    scale: float | None = ...,
-    softcap: float = ...,
-    kernel: str | None = ...,
-    mesh: DeviceMesh | None = ...,
     return_lse: Literal[True],
-    merge: str | None = ...,
-    agree: Tensor | None = ...,
+    **options: Unpack[DecodeOptions],
 ) -> tuple[Tensor, Tensor]: ...
 def decode_attention(
     query: Tensor,

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
-from torch.utils.flop_counter import register_flop_formula
 
 from dtensor_ring.compute.accumulate import RunningOutput, add_sinks
 from dtensor_ring.compute.execute import Pair, forward_step
@@ -37,13 +36,6 @@ from dtensor_ring.ops.checks import (
 )
 from dtensor_ring.ops.ring_op import check_batch, number_of
 from dtensor_ring.planning.plan import Step
-
-DECODE = "dtensor_ring::decode_attention"
-
-torch.library.define(
-    DECODE, f"(Tensor query, Tensor key, Tensor value, {DECODE_SCHEMA}) -> (Tensor out, Tensor lse)"
-)
-decode_op = torch.ops.dtensor_ring.decode_attention.default
 
 
 def forward(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
@@ -132,10 +124,6 @@ def _combined(
         return in_order(out, order_of(query), query.dtype), lse
 
 
-torch.library.impl(DECODE, "CompositeExplicitAutograd")(forward)
-
-
-@torch.library.register_fake(DECODE)
 def _fake(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
     call = unflatten_decode(options)
     check_inputs(query, key, value, call.scores.sinks, may_be_biased=True)
@@ -175,12 +163,6 @@ def attend(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> tuple[Te
     return _without_gradient(nodes.PLAIN, query, key, value, *options)
 
 
-nodes.LIBRARY.impl("decode_attention", _without_gradient, "Autograd", with_keyset=True)
-nodes.register_samples(DECODE)
-nodes.register_autocast(DECODE, decode_op)
-
-
-@register_flop_formula(decode_op.overloadpacket, get_raw=True)
 def _decode_flops(query: Tensor, key: Tensor, value: Tensor, *rest: Any, **_: Any) -> int:
     """Count two products over the keys of this rank, or for DTensors over those of all ranks.
 
@@ -197,3 +179,14 @@ def _decode_flops(query: Tensor, key: Tensor, value: Tensor, *rest: Any, **_: An
         tiles = call.request(query, key).step(key.shape[2]).tiles
         pairs = sum(tile.area * (batch if tile.batch is None else 1) for tile in tiles)
     return 2 * heads * pairs * (number_of(key.shape[3]) + number_of(value.shape[3]))
+
+
+decode_op = nodes.register_op(
+    "decode_attention",
+    f"(Tensor query, Tensor key, Tensor value, {DECODE_SCHEMA}) -> (Tensor out, Tensor lse)",
+    forward,
+    _fake,
+    autograd=_without_gradient,
+    num_cast=3,
+    flops=_decode_flops,
+)

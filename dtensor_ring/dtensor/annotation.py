@@ -142,10 +142,8 @@ def _new_record(group: ProcessGroup) -> Annotation:
 
 
 def _has_record(group_name: str) -> bool:
-    """Make the record of an axis that is first used in a compiled function.
-
-    It is made while that is traced, because torch 2.11 cannot do it after the graph has run.
-    """
+    """Make the record of an axis that is first used in a compiled function."""
+    # It is made while that is traced, because torch 2.11 cannot do it after the graph has run.
     group = group_named(group_name)
     return group in _BY_GROUP or bool(_new_record(group))
 
@@ -435,11 +433,10 @@ def registered(name: str) -> ProcessGroup | None:
 def _check_world(mesh: DeviceMesh) -> None:
     """Refuse a mesh that was made in an earlier world.
 
-    A rank of it may be another process today, and the layout of its tensors is forgotten.
-
     Raises:
         ValueError: says to make it again.
     """
+    # A rank of it may be another process today, and the layout of its tensors is forgotten.
     world = dist.group.WORLD
     if world is None:
         return

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal, overload
+from typing import Any, Literal, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from dtensor_ring.all_to_all.ulysses import is_exchanged, ulysses_attention
 from dtensor_ring.compute.kernels import Scores
 from dtensor_ring.dtensor import call_check
 from dtensor_ring.dtensor.annotation import annotation_of, axis_group, config_of_call, tag_compiled
+from dtensor_ring.dtensor.attention_options import RingOptions
 from dtensor_ring.dtensor.choice import chosen
 from dtensor_ring.dtensor.dispatch import chosen_on_dtensors, ulysses_dtensors
 from dtensor_ring.dtensor.known_calls import keep_call, known_call
@@ -34,23 +35,9 @@ def ring_attention(
     key: Tensor,
     value: Tensor,
     *,
-    mask: Mask | None = ...,
-    cu_seqlens: Tensor | None = ...,
-    sinks: Tensor | None = ...,
-    relative_bias: Tensor | None = ...,
-    scale: float | None = ...,
-    softcap: float = ...,
-    kernel: str | None = ...,
-    mesh: DeviceMesh | None = ...,
     return_lse: Literal[False] = ...,
-    key_cu_seqlens: Tensor | None = ...,
-    runs: Tensor | None = ...,
-    slices: Slices | Tensor | None = ...,
-    key_runs: Tensor | None = ...,
-    strategy: str | None = ...,
-    dropout_p: float = ...,
-    dropout_seed: Tensor | None = ...,
     validate: bool = ...,
+    **options: Unpack[RingOptions],
 ) -> Tensor: ...
 @overload
 def ring_attention(
@@ -58,23 +45,9 @@ def ring_attention(
     key: Tensor,
     value: Tensor,
     *,
-    mask: Mask | None = ...,
-    cu_seqlens: Tensor | None = ...,
-    sinks: Tensor | None = ...,
-    relative_bias: Tensor | None = ...,
-    scale: float | None = ...,
-    softcap: float = ...,
-    kernel: str | None = ...,
-    mesh: DeviceMesh | None = ...,
     return_lse: Literal[True],
-    key_cu_seqlens: Tensor | None = ...,
-    runs: Tensor | None = ...,
-    slices: Slices | Tensor | None = ...,
-    key_runs: Tensor | None = ...,
-    strategy: str | None = ...,
-    dropout_p: float = ...,
-    dropout_seed: Tensor | None = ...,
     validate: bool = ...,
+    **options: Unpack[RingOptions],
 ) -> tuple[Tensor, Tensor]: ...
 def ring_attention(
     query: Tensor,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,7 @@ from dtensor_ring.balanced.balanced import Balanced
 from dtensor_ring.dtensor import call_check, sequence
 from dtensor_ring.dtensor.annotation import annotate, annotation_of, axis_group
 from dtensor_ring.dtensor.attention import attend
+from dtensor_ring.dtensor.attention_options import AttentionOptions
 from dtensor_ring.dtensor.axis_config import check_axis_options, check_machine
 from dtensor_ring.dtensor.call_check import checked_barrier
 from dtensor_ring.dtensor.choice import device_name, machine_of
@@ -165,74 +166,30 @@ class SequenceAxis:
         return f"SequenceAxis({what}, kernel={self.kernel!r}, policy={self.policy})"
 
     def attention(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        mask: Mask | None = None,
-        cu_seqlens: Tensor | None = None,
-        sinks: Tensor | None = None,
-        relative_bias: Tensor | None = None,
-        scale: float | None = None,
-        softcap: float = 0.0,
-        key_cu_seqlens: Tensor | None = None,
-        runs: Tensor | None = None,
-        slices: Slices | Tensor | None = None,
-        seq_len: int | None = None,
-        key_runs: Tensor | None = None,
-        strategy: str | None = None,
-        dropout_p: float = 0.0,
-        dropout_seed: Tensor | None = None,
+        self, query: Tensor, key: Tensor, value: Tensor, **options: Unpack[AttentionOptions]
     ) -> Tensor:
-        """Run `ring_attention` over this axis; see there for arguments and errors.
+        """Run `ring_attention` over this axis.
 
         Args:
             query: `(B, N, S, H)` as a DTensor, or this rank's shard `(B, N, L, H)`; likewise key
                 and value.
             key: `(B, Nkv, S, H)`.
             value: `(B, Nkv, S, Hv)`.
-            mask: which keys a query sees; causal by default, full with `slices`.
-            cu_seqlens: boundaries of documents.
-            sinks: one logit per query head, or for each query.
-            relative_bias: what is added to scores by the distance of query and key.
-            scale: factor of the scores.
-            softcap: bound of the scores.
-            key_cu_seqlens: boundaries of the keys' documents.
-            runs: the runs of this batch, for a layout that belongs to it.
-            slices: what queries see, in place of mask and boundaries.
-            seq_len: S of local shards, if ranks hold different numbers of tokens.
-            key_runs: the positions of each rank's keys; then `runs` are those of the queries.
-            strategy: how this attention is made parallel; by default the axis's.
-            dropout_p: the probability that a weight is dropped.
-            dropout_seed: which are dropped, int64, `()`.
+            options: those of `ring_attention` but `kernel` and `mesh`, which are the axis's:
+                `mask`, `cu_seqlens`, `slices`, `key_runs`, `sinks`, `relative_bias`, `scale`,
+                `softcap`, `key_cu_seqlens`, `runs`, `strategy`, `dropout_p`, `dropout_seed`. And
+                `seq_len`, the S of local shards, if ranks hold different numbers of tokens.
 
         Returns:
             `(B, N, S, Hv)`, or `(B, N, L, Hv)`, in the form of the query.
+
+        Raises:
+            TypeError: if an option is unknown, or as `ring_attention`, like all other errors.
         """
-        return self._attention(
-            query,
-            key,
-            value,
-            False,
-            mask=mask,
-            cu_seqlens=cu_seqlens,
-            sinks=sinks,
-            relative_bias=relative_bias,
-            scale=scale,
-            softcap=softcap,
-            key_cu_seqlens=key_cu_seqlens,
-            runs=runs,
-            slices=slices,
-            seq_len=seq_len,
-            key_runs=key_runs,
-            strategy=strategy,
-            dropout_p=dropout_p,
-            dropout_seed=dropout_seed,
-        )[0]
+        return self._attention(query, key, value, False, **options)[0]
 
     def attention_with_lse(
-        self, query: Tensor, key: Tensor, value: Tensor, **options: Any
+        self, query: Tensor, key: Tensor, value: Tensor, **options: Unpack[AttentionOptions]
     ) -> tuple[Tensor, Tensor]:
         """Run `attention`, and also return the log-sum-exp of the scores, for `merge_attention`.
 
@@ -240,7 +197,7 @@ class SequenceAxis:
             query: as in `attention`.
             key: likewise.
             value: likewise.
-            options: the other arguments of `attention`.
+            options: as in `attention`.
 
         Returns:
             `out`, and `lse` `(B, N, S)` in its form, float32 or wider, -inf for a query without

@@ -1,14 +1,4 @@
-"""The tag of torch's caches of compiled graphs, which says what a graph has of a rank's axes.
-
-Note [Compile caches]: torch keeps compiled graphs on disk, for later runs and for other ranks of
-the host. The key of a graph contains the mesh, the placements and the global shape of a DTensor. It
-contains neither the annotation of an axis, nor the name of its group, nor the rank, which decides
-the length of its shard. All of these are constants of the graph. So a graph for one layout would
-silently run for another one, and the graph of one rank would fail on the next. torch has a tag that
-is part of all keys of a thread. While a ring is traced, before torch looks up a graph, we add the
-missing facts to the tag. Graphs in memory have no tag and outlive the process group, so they are
-dropped when there is a new group.
-"""
+"""The tag of torch's caches of compiled graphs, which says what a graph has of a rank's axes."""
 
 from __future__ import annotations
 
@@ -27,6 +17,14 @@ from torch.distributed.tensor import DTensor
 MARK = " dtensor_ring:"
 
 
+# Note [Compile caches]: torch keeps compiled graphs on disk, for later runs and for other ranks of
+# the host. The key of a graph contains the mesh, the placements and the global shape of a DTensor.
+# It contains neither the annotation of an axis, nor the name of its group, nor the rank, which
+# decides the length of its shard. All of these are constants of the graph. So a graph for one
+# layout would silently run for another one, and the graph of one rank would fail on the next. torch
+# has a tag that is part of all keys of a thread. While a ring is traced, before torch looks up a
+# graph, we add the missing facts to the tag. Graphs in memory have no tag and outlive the process
+# group, so they are dropped when there is a new group.
 def tag_caches(rank: int, axes: Sequence[object]) -> None:
     """Make the cache keys of this thread depend on the rank and its axes from now on.
 

@@ -1,10 +1,5 @@
 """Chooses the strategy of a call that has "auto": the fastest one on the machine of its axis.
 
-Note [What a choice depends on]: the mask, the global length, heads, head dim, batch and dtype of
-this rank's tensors, a named kernel, layout, policy and size of the axis, and its machine. All of
-them are equal on the ranks of an axis, so all choose alike; call records have the machine. Whether
-gradients are enabled does not matter: forward and backward count together.
-
 Lengths are rounded up to three significant bits, in half parts of a rank, so sequences of any
 length need a few simulations. Eager calls know documents on the CPU. They count by their mean
 length over tokens, to a power of two: documents of many lengths with that mean are simulated, see
@@ -79,6 +74,10 @@ class CallSizes(NamedTuple):
     batch: int
 
 
+# Note [What a choice depends on]: the mask, the global length, heads, head dim, batch and dtype of
+# this rank's tensors, a named kernel, layout, policy and size of the axis, and its machine. All of
+# them are equal on the ranks of an axis, so all choose alike; call records have the machine.
+# Whether gradients are enabled does not matter: forward and backward count together.
 def chosen(call: Call, query: Tensor, value: Tensor) -> Call:
     """Return the call with a strategy in place of "auto", see Note [What a choice depends on].
 

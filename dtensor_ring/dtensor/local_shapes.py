@@ -69,10 +69,8 @@ def _expanded(x: DTensor, dim: int, given: Any, sizes: Sequence[int], *how: Any)
 
 
 def _viewed(x: DTensor, dim: int, given: Any, sizes: Sequence[int]) -> Found:
-    """The dimensions before the sequence must hold as many elements as before, and so those after.
-
-    Of equal ones among them, any may be the sequence: its length is 1.
-    """
+    """Dimensions before the sequence must hold as many elements as they did, and so those after."""
+    # Of equal ones among them, any may be the sequence: its length is 1.
     known = prod(size for size in sizes if size != -1)
     whole = [x.numel() // max(known, 1) if size == -1 else size for size in sizes]
     before = prod(x.shape[:dim])

@@ -16,7 +16,7 @@ from dtensor_ring.dtensor.annotation import tag_compiled
 from dtensor_ring.dtensor.placement import describe
 from dtensor_ring.dtensor.sequence_tensor import known
 from dtensor_ring.ops.checks import check_strided, unit_stride
-from dtensor_ring.ops.nodes import register_gradient, register_samples
+from dtensor_ring.ops.nodes import register_op
 
 
 def merge_attention(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
@@ -138,13 +138,6 @@ def _described(x: Tensor) -> str:
     return f"{tuple(x.shape)} {x.dtype}, {where}"
 
 
-NAME = "dtensor_ring::merge_attention"
-
-torch.library.define(NAME, "(Tensor[] outs, Tensor[] lses) -> (Tensor out, Tensor lse)")
-merge_op = torch.ops.dtensor_ring.merge_attention.default
-
-
-@torch.library.impl(NAME, "CompositeExplicitAutograd")
 def _forward(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:
     outs = unit_stride(*outs)
     running = RunningOutput(outs[0], outs[0].shape[3])
@@ -157,7 +150,6 @@ def _forward(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:
     return running.result()
 
 
-@torch.library.register_fake(NAME)
 def _fake_forward(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:
     # The strides must be those of `RunningOutput.result`.
     (out,) = unit_stride(outs[0])
@@ -176,5 +168,10 @@ def _gradients(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> Any:
     return merge_gradients(grad_out, grad_lse, parts[:middle], parts[middle:], lse)
 
 
-register_gradient(NAME, _gradients, _setup)
-register_samples(NAME)
+merge_op = register_op(
+    "merge_attention",
+    "(Tensor[] outs, Tensor[] lses) -> (Tensor out, Tensor lse)",
+    _forward,
+    _fake_forward,
+    gradient=(_gradients, _setup),
+)

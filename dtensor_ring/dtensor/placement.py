@@ -266,11 +266,9 @@ def _spec(
 
 
 def _known_spec(mesh: DeviceMesh, *what: Any) -> DTensorSpec:
-    """Return a spec that is made once per mesh: DTensor shares the specs of its results, too.
-
-    Specs are cached on the mesh itself. Meshes compare equal even if their process group was
-    destroyed and created again, so a table keyed by mesh would return specs of an old mesh.
-    """
+    """Return a spec that is made once per mesh: DTensor shares the specs of its results, too."""
+    # Specs are cached on the mesh itself. Meshes compare equal even if their process group was
+    # destroyed and created again, so a table keyed by mesh would return specs of an old mesh.
     known = mesh.__dict__.setdefault("_dtensor_ring_specs", {})
     if what not in known:
         if len(known) >= MAX_SPECS:

@@ -116,10 +116,8 @@ def _backward_handler(previous: Handler | None) -> Handler:
 
 
 def _refuse_graph(*tensors: DTensor) -> None:
-    """Refuse a backward that makes a graph of itself, for a second one.
-
-    PyTorch would raise in that one only, and name an op of which the user knows nothing.
-    """
+    """Refuse a backward that makes a graph of itself, for a second one."""
+    # PyTorch would raise in that one only, and name an op of which the user knows nothing.
     # In backward, gradients are on with `create_graph`, and in `torch.func`, whose tensors need
     # none here.
     needs = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
@@ -128,11 +126,10 @@ def _refuse_graph(*tensors: DTensor) -> None:
 
 
 def _serve_unfused() -> None:
-    """Run attention that PyTorch would compute op by op as a ring, too.
-
-    PyTorch does this for dropout, different head dims and other reasons, or if a context asks for
-    it. It adds a causal mask that is not a DTensor, before DTensor's dispatcher sees an attention.
-    """
+    """Run attention that PyTorch would compute op by op as a ring, too."""
+    # PyTorch does this for dropout, different head dims and other reasons, or if a context asks for
+    # it. It adds a causal mask that is not a DTensor, before DTensor's dispatcher sees an
+    # attention.
     for device in ("CPU", "CUDA", "Meta"):
         key = f"Autograd{device}"
         # PyTorch has no kernel there, so an existing one is ours.

@@ -1,11 +1,5 @@
 """The class of a sharded sequence, which answers what a user does with it, or refuses.
 
-Note [Right or refused]: the mesh of a sharded sequence makes DTensor refuse what would be computed
-in rank order, wherever the tensor goes (see Note [Token meshes]). This class does more. What is
-cheap and meant is right: a token, a range or a list of tokens, a sum or a mean over the sequence,
-the loss of all tokens, the tensor as a whole. Such a result is a plain tensor, the same on every
-rank. What acts on each token alone gives another sharded sequence. Everything else raises.
-
 torch.compile does not trace what this class does. It puts the function of PyTorch into the graph;
 when that is computed, on tensors without content and then for the backend, it comes here again.
 Gradients that enter a graph are DTensors, as torch 2.11 has them.
@@ -53,6 +47,12 @@ def known(x: Any) -> Any:
     return x
 
 
+# Note [Right or refused]: the mesh of a sharded sequence makes DTensor refuse what would be
+# computed in rank order, wherever the tensor goes (see Note [Token meshes]). This class does more.
+# What is cheap and meant is right: a token, a range or a list of tokens, a sum or a mean over the
+# sequence, the loss of all tokens, the tensor as a whole. Such a result is a plain tensor, the same
+# on every rank. What acts on each token alone gives another sharded sequence. Everything else
+# raises.
 class SequenceTensor(DTensor):
     """A DTensor on a token mesh: a sequence that is sharded over an axis, and knows its order."""
 

@@ -1,14 +1,4 @@
-"""The mesh of a sharded sequence, which tells the order of its tokens wherever the tensor goes.
-
-Note [Token meshes]: DTensor takes the shards of a tensor to be in rank order, and no placement says
-otherwise. But every result has the mesh of its inputs: in eager calls, in graphs, under `vmap`, in
-backward. So what a sharded sequence knows is kept by its mesh. A *token mesh* has the ranks of the
-axis, and a name for each order of tokens, so DTensor keeps tensors of two orders apart: it refuses
-to mix them, and its caches and the guards of compiled graphs tell them from each other. It has no
-process group and no coordinate. So what DTensor would do by rank order, send shards or ask where
-they begin, is an error that says what to write. What acts on each token alone needs neither, and
-runs as on any mesh, at no cost. Our own functions find the group by `group_of`.
-"""
+"""The mesh of a sharded sequence, which tells the order of its tokens wherever the tensor goes."""
 
 from __future__ import annotations
 
@@ -29,6 +19,15 @@ REFUSED = (
 )
 
 
+# Note [Token meshes]: DTensor takes the shards of a tensor to be in rank order, and no placement
+# says otherwise. But every result has the mesh of its inputs: in eager calls, in graphs, under
+# `vmap`, in backward. So what a sharded sequence knows is kept by its mesh. A *token mesh* has the
+# ranks of the axis, and a name for each order of tokens, so DTensor keeps tensors of two orders
+# apart: it refuses to mix them, and its caches and the guards of compiled graphs tell them from
+# each other. It has no process group and no coordinate. So what DTensor would do by rank order,
+# send shards or ask where they begin, is an error that says what to write. What acts on each token
+# alone needs neither, and runs as on any mesh, at no cost. Our own functions find the group by
+# `group_of`.
 def token_mesh(
     mesh: DeviceMesh, config: AxisConfig, layout: Layout | None = None, averages: bool = False
 ) -> DeviceMesh:

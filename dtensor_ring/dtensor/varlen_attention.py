@@ -22,6 +22,7 @@ from dtensor_ring.dtensor.placement import check_kinds, on_annotated_axis, wrap_
 from dtensor_ring.dtensor.sequence_tensor import SequenceTensor
 from dtensor_ring.ops.boundaries import on_host
 from dtensor_ring.ops.checks import called_from, check_head_dims
+from dtensor_ring.ops.nodes import register_op
 from dtensor_ring.ops.options import ON_DTENSORS, Batch, Call
 from dtensor_ring.planning.mask import Mask
 from dtensor_ring.planning.slice_tables import NUM_FIELDS
@@ -35,13 +36,7 @@ BATCH_TO_LSE = {Shard(2): Shard(1), Shard(1): Shard(0)}
 BATCH_TO_TOKENS = {batch: tokens for tokens, batch in TOKENS_TO_BATCH.items()}
 LSE_TO_BATCH = {lse: batch for batch, lse in BATCH_TO_LSE.items()}
 
-_ALIGNED = "dtensor_ring::aligned_slices"
-torch.library.define(
-    _ALIGNED, "(Tensor cu_seqlens, Tensor key_cu_seqlens, int left, int right) -> Tensor"
-)
 
-
-@torch.library.impl(_ALIGNED, "CompositeExplicitAutograd")
 def _aligned_slices(cu_seqlens: Tensor, key_cu_seqlens: Tensor, left: int, right: int) -> Tensor:
     """Return the bands of flash-attn, aligned at the last query and key of each document."""
     bounds, key_bounds = (on_host(x).numpy() for x in (cu_seqlens, key_cu_seqlens))
@@ -51,9 +46,16 @@ def _aligned_slices(cu_seqlens: Tensor, key_cu_seqlens: Tensor, left: int, right
     return table
 
 
-@torch.library.register_fake(_ALIGNED)
 def _fake_aligned(cu_seqlens: Tensor, key_cu_seqlens: Tensor, left: int, right: int) -> Tensor:
     return torch.empty(len(cu_seqlens) - 1, NUM_FIELDS, dtype=torch.int32, device="cpu")
+
+
+aligned_slices_op = register_op(
+    "aligned_slices",
+    "(Tensor cu_seqlens, Tensor key_cu_seqlens, int left, int right) -> Tensor",
+    _aligned_slices,
+    _fake_aligned,
+)
 
 
 def _rule(run: Callable[[dict[str, Any]], Any]) -> Callable[..., Any]:
@@ -140,7 +142,7 @@ def _call(bound: dict[str, Any]) -> Call:
     elif max(left, right) < 0:
         batch = Batch(bounds, key_bounds)
     else:
-        table = torch.ops.dtensor_ring.aligned_slices(bounds, key_bounds, left, right)
+        table = aligned_slices_op(bounds, key_bounds, left, right)
         batch, scores = Batch(slices=table), scores._replace(mask=Mask.full())
     return Call(batch, scores, ON_DTENSORS)
 

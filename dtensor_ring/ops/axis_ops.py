@@ -3,13 +3,6 @@
 A rank's rows are its part. The gather and the sum of parts are each other's backward. Parts may
 differ in rows, and a rank may have none. The backward of a sum over ranks is also a sum over ranks.
 Each rank sends its data directly to the ranks that need it, in one message to each.
-
-Note [Order of states]: a layer receives, computes, and sends. So its states pass from rank to rank,
-while other ranks are in layers before or after it. The backward of a receive is a send in the other
-direction, and the backward of a send is a receive. Neither direction can deadlock. Within a layer,
-the send's backward runs before the receive's, because the sent state was computed from the received
-one. Between layers, a receive's backward runs before that of the layer before it, because the
-receive takes this layer's input as its `anchor`.
 """
 
 from __future__ import annotations
@@ -31,24 +24,10 @@ from dtensor_ring.agreement.group_state import group_state_of
 from dtensor_ring.compute.trace import Label
 from dtensor_ring.ops import nodes
 from dtensor_ring.ops.checks import CALLER
-from dtensor_ring.ops.nodes import register_gradient
+from dtensor_ring.ops.nodes import register_op
 from dtensor_ring.transport.transport import P2P, Chain, Transport, is_plain, transport_of
 
-GATHER = "dtensor_ring::gather_rows"
-SUM = "dtensor_ring::sum_rows"
-SUM_RANKS = "dtensor_ring::sum_ranks"
 
-torch.library.define(GATHER, "(Tensor part, int[] rows, int rank, str group_name) -> Tensor")
-torch.library.define(SUM, "(Tensor whole, int[] rows, int rank, str group_name) -> Tensor")
-torch.library.define(
-    SUM_RANKS, "(Tensor local, str group_name, bool is_back=False, int forward_call=0) -> Tensor"
-)
-gather_rows_op = torch.ops.dtensor_ring.gather_rows.default
-sum_rows_op = torch.ops.dtensor_ring.sum_rows.default
-sum_ranks_op = torch.ops.dtensor_ring.sum_ranks.default
-
-
-@torch.library.impl(GATHER, "CompositeExplicitAutograd")
 def gather_rows(part: Tensor, rows: Sequence[int], rank: int, group_name: str) -> Tensor:
     """Concatenate the parts of all ranks in rank order, `(T, H)` on each rank.
 
@@ -72,7 +51,6 @@ def gather_rows(part: Tensor, rows: Sequence[int], rank: int, group_name: str) -
     return whole
 
 
-@torch.library.impl(SUM, "CompositeExplicitAutograd")
 def sum_rows(whole: Tensor, rows: Sequence[int], rank: int, group_name: str) -> Tensor:
     """Sum a tensor over the ranks and return this rank's rows of it, `(rows[rank], H)`.
 
@@ -129,9 +107,6 @@ def parts_of_ranks(local: Tensor, rank: int, size: int, transport: Transport) ->
     return found
 
 
-torch.library.impl(SUM_RANKS, "CompositeExplicitAutograd")(sum_ranks)
-
-
 def _checked_sum(
     group: ProcessGroup, x: Tensor, is_back: bool, forward_call: int
 ) -> TransportContext:
@@ -180,6 +155,7 @@ def _move_rows(
     for peer in range(len(incoming)):
         if peer == rank:
             continue
+        # Both ranks know who has rows, so none waits for an empty message.
         if incoming[peer].numel():
             receives.append(P2P(incoming[peer].view(-1), peer))
         if outgoing[peer].numel():
@@ -188,12 +164,10 @@ def _move_rows(
         work.wait()
 
 
-@torch.library.register_fake(GATHER)
 def _fake_gather(part: Tensor, rows: Sequence[int], rank: int, group_name: str) -> Tensor:
     return part.new_empty(sum(rows), part.shape[1])
 
 
-@torch.library.register_fake(SUM)
 def _fake_sum(whole: Tensor, rows: Sequence[int], rank: int, group_name: str) -> Tensor:
     return whole.new_empty(rows[rank], whole.shape[1])
 
@@ -210,11 +184,23 @@ def _gather_gradient(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     return gather_rows_op(grad, *ctx.place), None, None, None
 
 
-nodes.register_gradient(GATHER, _sum_gradient, _keep)
-nodes.register_gradient(SUM, _gather_gradient, _keep)
+_ROWS = "int[] rows, int rank, str group_name"
+gather_rows_op = register_op(
+    "gather_rows",
+    f"(Tensor part, {_ROWS}) -> Tensor",
+    gather_rows,
+    _fake_gather,
+    gradient=(_sum_gradient, _keep),
+)
+sum_rows_op = register_op(
+    "sum_rows",
+    f"(Tensor whole, {_ROWS}) -> Tensor",
+    sum_rows,
+    _fake_sum,
+    gradient=(_gather_gradient, _keep),
+)
 
 
-@torch.library.register_fake(SUM_RANKS)
 def _fake_sum_ranks(
     local: Tensor, group_name: str, is_back: bool = False, forward_call: int = 0
 ) -> Tensor:
@@ -258,22 +244,21 @@ def _recorded_sum(
     )
 
 
-nodes.LIBRARY.impl("sum_ranks", _recorded_sum, "Autograd", with_keyset=True)
-nodes.register_samples(SUM_RANKS)
-
-
-RECEIVE = "dtensor_ring::receive_state"
-SEND = "dtensor_ring::send_state"
-
-torch.library.define(
-    RECEIVE, "(Tensor anchor, SymInt rows, SymInt numbers, int step, str group_name) -> Tensor"
+sum_ranks_op = register_op(
+    "sum_ranks",
+    "(Tensor local, str group_name, bool is_back=False, int forward_call=0) -> Tensor",
+    sum_ranks,
+    _fake_sum_ranks,
+    autograd=_recorded_sum,
 )
-torch.library.define(SEND, "(Tensor state, int step, str group_name) -> Tensor")
-receive_op = torch.ops.dtensor_ring.receive_state.default
-send_op = torch.ops.dtensor_ring.send_state.default
 
 
-@torch.library.impl(RECEIVE, "CompositeExplicitAutograd")
+# Note [Order of states]: a layer receives, computes, and sends. So its states pass from rank to
+# rank, while other ranks are in layers before or after it. The backward of a receive is a send in
+# the other direction, and the backward of a send is a receive. Neither direction can deadlock.
+# Within a layer, the send's backward runs before the receive's, because the sent state was computed
+# from the received one. Between layers, a receive's backward runs before that of the layer before
+# it, because the receive takes this layer's input as its `anchor`.
 def receive(anchor: Tensor, rows: int, numbers: int, step: int, group_name: str) -> Tensor:
     """Receive `(rows, numbers)` from the rank `step` before this one; zeros without such a rank.
 
@@ -291,11 +276,11 @@ def receive(anchor: Tensor, rows: int, numbers: int, step: int, group_name: str)
         if 0 <= peer < group.size():
             _pass_on(transport, [P2P(state.view(-1), peer)], [])
         else:
+            # Nobody is before the first rank: its tokens begin from zero.
             state.zero_()
     return state
 
 
-@torch.library.impl(SEND, "CompositeExplicitAutograd")
 def send(state: Tensor, step: int, group_name: str) -> Tensor:
     """Send a state to the rank `step` after this one, if there is one.
 
@@ -348,12 +333,10 @@ def _empty(anchor: Tensor, rows: int, numbers: int) -> Tensor:
     return anchor.new_empty((rows, numbers), dtype=dtype)
 
 
-@torch.library.register_fake(RECEIVE)
 def _fake_receive(anchor: Tensor, rows: int, numbers: int, step: int, group_name: str) -> Tensor:
     return _empty(anchor, rows, numbers)
 
 
-@torch.library.register_fake(SEND)
 def _fake_send(state: Tensor, step: int, group_name: str) -> Tensor:
     return state.new_empty(0)
 
@@ -379,8 +362,20 @@ def _receive_gradient(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     return receive_op(anchor, *ctx.shape, -ctx.step, ctx.group_name), None, None
 
 
-register_gradient(RECEIVE, _send_gradient, _keep_place)
-register_gradient(SEND, _receive_gradient, _keep_shape)
+receive_op = register_op(
+    "receive_state",
+    "(Tensor anchor, SymInt rows, SymInt numbers, int step, str group_name) -> Tensor",
+    receive,
+    _fake_receive,
+    gradient=(_send_gradient, _keep_place),
+)
+send_op = register_op(
+    "send_state",
+    "(Tensor state, int step, str group_name) -> Tensor",
+    send,
+    _fake_send,
+    gradient=(_receive_gradient, _keep_shape),
+)
 
 
 def attached(x: Tensor, token: Tensor) -> Tensor:

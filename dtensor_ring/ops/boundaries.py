@@ -1,13 +1,4 @@
-"""Converts the tensors that describe a batch for the planner, each of them once.
-
-Note [Known tensors]: the layers of a model pass the same boundaries again and again. The converted
-value is looked up by address and shape, and used if the content is still the same. Memory that was
-written to, or that belongs to another tensor by now, is converted again. If boundaries are padded
-by repeating the last value, only their head and that value are compared. This costs the same for
-8,192 tokens and for a million, but a write into the padding alone goes unnoticed. Tensors on a GPU
-are copied to the CPU in each call: tensor versions would not show every write, because collectives
-do not raise them.
-"""
+"""Converts the tensors that describe a batch for the planner, each of them once."""
 
 from __future__ import annotations
 
@@ -42,6 +33,13 @@ def run_table(runs: Tensor, name: str = "runs") -> RunTable:
     return _converted(runs, name, partial(RunTable, argument=name))
 
 
+# Note [Known tensors]: the layers of a model pass the same boundaries again and again. The
+# converted value is looked up by address and shape, and used if the content is still the same.
+# Memory that was written to, or that belongs to another tensor by now, is converted again. If
+# boundaries are padded by repeating the last value, only their head and that value are compared.
+# This costs the same for 8,192 tokens and for a million, but a write into the padding alone goes
+# unnoticed. Tensors on a GPU are copied to the CPU in each call: tensor versions would not show
+# every write, because collectives do not raise them.
 class _KnownBoundaries(NamedTuple):
     """The value made from a tensor, and the part of the content that decides it.
 

@@ -246,6 +246,7 @@ def announce(
         value: `(B, Nkv, L, Hv)`.
     """
     state = group_state_of(call.group)
+    # Once for each group: a line for each layer and step would hide all else.
     level = logging.DEBUG if state.is_announced else logging.INFO
     state.is_announced = True
     if not LOG.isEnabledFor(level):

@@ -1,10 +1,4 @@
-"""What the autograd nodes of the ops share: gradients, batching, refusals and autocast.
-
-Note [Levels]: `torch.func.grad` and other transforms wrap their inputs, each at its own level. The
-dispatcher calls an op's "Autograd" kernel at one level, and calls below autograd continue at the
-next lower level. So a kernel records a node for that one level only, a `_SingleLevelFunction`. The
-user-facing `torch.autograd.Function` would start again at the first level.
-"""
+"""How an op is registered, and what the autograd nodes of ops share: levels, refusals, autocast."""
 
 from __future__ import annotations
 
@@ -22,12 +16,155 @@ from torch.autograd import forward_ad, profiler
 from torch.autograd.forward_ad import _set_fwd_grad_enabled
 from torch.autograd.function import _SingleLevelFunction
 from torch.utils import _pytree as pytree
+from torch.utils.flop_counter import register_flop_formula
 
 from dtensor_ring.ops.options import Leaf
 
 ONCE = "ring attention is differentiable once, not twice"
 
+T = TypeVar("T")
+
 LIBRARY = torch.library.Library("dtensor_ring", "FRAGMENT")
+
+
+def register_op(
+    name: str,
+    schema: str,
+    run: Callable[..., Any],
+    fake: Callable[..., Any],
+    *,
+    gradient: tuple[Callable[..., Any], Callable[..., None]] | None = None,
+    autograd: Callable[..., Any] | None = None,
+    of_integers: bool = False,
+    num_cast: int | None = None,
+    flops: Callable[..., int] | None = None,
+) -> Any:
+    """Define an op with all that PyTorch asks of one, and return its overload.
+
+    `torch.vmap` runs it sample by sample, in the same order on all ranks.
+
+    Args:
+        name: its name in the namespace `dtensor_ring`.
+        schema: its arguments and results, such as "(Tensor x) -> Tensor".
+        run: computes its results from plain tensors.
+        fake: returns the results without content, with the strides of those of `run`.
+        gradient: what takes a context and gradients, and returns the gradients of all inputs; and
+            what takes a context, inputs and output in forward. See Note [Levels].
+        autograd: in place of `gradient`, all of the kernel: it takes a keyset and the inputs.
+        of_integers: whether its results have no gradient, though its inputs may require one.
+        num_cast: the number of its first arguments that autocast casts, as
+            `scaled_dot_product_attention` does, nothing below it; `None` if it takes no notice.
+        flops: takes its inputs, and `out_val`, and counts its floating-point operations.
+    """
+    full_name = f"dtensor_ring::{name}"
+    torch.library.define(full_name, schema)
+    torch.library.impl(full_name, "CompositeExplicitAutograd")(run)
+    torch.library.register_fake(full_name, fake)
+    op: Any = getattr(torch.ops.dtensor_ring, name).default
+    if gradient is not None:
+        autograd = _gradient_kernel(op, *gradient)
+    elif of_integers:
+        autograd = partial(_run_below, op, run)
+    if autograd is not None:
+        LIBRARY.impl(name, autograd, "Autograd", with_keyset=True)
+    # PyTorch would do this on its own for an op without lists of tensors, but warns.
+    torch.library.register_vmap(full_name, partial(_run_samples, op), lib=LIBRARY)
+    if num_cast is not None:
+        _register_autocast(full_name, op, num_cast)
+    if flops is not None:
+        register_flop_formula(op.overloadpacket, get_raw=True)(flops)
+    return op
+
+
+# Note [Levels]: `torch.func.grad` and other transforms wrap their inputs, each at its own level.
+# The dispatcher calls an op's "Autograd" kernel at one level, and calls below autograd continue at
+# the next lower level. So a kernel records a node for that one level only, a
+# `_SingleLevelFunction`. The user-facing `torch.autograd.Function` would start again at the first
+# level.
+def _gradient_kernel(
+    op: Any, backward: Callable[..., Any], setup_context: Callable[..., None]
+) -> Callable[..., Any]:
+    """Return the autograd kernel of an op; `torch.library.register_autograd` has no levels."""
+
+    class Node(_SingleLevelFunction):
+        @staticmethod
+        def forward(ctx: Any, *inputs: Any) -> Any:
+            # Autograd looks for tensors among the arguments only, so lists come one by one.
+            *leaves, keyset, lengths = inputs
+            arguments = _nested(leaves, lengths)
+            with torch._C._AutoDispatchBelowAutograd(), under_node():
+                output = op.redispatch(keyset & torch._C._after_autograd_keyset, *arguments)
+            setup_context(ctx, arguments, output)
+            return output
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+            return *pytree.tree_leaves(backward(ctx, *grads)), None, None
+
+    def run(keyset: Any, *arguments: Any) -> Any:
+        leaves, lengths = _flat(arguments)
+        tensors = [x for x in leaves if isinstance(x, Tensor)]
+        if torch.is_grad_enabled() and torch._C._any_requires_grad(*tensors):
+            return recorded(Node, *leaves, keyset, lengths)
+        with torch._C._AutoDispatchBelowAutograd():
+            return op.redispatch(keyset & torch._C._after_autograd_keyset, *arguments)
+
+    Node.__name__ = Node.__qualname__ = op._opname
+    return run
+
+
+def _run_below(op: Any, run: Callable[..., T], keyset: Any, *inputs: Any) -> T:
+    return below_autograd(op, run, keyset, *inputs)
+
+
+def _run_samples(op: Any, info: Any, in_dims: Any, *arguments: Any) -> tuple[Any, Any]:
+    """Run an op sample by sample, for `torch.vmap`."""
+    leaves, spec = pytree.tree_flatten(arguments)
+    dims = pytree.tree_leaves(in_dims)
+    outputs = []
+    # One call after another: ranks would not agree on calls that are made at once.
+    for number in range(info.batch_size):
+        sample = [
+            x if dim is None else x.select(dim, number) for x, dim in zip(leaves, dims, strict=True)
+        ]
+        outputs.append(op(*pytree.tree_unflatten(sample, spec)))
+    stacked = pytree.tree_map(lambda *parts: torch.stack(parts), *outputs)
+    return stacked, pytree.tree_map(lambda _: 0, stacked)
+
+
+def _register_autocast(name: str, op: Any, num_cast: int) -> None:
+    for device_type in ("cpu", "cuda"):
+        key = f"Autocast{device_type.upper()}"
+        keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
+        run = partial(_below_autocast, device_type, keys, op, num_cast)
+        torch.library.impl(name, key)(run)
+
+
+def _below_autocast(device_type: str, keys: Any, op: Any, num_cast: int, *inputs: Any) -> Any:
+    dtype = torch.get_autocast_dtype(device_type)
+    with torch._C._ExcludeDispatchKeyGuard(keys):
+        cast_inputs = (cast(x, device_type, dtype) for x in inputs[:num_cast])
+        return op(*cast_inputs, *inputs[num_cast:])
+
+
+def _flat(arguments: Sequence[Any]) -> tuple[list[Any], list[int | None]]:
+    """Return the arguments, lists of tensors among them one by one, and the length of each list."""
+    # Lists of numbers stay as they are: they have no gradients, and may be long.
+    leaves: list[Any] = []
+    lengths: list[int | None] = []
+    for x in arguments:
+        is_list = isinstance(x, list) and bool(x) and (x[0] is None or isinstance(x[0], Tensor))
+        leaves.extend(x) if is_list else leaves.append(x)
+        lengths.append(len(x) if is_list else None)
+    return leaves, lengths
+
+
+def _nested(leaves: Sequence[Any], lengths: Sequence[int | None]) -> list[Any]:
+    """Return the arguments that `_flat` gave these of."""
+    rest, arguments = iter(leaves), []
+    for length in lengths:
+        arguments.append(next(rest) if length is None else [*islice(rest, length)])
+    return arguments
 
 
 def recorded(node: Any, *inputs: Any) -> Any:
@@ -51,97 +188,6 @@ def under_node() -> Iterator[None]:
         return
     with torch.enable_grad(), _set_fwd_grad_enabled(True):
         yield
-
-
-def register_gradient(
-    name: str, backward: Callable[..., Any], setup_context: Callable[..., None]
-) -> None:
-    """Register the gradient of an op; unlike `torch.library.register_autograd`, at any level.
-
-    Args:
-        name: the op's name with its namespace.
-        backward: takes a context and gradients, and returns the gradients of all inputs.
-        setup_context: takes a context, inputs and output.
-    """
-    op = _op(name)
-
-    class Node(_SingleLevelFunction):
-        @staticmethod
-        def forward(ctx: Any, *inputs: Any) -> Any:
-            *leaves, keyset, lengths = inputs
-            arguments = _nested(leaves, lengths)
-            with torch._C._AutoDispatchBelowAutograd(), under_node():
-                output = op.redispatch(keyset & torch._C._after_autograd_keyset, *arguments)
-            setup_context(ctx, arguments, output)
-            return output
-
-        @staticmethod
-        def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
-            return *pytree.tree_leaves(backward(ctx, *grads)), None, None
-
-    def run(keyset: Any, *arguments: Any) -> Any:
-        leaves, lengths = _flat(arguments)
-        tensors = [x for x in leaves if isinstance(x, Tensor)]
-        if torch.is_grad_enabled() and torch._C._any_requires_grad(*tensors):
-            return recorded(Node, *leaves, keyset, lengths)
-        with torch._C._AutoDispatchBelowAutograd():
-            return op.redispatch(keyset & torch._C._after_autograd_keyset, *arguments)
-
-    Node.__name__ = Node.__qualname__ = op._opname
-    LIBRARY.impl(op._opname, run, "Autograd", with_keyset=True)
-
-
-def register_samples(name: str) -> None:
-    """Let `torch.vmap` run an op sample by sample, in the same order on all ranks.
-
-    PyTorch does this on its own for an op without lists of tensors, but warns.
-
-    Args:
-        name: the op's name with its namespace.
-    """
-    op = _op(name)
-
-    def run(info: Any, in_dims: Any, *arguments: Any) -> tuple[Any, Any]:
-        leaves, spec = pytree.tree_flatten(arguments)
-        dims = pytree.tree_leaves(in_dims)
-        outputs = []
-        for number in range(info.batch_size):
-            sample = [
-                x if dim is None else x.select(dim, number)
-                for x, dim in zip(leaves, dims, strict=True)
-            ]
-            outputs.append(op(*pytree.tree_unflatten(sample, spec)))
-        stacked = pytree.tree_map(lambda *parts: torch.stack(parts), *outputs)
-        return stacked, pytree.tree_map(lambda _: 0, stacked)
-
-    torch.library.register_vmap(name, run, lib=LIBRARY)
-
-
-def _flat(arguments: Sequence[Any]) -> tuple[list[Any], list[int | None]]:
-    """Return the arguments, with those of lists of tensors one by one, and the length of each list.
-
-    Lists of numbers stay as they are: they have no gradients, and may be long.
-    """
-    leaves: list[Any] = []
-    lengths: list[int | None] = []
-    for x in arguments:
-        is_list = isinstance(x, list) and bool(x) and (x[0] is None or isinstance(x[0], Tensor))
-        leaves.extend(x) if is_list else leaves.append(x)
-        lengths.append(len(x) if is_list else None)
-    return leaves, lengths
-
-
-def _nested(leaves: Sequence[Any], lengths: Sequence[int | None]) -> list[Any]:
-    """Return the arguments that `_flat` gave these of."""
-    rest, arguments = iter(leaves), []
-    for length in lengths:
-        arguments.append(next(rest) if length is None else [*islice(rest, length)])
-    return arguments
-
-
-def _op(name: str) -> Any:
-    """Return the op of a qualified name."""
-    return getattr(torch.ops.dtensor_ring, name.removeprefix("dtensor_ring::")).default
 
 
 def autocast_dtype(device_type: str) -> torch.dtype | None:
@@ -172,8 +218,6 @@ def cast(x: Tensor, device_type: str, dtype: torch.dtype) -> Tensor:
     is_eligible = x.is_floating_point() and x.dtype != torch.float64
     return x.to(dtype) if is_eligible and x.device.type == device_type else x
 
-
-T = TypeVar("T")
 
 _KEYS, _KeySet = torch._C.DispatchKey, torch._C.DispatchKeySet
 _PLAIN = tuple(_KeySet(key).raw_repr() for key in (_KEYS.CPU, _KEYS.CUDA))
@@ -257,27 +301,3 @@ def refuse_tangents(inputs: tuple[Any, ...]) -> None:
 def place_of_sinks(leaves: tuple[Leaf, ...]) -> int:
     """Return the index of the sinks among the flat options of an op."""
     return [leaf.name for leaf in leaves].index("sinks")
-
-
-def register_autocast(name: str, op: Any, num_cast: int = 3) -> None:
-    """Cast query, key and value to the autocast dtype, as scaled_dot_product_attention does.
-
-    Nothing is cast below that.
-
-    Args:
-        name: of the op, with its namespace.
-        op: its overload.
-        num_cast: number of its first arguments that are cast; 0 for an op of backward.
-    """
-    for device_type in ("cpu", "cuda"):
-        key = f"Autocast{device_type.upper()}"
-        keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
-        run = partial(_below_autocast, device_type, keys, op, num_cast)
-        torch.library.impl(name, key)(run)
-
-
-def _below_autocast(device_type: str, keys: Any, op: Any, num_cast: int, *inputs: Any) -> Any:
-    dtype = torch.get_autocast_dtype(device_type)
-    with torch._C._ExcludeDispatchKeyGuard(keys):
-        cast_inputs = (cast(x, device_type, dtype) for x in inputs[:num_cast])
-        return op(*cast_inputs, *inputs[num_cast:])

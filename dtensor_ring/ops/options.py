@@ -113,6 +113,8 @@ class Call(NamedTuple):
         """
         if not self.is_ordered:
             return None
+        # After an all-to-all a group of ranks holds its shards as one: only together they need
+        # whole blocks.
         layout, _, *seq_lens = self._layouts()
         block, strategy = self._block((seq_lens[0], seq_lens[1])), self.strategy
         layout = layout_of_groups(layout, strategy)
@@ -154,10 +156,9 @@ class Call(NamedTuple):
         return as_layout(spec), None, seq_len, key_seq_len
 
     def _with_key_runs(self, keys: RunTable) -> tuple[Layout, RunTable, int, int]:
-        """Return what `_layouts` does, for keys that have runs of their own.
-
-        Both are of one sequence that ends with the queries, or slices say what is seen of another.
-        """
+        """Return what `_layouts` does, for keys that have runs of their own."""
+        # Both are of one sequence that ends with the queries, or slices say what is seen of
+        # another.
         batch, seq_len = self.batch, self.place.seq_len
         is_known = batch.runs is not None or (batch.slices is not None and seq_len is not None)
         if not is_known or batch.key_cu_seqlens is not None:
@@ -267,6 +268,7 @@ class Arguments(Generic[T]):
     def _leaves(self, owner: Any, path: str = "") -> Iterator[Leaf]:
         for name, kind in _members(owner):
             nested = self._nested.get(kind)
+            # A layout travels as a text, from which every rank can make it.
             if nested is not None and hasattr(nested, "of_spec"):
                 yield Leaf(name, f"{path}{name}.spec", "str")
             elif nested is not None:
@@ -275,11 +277,9 @@ class Arguments(Generic[T]):
                 yield Leaf(name, path + name, _SCHEMA_TYPES[kind])
 
     def _within(self, owner: Any, begin: int) -> list[tuple[Callable[..., Any], int, int]]:
-        """Return how to make each value within an `owner`, and the span of its fields.
-
-        Later values come first, and inner values before outer ones: making one moves no fields of
-        those that follow. The fields of the `owner` begin at `begin`.
-        """
+        """Return how to make each value within an `owner`, and the span of its fields."""
+        # Later values come first, and inner values before outer ones: making one moves no fields of
+        # those that follow. The fields of the `owner` begin at `begin`.
         values: list[tuple[Callable[..., Any], int, int]] = []
         for _, kind in _members(owner):
             nested = self._nested.get(kind)

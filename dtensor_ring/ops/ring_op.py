@@ -11,7 +11,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
 from torch.distributed import ProcessGroup
-from torch.utils.flop_counter import register_flop_formula
 
 from dtensor_ring.agreement.call_record import MAX_BYTES, CallRecord
 from dtensor_ring.agreement.checked_transport import TransportContext, checked_transport
@@ -36,21 +35,6 @@ from dtensor_ring.planning.lru import cached_bytes
 from dtensor_ring.planning.slices import slices_of
 from dtensor_ring.ring import ring_backward, ring_forward, ring_sinks
 from dtensor_ring.transport.transport import TransferPolicy, Transport, transport_of
-
-FORWARD = "dtensor_ring::ring_attention"
-BACKWARD = "dtensor_ring::ring_attention_backward"
-
-torch.library.define(
-    FORWARD, f"(Tensor query, Tensor key, Tensor value, {SCHEMA}) -> (Tensor out, Tensor lse)"
-)
-torch.library.define(
-    BACKWARD,
-    "(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, Tensor out, "
-    f"Tensor lse, {SCHEMA}) "
-    "-> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_sinks)",
-)
-ring_op = torch.ops.dtensor_ring.ring_attention.default
-ring_backward_op = torch.ops.dtensor_ring.ring_attention_backward.default
 
 
 def forward(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
@@ -81,6 +65,7 @@ def _forward(
     call = bound.call
     kernel = bound.kernel(query, key, value)
     sole = bound.sole(kernel, query, key)
+    # Before the kernel runs, so that the log names it if it fails.
     bound.announce(kernel, query, key, value)
     query, key, value = loadable(query, key, value)
     if sole is not None:
@@ -95,9 +80,6 @@ def _forward(
         policy=call.place.policy,
         rounded=call.rounded,
     )
-
-
-torch.library.impl(FORWARD, "CompositeExplicitAutograd")(forward)
 
 
 def backward(
@@ -141,6 +123,7 @@ def _backward(
     kernel = bound.kernel(query, key, value, saved.grad_lse is not None)
     sole = bound.sole(kernel, query, key)
     grad_out, query, key, value, out = loadable(saved.grad_out, query, key, value, saved.out)
+    # Most calls need no copy, and keep what was saved as it is.
     if grad_out is not saved.grad_out or out is not saved.out:
         saved = Saved(grad_out, out, saved.lse, saved.grad_lse)
     if sole is not None:
@@ -152,10 +135,6 @@ def _backward(
     return *grads, None if sinks is None else ring_sinks(saved, sinks, plan, transport)
 
 
-torch.library.impl(BACKWARD, "CompositeExplicitAutograd")(backward)
-
-
-@torch.library.register_fake(FORWARD)
 def _fake_forward(
     query: Tensor, key: Tensor, value: Tensor, *options: Any
 ) -> tuple[Tensor, Tensor]:
@@ -186,7 +165,6 @@ def check_batch(query: Tensor, batch: Any) -> None:
             check_integers(x, name)
 
 
-@torch.library.register_fake(BACKWARD)
 def _fake_backward(
     grad_out: Tensor, grad_lse: Any, query: Tensor, key: Tensor, value: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -378,22 +356,12 @@ def _backward_autograd(keyset: Any, *inputs: Any) -> tuple[Tensor, ...]:
     return nodes.below_autograd(ring_backward_op, backward, keyset, *inputs)
 
 
-nodes.LIBRARY.impl("ring_attention", _autograd, "Autograd", with_keyset=True)
-nodes.LIBRARY.impl("ring_attention_backward", _backward_autograd, "Autograd", with_keyset=True)
-nodes.register_samples(FORWARD)
-nodes.register_samples(BACKWARD)
-nodes.register_autocast(FORWARD, ring_op)
-nodes.register_autocast(BACKWARD, ring_backward_op, num_cast=0)
-
-
-@register_flop_formula(ring_op.overloadpacket, get_raw=True)
 def _forward_flops(query: Tensor, key: Tensor, value: Tensor, *rest: Any, **_: Any) -> int:
     """Count two products, each with 2 flops per visible pair and head dim."""
     head_dim, value_head_dim = number_of(key.shape[3]), number_of(value.shape[3])
     return 2 * _visible_pairs(query, key, unflatten(rest)) * (head_dim + value_head_dim)
 
 
-@register_flop_formula(ring_backward_op.overloadpacket, get_raw=True)
 def _backward_flops(
     grad_out: Any, grad_lse: Any, query: Tensor, key: Tensor, value: Tensor, *rest: Any, **_: Any
 ) -> int:
@@ -448,3 +416,25 @@ def number_of(length: Any) -> int:
     # `int(length)` would add a guard, and each length would recompile the graph.
     example = length.node.hint if isinstance(length, torch.SymInt) else length
     return 0 if example is None else int(example)
+
+
+ring_op = nodes.register_op(
+    "ring_attention",
+    f"(Tensor query, Tensor key, Tensor value, {SCHEMA}) -> (Tensor out, Tensor lse)",
+    forward,
+    _fake_forward,
+    autograd=_autograd,
+    num_cast=3,
+    flops=_forward_flops,
+)
+ring_backward_op = nodes.register_op(
+    "ring_attention_backward",
+    "(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, Tensor out, "
+    f"Tensor lse, {SCHEMA}) "
+    "-> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_sinks)",
+    backward,
+    _fake_backward,
+    autograd=_backward_autograd,
+    num_cast=0,
+    flops=_backward_flops,
+)

@@ -2,12 +2,6 @@
 
 Words: a *page* is a block of the pool. In eight bits, a page is one block of scales, or several:
 a *unit* is the tokens that share scales, `BLOCK_SIZE` or a page, whichever is less.
-
-Note [Open units]: a unit is closed when its last token is written: it is in eight bits from then
-on, in one layer after the other. Until then it is as it is, in memory that a layer has for open
-units only: a sequence has one at most, on the rank of its last token. So what is kept depends on
-the tokens alone, not on how many came at a time. A write into a closed unit, after a crop, opens
-it again, with the numbers that it was rounded to.
 """
 
 from __future__ import annotations
@@ -99,6 +93,11 @@ class PlainPages(PageMemory):
             x[:, target] = x[:, source]
 
 
+# Note [Open units]: a unit is closed when its last token is written: it is in eight bits from then
+# on, in one layer after the other. Until then it is as it is, in memory that a layer has for open
+# units only: a sequence has one at most, on the rank of its last token. So what is kept depends on
+# the tokens alone, not on how many came at a time. A write into a closed unit, after a crop, opens
+# it again, with the numbers that it was rounded to.
 class QuantisedPages(PageMemory):
     """Pages whose full units are in eight bits, see Note [Open units].
 

@@ -1,16 +1,4 @@
-"""FlashInfer's attention to keys in blocks, of the flashinfer-python package.
-
-Note [FlashInfer's plans]. This is read from the sources of version 0.7.4; no GPU has run it here.
-
-- A wrapper plans a launch on the host, from the blocks of all entries, and then runs it for any
-  number of layers. A plan overwrites memory of the wrapper, also pinned memory that a copy may
-  still read. So a wrapper that plans again waits for its last copy.
-- A decoded token is a prefill of one row: the package runs the same kernel for both, where it uses
-  tensor cores. Its heads of a group are rows of a tile. It is not causal here: a row sees all keys.
-- lse is `(T, N)`, the logarithm to the base 2.
-- The backend `"fa2"` runs on all GPUs from compute capability 8.0 on. Others are chosen by GPU and
-  version, and not all say which base their lse has.
-"""
+"""FlashInfer's attention to keys in blocks, of the flashinfer-python package."""
 
 from __future__ import annotations
 
@@ -52,6 +40,17 @@ WORKSPACE, OF_PLAN = 2**27, 2**23
 WRAPPERS = 4
 
 
+# Note [FlashInfer's plans]. This is read from the sources of version 0.7.4; no GPU has run it here.
+#
+# - A wrapper plans a launch on the host, from the blocks of all entries, and then runs it for any
+#   number of layers. A plan overwrites memory of the wrapper, also pinned memory that a copy may
+#   still read. So a wrapper that plans again waits for its last copy.
+# - A decoded token is a prefill of one row: the package runs the same kernel for both, where it
+#   uses tensor cores. Its heads of a group are rows of a tile. It is not causal here: a row sees
+#   all keys.
+# - lse is `(T, N)`, the logarithm to the base 2.
+# - The backend `"fa2"` runs on all GPUs from compute capability 8.0 on. Others are chosen by GPU
+#   and version, and not all say which base their lse has.
 class PagedFlashInfer(PagedKernel):
     """Reads block tables by `BatchPrefillWithPagedKVCacheWrapper`, planned once for all layers."""
 

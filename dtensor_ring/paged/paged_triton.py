@@ -236,10 +236,8 @@ def _attend(
 
 @triton.jit
 def _place(kv_heads, num_tiles, num_splits):
-    """Return key head, tile of rows, split and entry of a program.
-
-    Neighbours are heads of the same keys, whose memory is next to each other.
-    """
+    """Return key head, tile of rows, split and entry of a program."""
+    # Neighbours are heads of the same keys, whose memory is next to each other.
     program = tl.program_id(0)
     rest = program // kv_heads
     tile, split, entry = rest % num_tiles, rest // num_tiles % num_splits, rest // num_tiles

@@ -301,10 +301,8 @@ class PagedPlan:
 
     @cached_property
     def _runs(self) -> RunTable:
-        """Return the runs of all ranks.
-
-        One table serves all sequences: the owner of a token depends on its position only.
-        """
+        """Return the runs of all ranks."""
+        # One table serves all sequences: the owner of a token depends on its position only.
         numbers = self._pool.dealing.runs(0, int(self._lengths.max(initial=0)))
         if self._kv_dtype is not None:  # ranks compare the mark of the runs
             numbers = np.pad(numbers, ((0, 0), (0, 1), (0, 0)))

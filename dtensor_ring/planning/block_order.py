@@ -1,14 +1,5 @@
 """The fixed order of sums: a grid of blocks that depends on the sequence alone, and a tree over it.
 
-Note [Fixed order]: the positions of a sequence are cut at the multiples of a block. What one block
-of queries sees of one block of keys is a piece: its tiles are those of the planner for these two
-blocks, so they depend on the mask and the positions only, and never join tiles of other blocks. A
-tree of two children a node stands over the numbers of the blocks. The output of a block of queries
-is the merge of its pieces by the tree over its blocks of keys, and so is the gradient of the
-queries. The gradient of a block of keys is the sum of its pieces by the tree over its blocks of
-queries. A node without pieces is left out, and the other child takes its place. So the number of
-ranks, the layout and the route change which rank computes a piece, and when; they change no sum.
-
 A rank that has some pieces of a block of keys adds up what it can: each node whose pieces are all
 there becomes one gradient. These nodes, and not their sum, go straight to the owner of the keys,
 which adds them by the tree. Ranks with neighbouring blocks have few of them.
@@ -78,10 +69,13 @@ class Tree(Generic[T]):
         level, number = node
         while level < self._top:
             sibling = level, number ^ 1
+            # A node without leaves is nothing to add: what stands beside it rises alone.
             if self._has_leaves(sibling):
                 if sibling not in self.kept:
+                    # The sibling comes later, and finds this node in `kept`.
                     break
                 other = self.kept.pop(sibling)
+                # Odd numbers stand right: the sum must not depend on which came first.
                 value = self._join(other, value) if number & 1 else self._join(value, other)
             level, number = level + 1, number >> 1
         self.kept[level, number] = value
@@ -138,6 +132,15 @@ class Sent(NamedTuple):
     cols: Cols = Cols()
 
 
+# Note [Fixed order]: the positions of a sequence are cut at the multiples of a block. What one
+# block of queries sees of one block of keys is a piece: its tiles are those of the planner for
+# these two blocks, so they depend on the mask and the positions only, and never join tiles of other
+# blocks. A tree of two children a node stands over the numbers of the blocks. The output of a block
+# of queries is the merge of its pieces by the tree over its blocks of keys, and so is the gradient
+# of the queries. The gradient of a block of keys is the sum of its pieces by the tree over its
+# blocks of queries. A node without pieces is left out, and the other child takes its place. So the
+# number of ranks, the layout and the route change which rank computes a piece, and when; they
+# change no sum.
 @dataclass(frozen=True, slots=True, eq=False)
 class BlockOrder:
     """The pieces of a rank, and the nodes of gradients that it sends and gets.
@@ -276,6 +279,7 @@ class Grid:
     ) -> BlockOrder:
         """Return the order of a rank from what it has for each step, see `BlockOrder`."""
         rows, cols = self.rows(rank), self.cols(rank)
+        # Keys of other ranks, too: this rank adds up their gradients before it sends them.
         touched = set(cols).union(*(x.blocks[1:] for of_step in pieces for x in of_step))
         return BlockOrder(
             rows,

@@ -70,6 +70,7 @@ def unbounded(content: np.ndarray) -> np.ndarray:
     bands = tables[..., 4:]
     if (bands < -LARGEST).any():
         raise ValueError(f"bands of slices must be int32, got {bands.min()}")
+    # One number for all bounds that hide nothing, so that equal slices are equal tables.
     bands[bands >= LARGEST] = UNBOUNDED
     return tables
 
@@ -189,7 +190,9 @@ def check_blocks(bounds: np.ndarray, begins: np.ndarray, ends: np.ndarray) -> No
         raise ValueError(
             f"begins and ends of blocks must be as many, got {len(begins)} and {len(ends)}"
         )
+    # Empty blocks show nothing, so they may lie anywhere.
     blocks = np.stack([begins, ends], axis=1)[begins != ends]
+    # In the order of positions, only neighbours can overlap.
     blocks = blocks[np.argsort(blocks[:, 0])]
     for is_wrong, what in (
         (blocks[:, 0] > blocks[:, 1], "not end before they begin"),

@@ -103,6 +103,7 @@ class Cols:
 def cols_by(ids: np.ndarray, firsts: np.ndarray, ends: np.ndarray) -> dict[int, Cols]:
     """Return the columns of each id; entries must be sorted by id and already united."""
     spans = list(zip(firsts.tolist(), ends.tolist(), strict=True))
+    # Entries are sorted: an id begins where it differs from the one before.
     begins = np.flatnonzero(np.diff(ids, prepend=-1))
     bounds = pairwise([*begins.tolist(), len(spans)])
     return {
@@ -469,15 +470,14 @@ class PairwiseDemand(KeyDemand):
     ) -> tuple[np.ndarray, np.ndarray]:
         """Return first and end of the columns that each pair sees in a slice; empty if none.
 
-        The columns are contiguous: they are the bounding box of what `tile._band_tiles` cuts.
-        Bounds of positions become bounds of indices, which trim the rectangle from all sides.
-
         Args:
             key: index of each pair's run of keys.
             query: index of each pair's run of queries.
             cut: one slice, `(6,)`; or all slices of a table, `(6, slices, 1)`, for results of shape
                 `(slices, pairs)`.
         """
+        # The columns are contiguous: they are the bounding box of what `tile._band_tiles` cuts.
+        # Bounds of positions become bounds of indices, which trim the rectangle from all sides.
         # Cut each run to the slice first; indices then count from the first token inside it.
         row, num_rows = (x[..., query] for x in _indices(self._queries, cut[:2]))
         col, num_cols = (x[..., key] for x in _indices(self._keys, cut[2:4]))

@@ -337,10 +337,8 @@ class BlockCyclic(_OfBlocks):
 
 
 def _halves(rank: int, per_rank: int, begin: int, end: int) -> tuple[Run, ...]:
-    """Shard positions `begin` to `end`: first halves in rank order, second halves in reverse.
-
-    A rank gets `per_rank` positions, but the last rank that has any may get fewer.
-    """
+    """Shard positions `begin` to `end`: first halves in rank order, second halves in reverse."""
+    # A rank gets `per_rank` positions, but the last rank that has any may get fewer.
     # No divmod: a compiler traces this with a symbolic length, which does not support it.
     num_full = (end - begin) // per_rank if per_rank else 0
     rest = end - begin - num_full * per_rank

@@ -208,8 +208,6 @@ def as_documents(
 
 
 def _without_empty(row: np.ndarray) -> np.ndarray:
-    """Return the row without repeated boundaries.
-
-    One comparison of adjacent entries finds them, so only the other boundaries are copied.
-    """
+    """Return the row without repeated boundaries."""
+    # One comparison of adjacent entries finds them, so only the other boundaries are copied.
     return row[np.append(0, 1 + np.flatnonzero(row[1:] != row[:-1]))] if row.size else row

@@ -236,6 +236,7 @@ def plan(
     slices = checked_slices(mask, world_size, seq_lens, documents, key_documents, slices)
     strategy = as_strategy(strategy, world_size)
     inputs = plan_inputs((layout, key_layout or layout), world_size, seq_lens, slices, strategy)
+    # Ranks that trade tokens for heads are one member of the ring.
     group, member = divmod(rank, strategy.heads)
     route = ROUTES[strategy.route](group, inputs.demand)
     planned = _planned(route, inputs) if block is None else _ordered(route, inputs, block)
@@ -440,11 +441,9 @@ def resident_tiles(own: OwnSlices, key_runs: tuple[Run, ...], resident: Cols) ->
 
 
 def _released(rank: int, steps: Sequence[Step], shards: Sequence[Hop]) -> tuple[Hop, ...]:
-    """Add to each hop the sources whose packets this rank no longer needs after it.
-
-    A packet is needed until the last step that computes on it and the last hop that forwards it.
-    Packets still resident after the last step are freed with all buffers.
-    """
+    """Add to each hop the sources whose packets this rank no longer needs after it."""
+    # A packet is needed until the last step that computes on it and the last hop that forwards it.
+    # Packets still resident after the last step are freed with all buffers.
     last: dict[int, int] = {}  # source: the last step that uses its packet
     for number, (step, hop) in enumerate(zip(steps, shards, strict=True)):
         used = [x.source for side in (hop.sends, hop.receives) for x in side]

@@ -187,6 +187,7 @@ class AllGatherRoute(DirectRoute):
     def shards(self, step: int) -> Hop:
         if step:
             return Hop()
+        # All hops are one, before the first step: later steps wait for nothing.
         hops = [self._direct_hop(number) for number in range(1, len(self._distances))]
         return Hop(
             tuple(x for hop in hops for x in hop.sends),

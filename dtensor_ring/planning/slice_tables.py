@@ -39,8 +39,10 @@ def stacked(tables: Sequence[np.ndarray]) -> np.ndarray:
 def masked_table(queries: RangeArray, keys: RangeArray, mask: Mask) -> np.ndarray:
     """Return the table of documents that each have the band and the prefix of a mask."""
     left, right = band_of(mask)
+    # Without a bound ahead, the prefix is seen anyway.
     if not mask.prefix or right == UNBOUNDED:
         return table_of(queries, keys, left, right)
+    # Keys of the prefix have no bound ahead, so they are slices of their own.
     begins, ends = keys
     inner = begins + np.minimum(ends - begins, mask.prefix)
     prefix = table_of(queries, (begins, inner), left, UNBOUNDED)
@@ -55,6 +57,7 @@ def band_of(mask: Mask) -> tuple[int, int]:
 
 def document_table(bounds: np.ndarray, masks: Iterable[Mask]) -> np.ndarray:
     """Return the table of documents between boundaries, with one mask for each document."""
+    # Documents with one mask are one table: Python runs once for each mask, not for each document.
     numbers: dict[Mask, Any] = {}
     for number, mask in enumerate(masks):
         numbers.setdefault(mask, []).append(number)
@@ -193,6 +196,7 @@ def global_table(bounds: np.ndarray, counts: np.ndarray, window: int) -> np.ndar
 
 def aligned_table(bounds: np.ndarray, key_bounds: np.ndarray, mask: Mask) -> np.ndarray:
     """Return the table of query and key documents, with the mask aligned at their last tokens."""
+    # A lag of 0 lies between the last query and the last key of a document, not the first ones.
     ahead = key_bounds[1:] - bounds[1:]
     left, right = (
         np.full_like(ahead, UNBOUNDED) if x == UNBOUNDED else x + sign * ahead

@@ -52,6 +52,7 @@ def find_overlap(table: np.ndarray) -> Overlap | None:
     Raises:
         ValueError: if too many pairs of slices would have to be compared.
     """
+    # Only slices that lie near one another are compared: there are too many pairs.
     for first, second in _near(table):
         lowest, highest = _common(first, second)
         meet = (lowest <= highest).all(axis=0)
@@ -327,6 +328,7 @@ class Slices(Builders, PartBuilders, FrozenArrays):
         """
         by = as_count("by", by, -LARGEST, LARGEST)
         key_by = by if key_by is None else as_count("key_by", key_by, -LARGEST, LARGEST)
+        # Lags change by how much further queries move than keys.
         ahead = by - key_by
         moved = [by, by, key_by, key_by, ahead, -ahead]
         tables = []
@@ -338,6 +340,7 @@ class Slices(Builders, PartBuilders, FrozenArrays):
                     f"slices would begin before position 0, by={by}, key_by={key_by}, or end "
                     f"after int32, got {shown(table[beyond.argmax()])}"
                 )
+            # No bound stays none, wherever the slice is.
             tables.append(np.where(table == UNBOUNDED, UNBOUNDED, later))
         return Slices.of_tables(tables)
 

@@ -231,10 +231,8 @@ class SortedDemand(KeyDemand):
     def _by_viewer(
         self, keys: np.ndarray, begin: np.ndarray, end: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return the key segment, and the first and last query segment, for each viewer of it.
-
-        The query segments of one rank that see a key segment are a range in that rank's list.
-        """
+        """Return the key segment, and the first and last query segment, for each viewer of it."""
+        # The query segments of one rank that see a key segment are a range in that rank's list.
         num_queries = len(self._queries.owners)
         ranks = np.arange(self.world_size)[:, None] * num_queries
         first = np.searchsorted(self._by_owner, ranks + begin)

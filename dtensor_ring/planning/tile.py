@@ -181,10 +181,8 @@ def _in_reach(span: Span, keys: list[tuple[int, Run]]) -> Iterator[tuple[int, Ru
 
 
 def _index_band(query_slice: QuerySlice, key: Run, key_index: int) -> tuple[int | None, int | None]:
-    """Return the band of a query slice in indices, counted from its first query and the given key.
-
-    A bound may be negative: then the first rows or columns are empty.
-    """
+    """Return the band of a query slice in indices, from its first query and the given key on."""
+    # A bound may be negative: then the first rows or columns are empty.
     left, right, query = query_slice.left, query_slice.right, query_slice.run
     if left is None and right is None:
         return None, None

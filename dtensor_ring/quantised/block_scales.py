@@ -2,12 +2,6 @@
 
 Plain PyTorch defines them. On GPUs `quantise_triton.py` computes keys and values in one launch.
 
-Note [Incoherent processing]: a few large channels would set the scale of a block, and the others
-would be rounded to nothing. So keys are multiplied by a random orthogonal matrix before they are
-quantised, which spreads outliers over all channels, and by its transpose after (Shah et al., 2024,
-arXiv 2407.08608). The matrix is a diagonal of signs, then a Hadamard matrix. Values keep their
-channels: each has a scale of its own in a block, after the block's mean was subtracted.
-
 Only sums and products of two numbers occur, in one order for each token. So a token's bits do not
 depend on which others are dequantised with it.
 """
@@ -67,6 +61,11 @@ class Quantised:
     block_size: int = BLOCK_SIZE
 
 
+# Note [Incoherent processing]: a few large channels would set the scale of a block, and the others
+# would be rounded to nothing. So keys are multiplied by a random orthogonal matrix before they are
+# quantised, which spreads outliers over all channels, and by its transpose after (Shah et al.,
+# 2024, arXiv 2407.08608). The matrix is a diagonal of signs, then a Hadamard matrix. Values keep
+# their channels: each has a scale of its own in a block, after the block's mean was subtracted.
 def quantise_keys(x: Tensor, format: Format, block_size: int = BLOCK_SIZE) -> Quantised:
     """Quantise keys: rotated, with one float32 scale for all channels of a block.
 
@@ -299,10 +298,8 @@ def _signs(x: Tensor) -> Tensor:
 
 
 def _hadamard(x: Tensor) -> Tensor:
-    """Return `(..., H)` times an orthogonal matrix that is its own inverse, in O(H log H).
-
-    It is block-diagonal: of the largest power of two that fits, then of those of the rest.
-    """
+    """Return `(..., H)` times an orthogonal matrix that is its own inverse, in O(H log H)."""
+    # It is block-diagonal: of the largest power of two that fits, then of those of the rest.
     size, start, parts = x.shape[-1], 0, []
     while start < size:
         width = 1 << ((size - start).bit_length() - 1)

@@ -1,10 +1,4 @@
-"""Keys or values of tokens that are kept: as they are, or full blocks of them in eight bits.
-
-Note [Open block]: kept tokens fill blocks of `BLOCK_SIZE` tokens, from the first one on. A block is
-closed when it is full: it is in eight bits from then on, and is read dequantised. The last, open
-block stays as it is. So what is kept depends on the tokens alone, not on how many came at a time.
-A crop into a closed block opens it again, with the numbers that it was rounded to.
-"""
+"""Keys or values of tokens that are kept: as they are, or full blocks of them in eight bits."""
 
 from __future__ import annotations
 
@@ -99,6 +93,10 @@ def kept_bytes(shape: Sequence[int], dtype: torch.dtype, format: Format | None, 
     return num_open + num_bytes((batch, heads, num_closed, head_dim), format, BLOCK_SIZE, kind)
 
 
+# Note [Open block]: kept tokens fill blocks of `BLOCK_SIZE` tokens, from the first one on. A block
+# is closed when it is full: it is in eight bits from then on, and is read dequantised. The last,
+# open block stays as it is. So what is kept depends on the tokens alone, not on how many came at a
+# time. A crop into a closed block opens it again, with the numbers that it was rounded to.
 class KeptTokens(ABC):
     """Keys or values of some tokens, `(B, N, L, H)`. A frozen value: changes make another one.
 

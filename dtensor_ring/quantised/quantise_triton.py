@@ -171,11 +171,9 @@ def _launch(kernel: Any, sides: dict[str, _LaunchSide], block_size: int, **how: 
 
 
 def _in_units(tensors: Sequence[Tensor], head_dim: int) -> tuple[int, tuple[tuple[int, ...], ...]]:
-    """Return how many numbers divide the head dim and all strides, and the strides in this unit.
-
-    So the compiler knows how rows are aligned without their strides. Scales of keys have no
-    channels, and strides of their own.
-    """
+    """Return how many numbers divide the head dim and all strides, and the strides in this unit."""
+    # So the compiler knows how rows are aligned without their strides. Scales of keys have no
+    # channels, and strides of their own.
     strides = [
         [0 if size == 1 else stride for size, stride in zip(x.shape[:3], x.stride(), strict=False)]
         for x in tensors
@@ -426,11 +424,9 @@ def _place(program, num_heads, num_blocks):
 
 @triton.jit
 def _rotated(x, dims, HEAD_DIM: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_DIMS: tl.constexpr):
-    """Return rows times Hadamard matrices: one of 64 channels, then one of 16 if there are 80.
-
-    Each begins at a multiple of its width. So a channel's partner is the one whose number differs
-    in one bit; the last channels, whose matrix is too narrow, have none and stay.
-    """
+    """Return rows times Hadamard matrices: one of 64 channels, then one of 16 if there are 80."""
+    # Each begins at a multiple of its width. So a channel's partner is the one whose number differs
+    # in one bit; the last channels, whose matrix is too narrow, have none and stay.
     share = tl.where(dims < HEAD_DIM, 1.0, 0.0)
     for bit in tl.static_range(15):
         if (2 << bit) <= HEAD_DIM:

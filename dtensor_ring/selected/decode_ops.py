@@ -45,7 +45,7 @@ from dtensor_ring.planning.lru import cached_bytes
 from dtensor_ring.planning.plan import Step
 from dtensor_ring.planning.tile import FULL
 from dtensor_ring.selected.listed_attention import Residents, gathered_forward
-from dtensor_ring.selected.op import check_index, check_selected, no_keys, register_choice
+from dtensor_ring.selected.op import check_index, check_selected, no_keys
 from dtensor_ring.selected.plan import pool_numbers, width_of
 from dtensor_ring.selected.run import (
     NO_KEY,
@@ -106,8 +106,6 @@ def _merged_lists(
 ) -> Tensor:
     """Return the positions of the best keys of all ranks, `(B, G, M, k)`, -1 for none.
 
-    A block that is among the best of all is among those of the rank that has its best key.
-
     Args:
         scores: `(B, G, M, k)`, of this rank's best keys, or of blocks by its best keys of them.
         positions: int32, likewise, or numbers of blocks.
@@ -115,6 +113,7 @@ def _merged_lists(
         place: this rank, and the number of ranks.
         transport: what moves the messages; `None` if this rank has all keys.
     """
+    # A block that is among the best of all is among those of the rank that has its best key.
     if transport is None:
         return positions.masked_fill(positions == NO_KEY, -1)
     shape, k = scores.shape, scores.shape[-1]
@@ -151,24 +150,6 @@ def _exchanged(mine: Tensor, rank: int, world_size: int, transport: Transport) -
     for work in works:
         work.wait()
     return everyone
-
-
-DECODE_SELECT = "dtensor_ring::decode_select_keys"
-DECODE_ATTEND = "dtensor_ring::decode_selected_attention"
-
-torch.library.define(
-    DECODE_SELECT,
-    "(Tensor query, Tensor key, Tensor? weights, int k, int block_size, int local_blocks, "
-    f"int pool_size, {DECODE_SCHEMA}) -> Tensor",
-)
-torch.library.define(
-    DECODE_ATTEND,
-    f"(Tensor query, Tensor key, Tensor? value, Tensor selected, int value_dim, "
-    f"int pool_size, {DECODE_SCHEMA}) "
-    "-> (Tensor out, Tensor lse)",
-)
-decode_select_op = torch.ops.dtensor_ring.decode_select_keys.default
-decode_selected_op = torch.ops.dtensor_ring.decode_selected_attention.default
 
 
 def decode_keys(
@@ -233,10 +214,6 @@ def _query_positions(request: DecodeRequest, choice: KeyChoice, device: torch.de
     return torch.arange(first, first + request.num_queries, dtype=torch.int32, device=device)
 
 
-torch.library.impl(DECODE_SELECT, "CompositeExplicitAutograd")(decode_keys)
-
-
-@torch.library.register_fake(DECODE_SELECT)
 def _fake_select(
     query: Tensor,
     key: Tensor,
@@ -282,9 +259,6 @@ def decode_attend(
         return in_order(out, order_of(unit_stride(query)[0]), query.dtype), lse
 
 
-torch.library.impl(DECODE_ATTEND, "CompositeExplicitAutograd")(decode_attend)
-
-
 def _residents(key: Tensor, value: Tensor | None, value_dim: int) -> Residents:
     """Return the columns of a cache, which stay where they lie."""
     head_dim, rows = key.shape[3], key.permute(2, 0, 1, 3)
@@ -304,7 +278,6 @@ def _check_decode(
     check_selected(query, selected, key.shape[1])
 
 
-@torch.library.register_fake(DECODE_ATTEND)
 def _fake_attend(
     query: Tensor,
     key: Tensor,
@@ -380,7 +353,21 @@ def _without_gradient(
     return nodes.below_autograd(decode_selected_op, decode_attend, keyset, *arguments)
 
 
-nodes.LIBRARY.impl("decode_selected_attention", _without_gradient, "Autograd", with_keyset=True)
-nodes.register_samples(DECODE_ATTEND)
-nodes.register_autocast(DECODE_ATTEND, decode_selected_op, 2)
-register_choice(DECODE_SELECT, decode_select_op, decode_keys)
+decode_select_op = nodes.register_op(
+    "decode_select_keys",
+    "(Tensor query, Tensor key, Tensor? weights, int k, int block_size, int local_blocks, "
+    f"int pool_size, {DECODE_SCHEMA}) -> Tensor",
+    decode_keys,
+    _fake_select,
+    of_integers=True,
+    num_cast=0,
+)
+decode_selected_op = nodes.register_op(
+    "decode_selected_attention",
+    "(Tensor query, Tensor key, Tensor? value, Tensor selected, int value_dim, "
+    f"int pool_size, {DECODE_SCHEMA}) -> (Tensor out, Tensor lse)",
+    decode_attend,
+    _fake_attend,
+    autograd=_without_gradient,
+    num_cast=2,
+)

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
 from dtensor_ring.agreement.call_record import MAX_BYTES, CallRecord
 from dtensor_ring.agreement.checked_transport import TransportContext, checked_transport
@@ -42,27 +41,7 @@ from dtensor_ring.selected.run import (
 )
 from dtensor_ring.transport.transport import transport_of
 
-SELECT = "dtensor_ring::select_keys"
-ATTEND = "dtensor_ring::selected_attention"
-BACKWARD = "dtensor_ring::selected_attention_backward"
 _LISTED = "Tensor selected, int value_begin, int value_end, str? route, int pool_size"
-
-torch.library.define(
-    SELECT,
-    "(Tensor query, Tensor key, Tensor? weights, int k, int block_size, int local_blocks, "
-    f"int pool_size, {SCHEMA}) -> Tensor",
-)
-torch.library.define(
-    ATTEND, f"(Tensor query, Tensor rows, {_LISTED}, {SCHEMA}) -> (Tensor out, Tensor lse)"
-)
-torch.library.define(
-    BACKWARD,
-    f"(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor rows, {_LISTED}, Tensor out, "
-    f"Tensor lse, {SCHEMA}) -> (Tensor grad_query, Tensor grad_rows, Tensor grad_sinks)",
-)
-select_op = torch.ops.dtensor_ring.select_keys.default
-selected_op = torch.ops.dtensor_ring.selected_attention.default
-selected_backward_op = torch.ops.dtensor_ring.selected_attention_backward.default
 
 
 class Listed(NamedTuple):
@@ -153,10 +132,6 @@ def _slices(request: PlanRequest) -> Any:
     return checked_slices(*asked)
 
 
-torch.library.impl(SELECT, "CompositeExplicitAutograd")(select)
-
-
-@torch.library.register_fake(SELECT)
 def _fake_select(
     query: Tensor,
     key: Tensor,
@@ -230,9 +205,6 @@ def attend(query: Tensor, rows: Tensor, *arguments: Any) -> tuple[Tensor, Tensor
     return out, lse
 
 
-torch.library.impl(ATTEND, "CompositeExplicitAutograd")(attend)
-
-
 def backward(
     grad_out: Tensor, grad_lse: Tensor | None, query: Tensor, rows: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -257,9 +229,6 @@ def backward(
             dtype=dtype,
         )
     return *grads, sinks_gradient(saved, call.scores.sinks)
-
-
-torch.library.impl(BACKWARD, "CompositeExplicitAutograd")(backward)
 
 
 def _keys(
@@ -317,7 +286,6 @@ def check_selected(query: Tensor, selected: Tensor, num_key_heads: int) -> None:
         )
 
 
-@torch.library.register_fake(ATTEND)
 def _fake_attend(query: Tensor, rows: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
     listed, call = Listed(*arguments[:5]), unflatten(arguments[5:])
     check_listed(query, rows, listed, call)
@@ -329,7 +297,6 @@ def _fake_attend(query: Tensor, rows: Tensor, *arguments: Any) -> tuple[Tensor, 
     return out, query.new_empty(query.shape[:3], dtype=wide)
 
 
-@torch.library.register_fake(BACKWARD)
 def _fake_backward(
     grad_out: Tensor, grad_lse: Any, query: Tensor, rows: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -420,32 +387,11 @@ def _gradient(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tup
     return tuple(grads)
 
 
-def register_choice(name: str, op: Any, run: Any) -> None:
-    """Register an op whose result are integers: its inputs may require gradients, and get none."""
-
-    def below(keyset: Any, *arguments: Any) -> Tensor:
-        return nodes.below_autograd(op, run, keyset, *arguments)
-
-    nodes.LIBRARY.impl(op._opname, below, "Autograd", with_keyset=True)
-    nodes.register_samples(name)
-    nodes.register_autocast(name, op, 0)
-
-
-register_choice(SELECT, select_op, select)
-nodes.register_gradient(ATTEND, _gradient, _save)
-nodes.register_samples(ATTEND)
-nodes.register_samples(BACKWARD)
-nodes.register_autocast(ATTEND, selected_op, 2)
-nodes.register_autocast(BACKWARD, selected_backward_op, 0)
-
-
-@register_flop_formula(selected_op.overloadpacket, get_raw=True)
 def _forward_flops(query: Tensor, rows: Tensor, selected: Tensor, *rest: Any, **_: Any) -> int:
     """Count two products, each with 2 flops per listed key and head dim."""
     return 2 * _pairs(query, selected) * (number_of(query.shape[3]) + rest[1] - rest[0])
 
 
-@register_flop_formula(selected_backward_op.overloadpacket, get_raw=True)
 def _backward_flops(
     grad_out: Any,
     grad_lse: Any,
@@ -464,7 +410,6 @@ def _pairs(query: Tensor, selected: Tensor) -> int:
     return batch * heads * num_queries * number_of(selected.shape[3])
 
 
-@register_flop_formula(select_op.overloadpacket, get_raw=True)
 def _select_flops(query: Tensor, key: Tensor, *rest: Any, **_: Any) -> int:
     """Count a product over all pairs of local queries and keys of all ranks, seen or not."""
     pool_size, call = rest[4], unflatten(rest[5:])
@@ -472,3 +417,33 @@ def _select_flops(query: Tensor, key: Tensor, *rest: Any, **_: Any) -> int:
     num_keys = number_of(key.shape[2]) if num_keys is None else number_of(num_keys) // pool_size
     batch, heads, num_queries, head_dim = map(number_of, query.shape)
     return 2 * batch * heads * num_queries * num_keys * head_dim
+
+
+select_op = nodes.register_op(
+    "select_keys",
+    "(Tensor query, Tensor key, Tensor? weights, int k, int block_size, int local_blocks, "
+    f"int pool_size, {SCHEMA}) -> Tensor",
+    select,
+    _fake_select,
+    of_integers=True,
+    num_cast=0,
+    flops=_select_flops,
+)
+selected_op = nodes.register_op(
+    "selected_attention",
+    f"(Tensor query, Tensor rows, {_LISTED}, {SCHEMA}) -> (Tensor out, Tensor lse)",
+    attend,
+    _fake_attend,
+    gradient=(_gradient, _save),
+    num_cast=2,
+    flops=_forward_flops,
+)
+selected_backward_op = nodes.register_op(
+    "selected_attention_backward",
+    f"(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor rows, {_LISTED}, Tensor out, "
+    f"Tensor lse, {SCHEMA}) -> (Tensor grad_query, Tensor grad_rows, Tensor grad_sinks)",
+    backward,
+    _fake_backward,
+    num_cast=0,
+    flops=_backward_flops,
+)

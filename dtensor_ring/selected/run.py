@@ -134,10 +134,8 @@ class BestKeys:
 
 
 def _joined(scores: Tensor, numbers: Tensor) -> Tensor:
-    """Give a number that stands twice its better score in the first place, and -inf in the second.
-
-    A block has keys on several ranks, or in several tiles. No number stands more than twice.
-    """
+    """Give a number that stands twice its better score where it is first, and -inf after that."""
+    # A block has keys on several ranks, or in several tiles. No number stands more than twice.
     is_same = (numbers[..., 1:] == numbers[..., :-1]) & (numbers[..., 1:] != NO_KEY)
     first, second = scores[..., :-1], scores[..., 1:]
     joined = scores.clone()

@@ -198,6 +198,7 @@ def _cost(
         work, Partition.of_layout(joined, num_groups, seq_len), num_groups
     )
     shortest = stays_from(hybrid, layout, world_size)
+    # From this length on, the maps of two runs are fewer bytes than tokens that move.
     stays = shortest is not None and seq_len >= shortest
     owners = owners_of(layout, world_size, 2) if stays else range(world_size)
     token = 2 * hybrid.heads[1] * hybrid.head_dim * hybrid.itemsize

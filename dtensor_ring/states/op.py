@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import _resolve_process_group
@@ -14,21 +13,11 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from dtensor_ring.agreement.call_record import CallRecord
 from dtensor_ring.agreement.checked_transport import TransportContext, checked_transport
 from dtensor_ring.ops.checks import CALLER
-from dtensor_ring.ops.nodes import register_gradient
+from dtensor_ring.ops.nodes import register_op
 from dtensor_ring.states.run import Maps, factors, scan
 from dtensor_ring.transport.transport import transport_of
 
-SCAN = "dtensor_ring::scan_states"
 
-torch.library.define(
-    SCAN,
-    "(Tensor state, Tensor? decay, Tensor? matrix, int[] owners, bool is_back, str group_name) "
-    "-> Tensor",
-)
-scan_op = torch.ops.dtensor_ring.scan_states.default
-
-
-@torch.library.impl(SCAN, "CompositeExplicitAutograd")
 def scan_states(
     state: Tensor,
     decay: Tensor | None,
@@ -70,7 +59,6 @@ def _checked(
     return checked_transport(group, record, direction, maps.state.device, call_site=CALLER.site)
 
 
-@torch.library.register_fake(SCAN)
 def _fake_scan(
     state: Tensor,
     decay: Tensor | None,
@@ -88,11 +76,9 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    """Return the gradients of states, decays and matrices.
-
-    The gradient of a state is what a scan in the other direction makes of the gradients of results:
-    a state reaches all results after it, through the maps between them.
-    """
+    """Return the gradients of states, decays and matrices."""
+    # The gradient of a state is what a scan in the other direction makes of the gradients of
+    # results: a state reaches all results after it, through the maps between them.
     decay, matrix, before = ctx.saved_tensors
     owners, is_back, group_name = ctx.place
     of_state = scan_op(grad.contiguous(), decay, matrix, owners, not is_back, group_name)
@@ -107,4 +93,11 @@ def _gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return of_state, of_decay, of_matrix, None, None, None
 
 
-register_gradient(SCAN, _gradient, _keep)
+scan_op = register_op(
+    "scan_states",
+    "(Tensor state, Tensor? decay, Tensor? matrix, int[] owners, bool is_back, str group_name) "
+    "-> Tensor",
+    scan_states,
+    _fake_scan,
+    gradient=(_gradient, _keep),
+)

@@ -73,6 +73,7 @@ def num_sent(owners: Sequence[int], is_zero: bool) -> int:
         return sum(num_sent_at_once(owners, rank, peer) for rank, peer in pairs)
     steps = steps_of(2 if is_zero else num_places)
     return sum(
+        # A map of the same rank is not sent.
         owners[place - step] != owners[place]
         for number, step in enumerate(steps)
         for place in range(step + (number > 0), num_places)

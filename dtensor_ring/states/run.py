@@ -87,11 +87,13 @@ def scan(
         is_back: whether states go from the last place to the first one, through transposed maps,
             as gradients do.
     """
+    # Backward is the same scan from the other end, of transposed maps.
     if is_back:
         return scan(transport, rank, owners[::-1], maps.reversed(), False).flip(0)
     transport.prepare(maps.state.device)
     size = max(owners) + 1
     is_zero = maps.decay is None and maps.matrix is None
+    # A few ranks send all maps at once; of more ranks, steps send fewer.
     if size <= MAX_AT_ONCE and not is_zero:
         return _at_once(transport, rank, owners, maps)
     return _by_steps(transport, rank, owners, maps, steps_of(2 if is_zero else len(owners)))

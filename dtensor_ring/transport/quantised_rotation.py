@@ -1,12 +1,5 @@
 """Move keys and values in eight bits: each packet has their bytes and the scales of their blocks.
 
-Note [Quantised keys and values]: a rank quantises its shard once per loop, and everybody attends to
-what that shard is after it was dequantised, the rank itself included, and with one rank, too. So
-results do not depend on who owns what. Backward quantises the saved keys and values again, which
-gives the same bits: that costs one pass over a shard, and no memory between forward and backward,
-where autograd keeps the originals in any case. Gradients are those of attention at the dequantised
-keys and values; they pass straight through to the originals.
-
 Blocks are counted in the owner's shard. A packet of some of its columns has the scales of all
 blocks that these columns touch, before the bytes, so that scales are aligned in its buffer.
 """
@@ -290,6 +283,12 @@ class QuantisedPacket(Packet):
         return replace(q, block_size=1, **own)
 
 
+# Note [Quantised keys and values]: a rank quantises its shard once per loop, and everybody attends
+# to what that shard is after it was dequantised, the rank itself included, and with one rank, too.
+# So results do not depend on who owns what. Backward quantises the saved keys and values again,
+# which gives the same bits: that costs one pass over a shard, and no memory between forward and
+# backward, where autograd keeps the originals in any case. Gradients are those of attention at the
+# dequantised keys and values; they pass straight through to the originals.
 class QuantisedRotation(ShardRotation):
     """Moves keys and values in a dtype of 8 bits; see Note [Quantised keys and values].
 

@@ -1,46 +1,4 @@
-"""Move packets of keys, values and gradients from rank to rank.
-
-Note [Life of a packet]: a packet is in flight during one hop. Then it is resident under its source
-until `Hop.releases` names the source: no later step computes on it, and no later hop forwards it.
-The next packet reuses its buffer. So a route may bring packets long before they are used, or all at
-once. The usual ring needs two buffers. Direct messages need three, and so do packets that lose
-columns in flight; the sums of those leave in two parts and need two more buffers.
-
-Note [Messages of a packet]: the owner sends a large key and value in place, as two messages, which
-arrive next to each other in one buffer. Later ranks forward them as one message. Both ranks must
-expect the same number of messages, so it depends on the size and the sender only, and not on
-strides. Tensors that are not contiguous are packed first.
-
-Note [Streams]: on a GPU the host only queues. Three things decide what runs when.
-
-- Kernels of attention, merges and copies run on the current stream, in the order of the code. In
-  backward that is the stream of the forward call: autograd sets it.
-- `Transport.start` puts the messages of a hop on a stream of the process group, which first waits
-  for all that the current stream holds. So a packet is packed before it is sent, and the former
-  content of a buffer was read before a message overwrites it.
-- `Work.wait` makes the current stream wait for the messages of the hop. So later kernels read what
-  arrived, and may overwrite what was sent. The host does not wait.
-
-A forward step starts its hop, launches its kernels, and waits for the hop. So kernels of one step
-run beside the messages for later steps; they do not read what is being received, nor write to what
-is being sent. A backward step starts its hop of shards and launches its kernels. Then it waits for
-the sums of the step before, adds to its own sum and starts that, and waits for its shards last.
-
-Note [Memory in flight]: the caching allocator gives memory back in the order of the stream on which
-it was allocated, and that is the current one. A buffer is freed after a wait for all its messages,
-so whoever gets its memory comes later on that stream. That is why nothing here calls
-`record_stream`. From `start` to `wait`, `_sent` and `_arriving` keep the packets alive. Process
-groups cannot be trusted with that:
-
-- NCCL's of torch 2.11 to 2.13 calls `record_stream` for each message between two ranks, whatever
-  TORCH_NCCL_AVOID_RECORD_STREAMS says. This is safe, but the allocator reuses a buffer only when
-  it sees that the group's stream has passed it. It keeps references for collectives only.
-- NCCL's of torch 2.15, a new one, records nothing. It keeps references to what it sends until the
-  wait, and none to what it receives.
-
-An error leaves messages in flight that nobody waits for. `hold_until_complete` records a stream
-that does. `tests/transport/test_streams.py` checks both notes for all routes.
-"""
+"""Move packets of keys, values and gradients from rank to rank."""
 
 from __future__ import annotations
 
@@ -139,6 +97,17 @@ def packing_of(key: torch.Size, value: torch.Size, dtype: torch.dtype) -> Packin
     return Packing((key, value), dtype)
 
 
+# Note [Life of a packet]: a packet is in flight during one hop. Then it is resident under its
+# source until `Hop.releases` names the source: no later step computes on it, and no later hop
+# forwards it. The next packet reuses its buffer. So a route may bring packets long before they are
+# used, or all at once. The usual ring needs two buffers. Direct messages need three, and so do
+# packets that lose columns in flight; the sums of those leave in two parts and need two more
+# buffers.
+#
+# Note [Messages of a packet]: the owner sends a large key and value in place, as two messages,
+# which arrive next to each other in one buffer. Later ranks forward them as one message. Both ranks
+# must expect the same number of messages, so it depends on the size and the sender only, and not on
+# strides. Tensors that are not contiguous are packed first.
 class Packet:
     """Columns of two tensors `(B, N, C, H)`, each dense and token-major in memory.
 
@@ -200,6 +169,36 @@ class Packet:
         return [self._flat]
 
 
+# Note [Streams]: on a GPU the host only queues. Three things decide what runs when.
+#
+# - Kernels of attention, merges and copies run on the current stream, in the order of the code. In
+#   backward that is the stream of the forward call: autograd sets it.
+# - `Transport.start` puts the messages of a hop on a stream of the process group, which first waits
+#   for all that the current stream holds. So a packet is packed before it is sent, and the former
+#   content of a buffer was read before a message overwrites it.
+# - `Work.wait` makes the current stream wait for the messages of the hop. So later kernels read
+#   what arrived, and may overwrite what was sent. The host does not wait.
+#
+# A forward step starts its hop, launches its kernels, and waits for the hop. So kernels of one step
+# run beside the messages for later steps; they do not read what is being received, nor write to
+# what is being sent. A backward step starts its hop of shards and launches its kernels. Then it
+# waits for the sums of the step before, adds to its own sum and starts that, and waits for its
+# shards last.
+#
+# Note [Memory in flight]: the caching allocator gives memory back in the order of the stream on
+# which it was allocated, and that is the current one. A buffer is freed after a wait for all its
+# messages, so whoever gets its memory comes later on that stream. That is why nothing here calls
+# `record_stream`. From `start` to `wait`, `_sent` and `_arriving` keep the packets alive. Process
+# groups cannot be trusted with that:
+#
+# - NCCL's of torch 2.11 to 2.13 calls `record_stream` for each message between two ranks, whatever
+#   TORCH_NCCL_AVOID_RECORD_STREAMS says. This is safe, but the allocator reuses a buffer only when
+#   it sees that the group's stream has passed it. It keeps references for collectives only.
+# - NCCL's of torch 2.15, a new one, records nothing. It keeps references to what it sends until the
+#   wait, and none to what it receives.
+#
+# An error leaves messages in flight that nobody waits for. `hold_until_complete` records a stream
+# that does. `tests/transport/test_streams.py` checks both notes for all routes.
 class Rotation:
     """Moves packets along a list of hops. As a context manager, it frees its buffers on exit.
 

@@ -1,21 +1,4 @@
-"""A transport by copy engines: within a host, each rank pulls messages out of its peers' memory.
-
-Note [Outboxes]: each rank registers one buffer, its outbox, of the same size on all ranks. It has
-`NUM_SLOTS` slots for each other rank. The sender copies a message into a slot, and signals that it
-is ready. The receiver pulls it from there, and signals that it has read it. Both are copies from
-device to device, which take no multiprocessor between GPUs. Where a message lies follows from its
-number alone, so ranks need not tell each other addresses, and their shards may have any sizes: the
-outbox never grows, and registering is for the first call only. A message larger than a slot travels
-in chunks. The price is a copy within the memory of the sender, as NCCL makes one, too. In return
-tensors of any allocator can be sent, keys and values from where they lie, and a sender's tensor is
-free as soon as it is copied.
-
-Note [Order of chunks]: all copies and signals of a rank run in one order, on one stream. A hop goes
-in rounds: the n-th chunk to each peer is copied into its slot, then the n-th chunk from each peer
-is pulled. A chunk waits for a slot that the peer read in an earlier round or hop, and a pull waits
-for a copy of the same round. Ranks start their hops in one order, so every wait is for something
-that comes earlier in this order: no ranks wait for each other in a circle, whatever the route.
-"""
+"""A transport by copy engines: within a host, each rank pulls messages out of its peers' memory."""
 
 from __future__ import annotations
 
@@ -88,6 +71,12 @@ class SymmetricMemory(Protocol):
         """
 
 
+# Note [Order of chunks]: all copies and signals of a rank run in one order, on one stream. A hop
+# goes in rounds: the n-th chunk to each peer is copied into its slot, then the n-th chunk from each
+# peer is pulled. A chunk waits for a slot that the peer read in an earlier round or hop, and a pull
+# waits for a copy of the same round. Ranks start their hops in one order, so every wait is for
+# something that comes earlier in this order: no ranks wait for each other in a circle, whatever the
+# route.
 class Outbox:
     """The outbox of this rank on one device, and those of its peers.
 
@@ -182,6 +171,15 @@ class MovedHop:
             self._messages = []
 
 
+# Note [Outboxes]: each rank registers one buffer, its outbox, of the same size on all ranks. It has
+# `NUM_SLOTS` slots for each other rank. The sender copies a message into a slot, and signals that
+# it is ready. The receiver pulls it from there, and signals that it has read it. Both are copies
+# from device to device, which take no multiprocessor between GPUs. Where a message lies follows
+# from its number alone, so ranks need not tell each other addresses, and their shards may have any
+# sizes: the outbox never grows, and registering is for the first call only. A message larger than a
+# slot travels in chunks. The price is a copy within the memory of the sender, as NCCL makes one,
+# too. In return tensors of any allocator can be sent, keys and values from where they lie, and a
+# sender's tensor is free as soon as it is copied.
 class SymmetricTransport(Transport):
     """Moves messages by copies out of registered memory of the other ranks, within one host.
 

@@ -229,10 +229,8 @@ class ContextParallelTrainer(Trainer):
         self.model_wrapped = self.model
 
     def _forget_evaluation(self) -> None:
-        """Let accelerate prepare a model for training that it has prepared for an evaluation.
-
-        It would take it for prepared, and train without DDP, each rank by its own gradients.
-        """
+        """Let accelerate prepare a model for training that it has prepared for an evaluation."""
+        # It would take it for prepared, and train without DDP, each rank by its own gradients.
         model: Any = self.model
         model._is_accelerate_prepared = False
         self.accelerator._models.clear()

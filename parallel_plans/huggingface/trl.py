@@ -147,10 +147,8 @@ def _local_forward(inner: Callable[..., Any], sharding: Sharding) -> Callable[..
 
 
 def _check_head(model: Any) -> None:
-    """Refuse a head that is sharded by itself: TRL reads its weight without the hooks of FSDP2.
-
-    By default the head shares an FSDP2 group with the last norm, which has gathered its weight.
-    """
+    """Refuse a head that is sharded by itself: TRL reads its weight without the hooks of FSDP2."""
+    # By default the head shares an FSDP2 group with the last norm, which has gathered its weight.
     weight = model.get_output_embeddings().weight
     if isinstance(weight, DTensor) and weight.requires_grad:
         raise ValueError(

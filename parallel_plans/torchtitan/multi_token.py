@@ -1,10 +1,4 @@
-"""Multi-token prediction of torchtitan over a ring: tokens and labels ahead of each token.
-
-Note [Ahead of the whole batch]: head number k reads the token k ahead, and predicts the one after
-it. torchtitan shifts the tokens and labels that a rank has, where the next token may be on another
-rank, so it refuses context parallelism. Here the trainer shifts them while the batch is whole, by
-torchtitan's own function, never across documents, and each rank takes those of its tokens.
-"""
+"""Multi-token prediction of torchtitan over a ring: tokens and labels ahead of each token."""
 
 from __future__ import annotations
 
@@ -32,6 +26,11 @@ NOT_AHEAD = (
 )
 
 
+# Note [Ahead of the whole batch]: head number k reads the token k ahead, and predicts the one after
+# it. torchtitan shifts the tokens and labels that a rank has, where the next token may be on
+# another rank, so it refuses context parallelism. Here the trainer shifts them while the batch is
+# whole, by torchtitan's own function, never across documents, and each rank takes those of its
+# tokens.
 @dataclass(frozen=True)
 class Ahead:
     """Tokens and labels ahead of a rank's tokens, `(B, L)` of each head.

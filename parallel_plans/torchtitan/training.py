@@ -1,9 +1,4 @@
-"""Define a trainer and a validator that find documents, and shard tokens in any layout.
-
-Note [Shards before torchtitan's]: torchtitan cuts a batch into equal slices, so a batch would have
-to be ordered as a whole, copied. Instead each rank takes its own tokens, and torchtitan sees a
-context-parallel axis of this rank alone, which leaves them as they are.
-"""
+"""Define a trainer and a validator that find documents, and shard tokens in any layout."""
 
 from __future__ import annotations
 
@@ -93,6 +88,9 @@ class RingValidator(Validator):
         return inputs, labels, extra | {"attention_masks": documents}
 
 
+# Note [Shards before torchtitan's]: torchtitan cuts a batch into equal slices, so a batch would
+# have to be ordered as a whole, copied. Instead each rank takes its own tokens, and torchtitan sees
+# a context-parallel axis of this rank alone, which leaves them as they are.
 class RingTrainer(Trainer):
     """torchtitan's trainer for models with ring attention.
 

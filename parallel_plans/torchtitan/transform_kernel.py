@@ -1,12 +1,4 @@
-"""Make the ring a kernel of torchtitan's `ContextParallelTransform`, which is not released yet.
-
-Note [Seam]: after 0.3.0, torchtitan puts context-parallel attention into a model by a transform of
-its config, `ContextParallelTransform(kernel=...)`. A kernel is a class that inherits an attention
-and `ContextParallelKernel`, whose `cp_group` is the group of the current SPMD mesh. It gets folded
-local tensors `(T, N, H)` of contiguous tokens. Its config sets `shard_attention_mask`, so that
-boundaries of documents stay in global positions. These names still change, so both classes are
-arguments here, and this file needs only names of torchtitan 0.3.0.
-"""
+"""Make the ring a kernel of torchtitan's `ContextParallelTransform`, which is not released yet."""
 
 from __future__ import annotations
 
@@ -33,6 +25,13 @@ from parallel_plans.torchtitan.inner_attention import Documents
 FIELDS = ("strategy", "kernel", "grad_dtype", "kv_dtype", "machine")
 
 
+# Note [Seam]: after 0.3.0, torchtitan puts context-parallel attention into a model by a transform
+# of its config, `ContextParallelTransform(kernel=...)`. A kernel is a class that inherits an
+# attention and `ContextParallelKernel`, whose `cp_group` is the group of the current SPMD mesh. It
+# gets folded local tensors `(T, N, H)` of contiguous tokens. Its config sets
+# `shard_attention_mask`, so that boundaries of documents stay in global positions. These names
+# still change, so both classes are arguments here, and this file needs only names of torchtitan
+# 0.3.0.
 def ring_kernel(attention: type[Module], capability: type) -> type[Module]:
     """Return a class of ring attention for `ContextParallelTransform(kernel=...)`.
 

@@ -204,6 +204,7 @@ def _attend_band(
     query, key, value = inputs
     blocks = row_blocks(query.shape[2], key.shape[2], mask, sizes.rows)
     bias = Bias(blocks, mask, query)
+    # A block computes only the columns that some of its rows see.
     for rows, cols in blocks:
         tensors = query[:, :, rows], key[:, :, cols], value[:, :, cols]
         found = _attend(tensors, scale, sizes, bias=bias.of((rows, cols)))
@@ -215,11 +216,9 @@ def _attend_band(
 def _correct(
     inputs: Tensors, scale: float, results: Tensors, mask: Mask, by_block: bool = False
 ) -> None:
-    """Recompute the rows that aten's kernel loses: their out is 0, and their lse 0 or inf.
-
-    The kernel treats rows whose scores are -inf, or NaN with fewer than 16 keys, as rows that see
-    nothing. In 16 bits it gives no weight to scores of inf, where inf - inf is NaN.
-    """
+    """Recompute the rows that aten's kernel loses: their out is 0, and their lse 0 or inf."""
+    # The kernel treats rows whose scores are -inf, or NaN with fewer than 16 keys, as rows that see
+    # nothing. In 16 bits it gives no weight to scores of inf, where inf - inf is NaN.
     out, lse = results
     # Lost rows are rare, so rule them out with one cheap pass over lse.
     if lse.count_nonzero().item() == lse.numel() and not _is_overflown(lse, out.dtype):
@@ -251,6 +250,7 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return gradients of query, key, value from (grad_out, query, out, lse) and (key, value)."""
     grad_out, query, out, lse = by_row
+    # Padded sizes give the same bits wherever a block lies, see Note [Aligned products].
     if sizes.is_padded:
         return padded_backward(partial(BACKWARD, scale=scale), by_row, by_col, is_causal, bias)
     key, value = by_col

@@ -1,21 +1,4 @@
-"""cuDNN's attention, through PyTorch's own operators.
-
-Note [cuDNN's attention]. The sources are PyTorch's `cudnn/MHA.cpp`, `attention_backward.cu` and
-`sdp_utils.cpp`, and the shape checks of PyTorch 2.11 to 2.15:
-
-- lse is the natural logarithm, float32 and `(B, N, R, 1)`, in forward and backward.
-- Keys may have fewer heads than queries, so grouped-query needs no copies.
-- `is_causal` is aligned top-left, which makes no difference for squares. There are no windows.
-- Head dims are multiples of 8 up to 128. Whether larger ones work depends on the GPU and the
-  version, so other kernels serve them. Dtypes have 16 bits.
-- Without segments, backward takes `None` for `attn_bias` and both `cum_seq`. Without dropout the
-  random state is not read, but Blackwell converts it, so it must be passed.
-- Not all versions accept a single query or a single key, so flash attention computes such tiles,
-  or the reference where head dims differ.
-- PyTorch caches the backward graph by the strides of query, key and value only. So `out` and
-  `grad_out` must always have the query's memory order, as they do in PyTorch's own calls.
-- The gradients are not deterministic. PyTorch warns of this or, in strict mode, refuses.
-"""
+"""cuDNN's attention, through PyTorch's own operators."""
 
 from __future__ import annotations
 
@@ -41,6 +24,21 @@ from dtensor_ring.planning.mask import Mask
 aten = torch.ops.aten
 
 
+# Note [cuDNN's attention]. The sources are PyTorch's `cudnn/MHA.cpp`, `attention_backward.cu` and
+# `sdp_utils.cpp`, and the shape checks of PyTorch 2.11 to 2.15:
+#
+# - lse is the natural logarithm, float32 and `(B, N, R, 1)`, in forward and backward.
+# - Keys may have fewer heads than queries, so grouped-query needs no copies.
+# - `is_causal` is aligned top-left, which makes no difference for squares. There are no windows.
+# - Head dims are multiples of 8 up to 128. Whether larger ones work depends on the GPU and the
+#   version, so other kernels serve them. Dtypes have 16 bits.
+# - Without segments, backward takes `None` for `attn_bias` and both `cum_seq`. Without dropout the
+#   random state is not read, but Blackwell converts it, so it must be passed.
+# - Not all versions accept a single query or a single key, so flash attention computes such tiles,
+#   or the reference where head dims differ.
+# - PyTorch caches the backward graph by the strides of query, key and value only. So `out` and
+#   `grad_out` must always have the query's memory order, as they do in PyTorch's own calls.
+# - The gradients are not deterministic. PyTorch warns of this or, in strict mode, refuses.
 class Cudnn(Kernel):
     """`aten._scaled_dot_product_cudnn_attention`: full and causal tiles on Hopper and Blackwell.
 
@@ -68,6 +66,7 @@ class Cudnn(Kernel):
             return "it has no segments, and each document would be a launch of its own"
         if problem.softcap:
             return "it has no softcap"
+        # Last of all: only a strict setting refuses what the kernel can compute.
         is_strict = problem.determinism == "strict"
         return "its gradients are not deterministic" if is_strict else None
 

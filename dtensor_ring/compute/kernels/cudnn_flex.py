@@ -1,20 +1,4 @@
-"""cuDNN's attention to intervals of keys: `cudnn.flex_attention` of nvidia-cudnn-frontend.
-
-Note [cuDNN's intervals]. This is read from the sources of version 1.32.0; no GPU has run it here.
-
-- `create_mask_plan` turns intervals into lists of blocks, and bits for the blocks that are seen in
-  part. It waits for the GPU. A plan fits tensors of one dtype, shape and number of heads; one with
-  backward serves forward, too.
-- Tensors are `(B, L, N, H)`. Their memory and strides have to be multiples of 16 bytes, or of 128
-  in backward with a head dim of 256; it makes no copies itself.
-- lse is the natural logarithm, float32 and `(B, N, R)`. Rows without keys get an out of 0 and an
-  lse of -inf, which backward reads as 0. Backward takes the gradient of lse, but for head dims of
-  256 on Blackwell.
-- Grouped queries need no copies. On Hopper, gradients of them need one head dim, and some pairs of
-  different head dims have no gradients at all.
-- The functions that allocate results are private. They compile a kernel for each dtype, head dims,
-  group of heads and kind of plan, whatever the lengths are.
-"""
+"""cuDNN's attention to intervals of keys: `cudnn.flex_attention` of nvidia-cudnn-frontend."""
 
 from __future__ import annotations
 
@@ -68,6 +52,20 @@ LATENT, LARGEST = (192, 128), (256, 256)
 THIN = 64
 
 
+# Note [cuDNN's intervals]. This is read from the sources of version 1.32.0; no GPU has run it here.
+#
+# - `create_mask_plan` turns intervals into lists of blocks, and bits for the blocks that are seen
+#   in part. It waits for the GPU. A plan fits tensors of one dtype, shape and number of heads; one
+#   with backward serves forward, too.
+# - Tensors are `(B, L, N, H)`. Their memory and strides have to be multiples of 16 bytes, or of 128
+#   in backward with a head dim of 256; it makes no copies itself.
+# - lse is the natural logarithm, float32 and `(B, N, R)`. Rows without keys get an out of 0 and an
+#   lse of -inf, which backward reads as 0. Backward takes the gradient of lse, but for head dims of
+#   256 on Blackwell.
+# - Grouped queries need no copies. On Hopper, gradients of them need one head dim, and some pairs
+#   of different head dims have no gradients at all.
+# - The functions that allocate results are private. They compile a kernel for each dtype, head
+#   dims, group of heads and kind of plan, whatever the lengths are.
 class CudnnFlex(Kernel):
     """All tiles of a step in one launch on Hopper and Blackwell, whatever they show."""
 

@@ -1,22 +1,4 @@
-"""cuDNN's attention with windows and packed sequences: the ops of nvidia-cudnn-frontend.
-
-Note [cuDNN's windows]. This is read from the sources of version 1.32.0; no GPU has run it here.
-
-- `cudnn.sdpa.fwd.torch_op` registers `torch.ops.cudnn.sdpa_fwd` and `sdpa_bwd`. A tile is
-  `(B, N, L, H)` with an lse of `(B, N, R, 1)`. Packed sequences are `(T, N, H)`, with an lse of
-  `(T, N, 1)` forward, and one that is padded to `(B, N, max_seqlen_q, 1)` backward.
-- The diagonal is aligned top-left. `window_left` counts the query's own key, so it is one more than
-  ours; -1 is unbounded.
-- Without lengths, a window needs as many keys as queries, or more. Flash attention computes other
-  tiles, and those of a single query or key.
-- cuDNN builds a graph for each shape, strides and mask, and keeps 128 of them. A shape of packed
-  sequences is their number and the longest lengths. So these are rounded up, and sequences without
-  tokens come at the end: most documents of other lengths need no other graph.
-- Nothing says what it writes for queries without keys, and for keys without queries. So the adapter
-  writes there.
-- lse has no gradient. Head dims are multiples of 8 up to 128. Whether gradients are deterministic
-  depends on GPU and version.
-"""
+"""cuDNN's attention with windows and packed sequences: the ops of nvidia-cudnn-frontend."""
 
 from __future__ import annotations
 
@@ -54,6 +36,22 @@ PACKAGE, OLDEST, OLDEST_CUDNN = "nvidia-cudnn-frontend", (1, 32), 91500
 cudnn = torch.ops.cudnn
 
 
+# Note [cuDNN's windows]. This is read from the sources of version 1.32.0; no GPU has run it here.
+#
+# - `cudnn.sdpa.fwd.torch_op` registers `torch.ops.cudnn.sdpa_fwd` and `sdpa_bwd`. A tile is `(B, N,
+#   L, H)` with an lse of `(B, N, R, 1)`. Packed sequences are `(T, N, H)`, with an lse of `(T, N,
+#   1)` forward, and one that is padded to `(B, N, max_seqlen_q, 1)` backward.
+# - The diagonal is aligned top-left. `window_left` counts the query's own key, so it is one more
+#   than ours; -1 is unbounded.
+# - Without lengths, a window needs as many keys as queries, or more. Flash attention computes other
+#   tiles, and those of a single query or key.
+# - cuDNN builds a graph for each shape, strides and mask, and keeps 128 of them. A shape of packed
+#   sequences is their number and the longest lengths. So these are rounded up, and sequences
+#   without tokens come at the end: most documents of other lengths need no other graph.
+# - Nothing says what it writes for queries without keys, and for keys without queries. So the
+#   adapter writes there.
+# - lse has no gradient. Head dims are multiples of 8 up to 128. Whether gradients are deterministic
+#   depends on GPU and version.
 class CudnnSdpa(Kernel):
     """Windows and packed documents on Hopper and Blackwell."""
 
@@ -91,6 +89,7 @@ class CudnnSdpa(Kernel):
         if segments is not None:
             lse = _padded(lse.T, more["cu_seqlens_q"], more["max_seqlen_q"])
         dq, dk, dv = cudnn.sdpa_bwd(saved.grad_out, q, k, v, saved.out, lse, scores.scale, **more)
+        # The op leaves what it does not visit unwritten.
         if segments is not None:
             rows, cols = segments.boundaries(q.device)
             if segments.has_empty_rows:
@@ -127,6 +126,7 @@ def _rounded(segments: Segments) -> Segments:
     """Return segments whose number is a power of two, made once: the last ones are empty."""
     found = _ROUNDED.get(segments)
     if found is None:
+        # A graph is made for each number of segments, and powers of two are few.
         number = len(segments.rows) - 1
         rest = _power(number) - number
         sides = ((*x, *[x[-1]] * rest) for x in (segments.rows, segments.cols))

@@ -159,6 +159,7 @@ class WidenedKernel(Kernel):
 
     def supports(self, problem: Problem) -> str | None:
         narrow = replace(problem, differentiable_lse=False)
+        # The wrapped kernel never sees the gradient of lse, but it has to serve wider tensors.
         if reason := self.wrapped.supports(narrow):
             return reason
         head_dim, value_head_dim = problem.head_dim, problem.value_head_dim

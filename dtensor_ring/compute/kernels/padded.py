@@ -1,11 +1,4 @@
-"""Pads the tensors of a kernel on a CPU, so that its bits do not depend on where they are.
-
-Note [Aligned products]: a matrix product of the CPU's library sums in another order if a matrix
-begins, or a row of it, at an address that is no multiple of a cache line: the bits of a head then
-depend on the heads before it, and on which thread computes it. Tokens and head dims that are
-multiples of 32 keep all addresses within aten's flash attention aligned, in its buffers too.
-Padding is 0, and hidden by a mask; it adds zeros at the end of each sum.
-"""
+"""Pads the tensors of a kernel on a CPU, so that its bits do not depend on where they are."""
 
 from __future__ import annotations
 
@@ -24,6 +17,11 @@ LINE = 64
 Tensors = tuple[Tensor, ...]
 
 
+# Note [Aligned products]: a matrix product of the CPU's library sums in another order if a matrix
+# begins, or a row of it, at an address that is no multiple of a cache line: the bits of a head then
+# depend on the heads before it, and on which thread computes it. Tokens and head dims that are
+# multiples of 32 keep all addresses within aten's flash attention aligned, in its buffers too.
+# Padding is 0, and hidden by a mask; it adds zeros at the end of each sum.
 def padded_attend(
     kernel: Callable[..., Any], inputs: Tensors, is_causal: bool, bias: Tensor | None
 ) -> tuple[Tensor, Tensor]:

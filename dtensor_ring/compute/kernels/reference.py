@@ -75,6 +75,7 @@ class Reference(Kernel):
         if launch.segments is None:
             how = scores, launch.dropout, launch.lags
             return _backward(saved, q, k, v, _seen(launch, q), *how)
+        # Rows without keys, and keys without rows, get no gradient from any segment.
         grads = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
         for rows, cols in launch.segments.tiles():
             tile = _by_head(q[rows]), _by_head(k[cols]), _by_head(v[cols])
@@ -108,9 +109,11 @@ def _forward(
 ) -> Result:
     """Return `(out, lse)` of a tile, or of intervals."""
     batch, heads, rows, _ = query.shape
+    # Sums in 16 bits would lose what small weights add.
     wide = torch.promote_types(query.dtype, torch.float32)
     lse = query.new_empty(batch, heads, rows, dtype=wide)
     out = query.new_empty(batch, rows, heads, value.shape[-1]).transpose(1, 2)
+    # By blocks of rows, so that the scores of a tile never stand in memory as a whole.
     for block, seen in _blocks(rows, key.shape[2], mask):
         keys, values = (x[:, :, seen].to(wide) for x in (key, value))
         near = None if lags is None else lags.part(block, seen)
@@ -129,10 +132,8 @@ def _factors(dropout: Dropout | None, block: slice, seen: slice, scored: Tensor)
 
 
 def _heads(query: Tensor, key: Tensor) -> Iterator[tuple[Region, Region]]:
-    """Yield the regions of each batch row and key head: its queries, and the head itself.
-
-    A product of a head that is copied first has the same bits, whatever lies beside the head.
-    """
+    """Yield the regions of each batch row and key head: its queries, and the head itself."""
+    # A product of a head that is copied first has the same bits, whatever lies beside the head.
     group = query.shape[1] // max(1, key.shape[1])
     for row, head in product(range(query.shape[0]), range(key.shape[1])):
         rows = slice(row, row + 1)

@@ -364,6 +364,7 @@ def first_able(
             return kernel
         reasons.append(f"{kernel.name}: {reason}")
     what = f"kernel {name!r} cannot" if name else "no kernel can"
+    # All reasons: a user cannot know which kernel should have served.
     raise ValueError(f"{what} {act} ({'; '.join(reasons)}){hint}")
 
 
@@ -378,6 +379,7 @@ def able_kernel(kernel: Kernel, problem: Problem) -> tuple[Kernel, str | None]:
     if problem.biased and not kernel.has_bias:
         return kernel, NO_BIAS
     reason = kernel.supports(problem)
+    # Asked last: the reason of a kernel itself tells a user more.
     if reason is None and problem.by_block and not kernel.bitwise_by_block:
         reason = 'its bits depend on what else is in a launch, and order="fixed" needs others'
     if reason is None or not problem.differentiable_lse:

@@ -1,20 +1,4 @@
-"""The base of flash attention kernels: tensors are token-major, segments have any length.
-
-Note [Segments without keys or without rows]: `Kernel` defines what a launch must return for them.
-All four flash attention kernels handle both, but differently. Their code shows:
-
-- Rows without keys, forward: flash attention 2, in flash-attn and in PyTorch, writes an out of 0
-  and an lse of +inf. Flash attention 3 writes an out of 0 and an lse of -inf. Flash attention 4
-  masks a whole block: its lse is -inf, and its out is 0 times the values of the segment before,
-  which is NaN if those are not finite. If a row has no keys, `clear_empty_rows` then writes an lse
-  of -inf, and for flash attention 4 also an out of 0.
-- Rows without keys, backward: no block of keys reads them. All kernels clear the gradient of
-  queries in an earlier launch, which covers queries only. In flash attention 3 and 4 this launch
-  reads lse, and treats -inf as 0. Flash attention 2 reads lse only together with keys. So the -inf
-  of rows without keys enters no arithmetic.
-- Keys without rows, backward: a block that no row sees writes zeros to its gradients, or adds
-  nothing to zeros.
-"""
+"""The base of flash attention kernels: tensors are token-major, segments have any length."""
 
 from __future__ import annotations
 
@@ -139,6 +123,20 @@ def _band(q: Tensor, k: Tensor, launch: Launch, scores: Scores) -> Band:
     return Band(is_causal, window, scores.scale, scores.softcap, launch.segments, launch.in_flight)
 
 
+# Note [Segments without keys or without rows]: `Kernel` defines what a launch must return for them.
+# All four flash attention kernels handle both, but differently. Their code shows:
+#
+# - Rows without keys, forward: flash attention 2, in flash-attn and in PyTorch, writes an out of 0
+#   and an lse of +inf. Flash attention 3 writes an out of 0 and an lse of -inf. Flash attention 4
+#   masks a whole block: its lse is -inf, and its out is 0 times the values of the segment before,
+#   which is NaN if those are not finite. If a row has no keys, `clear_empty_rows` then writes an
+#   lse of -inf, and for flash attention 4 also an out of 0.
+# - Rows without keys, backward: no block of keys reads them. All kernels clear the gradient of
+#   queries in an earlier launch, which covers queries only. In flash attention 3 and 4 this launch
+#   reads lse, and treats -inf as 0. Flash attention 2 reads lse only together with keys. So the
+#   -inf of rows without keys enters no arithmetic.
+# - Keys without rows, backward: a block that no row sees writes zeros to its gradients, or adds
+#   nothing to zeros.
 def clear_empty_rows(
     out: Tensor, lse: Tensor, segments: Segments, fill: bool
 ) -> tuple[Tensor, Tensor]:
@@ -150,6 +148,7 @@ def clear_empty_rows(
         rows, cols = segments.boundaries(out.device)
         has_no_keys = without_partners(rows, cols, out.shape[0])
         if fill:
+            # An lse of -inf gives them no weight in a merge, but 0 times NaN would still be NaN.
             out.masked_fill_(has_no_keys.view(-1, 1, 1), 0)
         lse.masked_fill_(has_no_keys, -torch.inf)
     return out, lse

@@ -1,20 +1,4 @@
-"""Runs `flex_attention` on DTensors of an annotated mesh as ring attention.
-
-Note [How a call of flex_attention gets here]: outside of a compiled graph, PyTorch compiles the
-call itself. Dynamo traces `score_mod` and the mask function into small graphs, and puts a
-higher-order op into its own graph, which runs eagerly or is compiled further. That op first asks
-its autograd kernel. Ours takes over there, with the user's DTensors, so the ring's own autograd
-applies. In inference mode the op asks for a rule for the tensor subclass instead.
-
-Dynamo traces both functions with indices that it makes by `query.new_empty([])`. For a DTensor this
-is a DTensor, which cannot index the plain tensors that mask functions capture, such as the document
-number of each token. So this call returns a plain tensor while a compiler traces. It is in no
-graph, because Dynamo discards it.
-
-Note [Known block masks]: all layers of a model pass the same block mask. The slices of a mask are
-kept as long as its index tensor lives, and used if its function and the content of its tensors are
-still the same. Tensor versions do not suffice: collectives write without raising them.
-"""
+"""Runs `flex_attention` on DTensors of an annotated mesh as ring attention."""
 
 from __future__ import annotations
 
@@ -51,6 +35,7 @@ from dtensor_ring.dtensor.flex.block_mask import (
 from dtensor_ring.dtensor.placement import BATCH, SEQUENCE, describe, on_annotated_axis
 from dtensor_ring.dtensor.sdpa import Handler, add_handlers, as_before
 from dtensor_ring.dtensor.sequence_tensor import SequenceTensor
+from dtensor_ring.ops.nodes import register_op
 from dtensor_ring.ops.options import ON_DTENSORS, Batch, Call
 from dtensor_ring.planning.slice_tables import NUM_FIELDS
 from dtensor_ring.planning.tile import FULL
@@ -64,6 +49,16 @@ Outputs = tuple[Tensor, Tensor, Tensor]
 Kernel = Callable[..., Outputs]
 
 
+# Note [How a call of flex_attention gets here]: outside of a compiled graph, PyTorch compiles the
+# call itself. Dynamo traces `score_mod` and the mask function into small graphs, and puts a
+# higher-order op into its own graph, which runs eagerly or is compiled further. That op first asks
+# its autograd kernel. Ours takes over there, with the user's DTensors, so the ring's own autograd
+# applies. In inference mode the op asks for a rule for the tensor subclass instead.
+#
+# Dynamo traces both functions with indices that it makes by `query.new_empty([])`. For a DTensor
+# this is a DTensor, which cannot index the plain tensors that mask functions capture, such as the
+# document number of each token. So this call returns a plain tensor while a compiler traces. It is
+# in no graph, because Dynamo discards it.
 def install_flex() -> None:
     """Let `flex_attention` ask us first about DTensors; other calls continue as before."""
     kernels = flex_attention_op.py_kernels
@@ -183,17 +178,9 @@ def _new_empty_handler(previous: Handler | None) -> Handler:
     return handle
 
 
-_OP = "dtensor_ring::block_mask_slices"
-
-torch.library.define(
-    _OP,
-    "(SymInt[] lengths, Tensor partial_counts, Tensor partial_indices, Tensor? full_counts, "
-    "Tensor? full_indices, SymInt[] block_size, str function, Tensor?[] captured, "
-    "SymInt[] numbers) -> Tensor",
-)
-block_mask_slices_op = torch.ops.dtensor_ring.block_mask_slices.default
-
-
+# Note [Known block masks]: all layers of a model pass the same block mask. The slices of a mask are
+# kept as long as its index tensor lives, and used if its function and the content of its tensors
+# are still the same. Tensor versions do not suffice: collectives write without raising them.
 class _KnownMask(NamedTuple):
     """Slices of a block mask, and the inputs that they were made from.
 
@@ -260,7 +247,6 @@ def _capacity(num_queries: int) -> int:
     return min(MAX_SLICES, 64 + num_queries // 4)
 
 
-@torch.library.impl(_OP, "CompositeExplicitAutograd")
 def _block_mask_slices(
     lengths: list[int],
     partial_counts: Tensor,
@@ -311,8 +297,17 @@ def _numbers(blocks: MaskBlocks) -> np.ndarray:
         return slices_of_blocks(blocks).numbers
 
 
-@torch.library.register_fake(_OP)
 def _fake(lengths: Any, partial_counts: Tensor, partial_indices: Tensor, *rest: Any) -> Tensor:
     num_rows, capacity = partial_counts.shape[0], _capacity(lengths[0])
     shape = (capacity, NUM_FIELDS) if num_rows == 1 else (num_rows, capacity, NUM_FIELDS)
     return torch.empty(shape, dtype=torch.int32, device="cpu")
+
+
+block_mask_slices_op = register_op(
+    "block_mask_slices",
+    "(SymInt[] lengths, Tensor partial_counts, Tensor partial_indices, Tensor? full_counts, "
+    "Tensor? full_indices, SymInt[] block_size, str function, Tensor?[] captured, "
+    "SymInt[] numbers) -> Tensor",
+    _block_mask_slices,
+    _fake,
+)

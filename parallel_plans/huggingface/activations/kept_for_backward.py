@@ -4,14 +4,6 @@ Layers that are computed again in backward keep the results of their attention. 
 checkpointing of torch keeps what an op returned beside the graph, where the hooks of saved tensors
 do not see it: up to torch 2.14 never, from 2.15 on if the caller asks for it. Here they do, as what
 an attention returned is as large as the input of a layer.
-
-Note [Copies beside kernels]: a copy runs on a stream of its own, beside the kernels of a layer. In
-forward, a tensor stays on the device until the next `AHEAD` ones were saved: then the stream of the
-kernels waits for its copy, which has had a layer's time, and the memory is free. In backward,
-whoever takes a tensor starts the copies of the `AHEAD` before it, which the next layer takes. The
-last ones that a forward saved are still on the device when backward begins. All memory belongs to
-the stream of the kernels, which waits for a copy before memory is freed, so that nothing else is
-put there too early, however far the host is ahead.
 """
 
 from __future__ import annotations
@@ -167,6 +159,13 @@ MIN_BYTES = 2**20
 HOST_MEMORY = "context_parallel_host_memory"
 
 
+# Note [Copies beside kernels]: a copy runs on a stream of its own, beside the kernels of a layer.
+# In forward, a tensor stays on the device until the next `AHEAD` ones were saved: then the stream
+# of the kernels waits for its copy, which has had a layer's time, and the memory is free. In
+# backward, whoever takes a tensor starts the copies of the `AHEAD` before it, which the next layer
+# takes. The last ones that a forward saved are still on the device when backward begins. All memory
+# belongs to the stream of the kernels, which waits for a copy before memory is freed, so that
+# nothing else is put there too early, however far the host is ahead.
 class Copies(Protocol):
     """Copies between a device and host memory, each with a function that waits for it."""
 

@@ -1,12 +1,5 @@
 """Runs modules over tiles of a rank's tokens, computed again in backward, and finds such modules.
 
-Note [Tiles of tokens]: an MLP makes several tensors that are wider than its input. Run over tiles,
-it has those of one tile at a time, and keeps nothing but its input. Each tile is a checkpoint of
-torch, inside the module's forward. So hooks of the module (FSDP2, tensor parallelism) run once,
-around all tiles; a backward finds the parameters that FSDP2 gathered for the layer; and autograd
-sums the gradient of a parameter over the tiles before anyone sees it: in place, so there are two
-of them at most, and FSDP2 reduces one.
-
 A model says nowhere which of its modules are MLPs, and families name and nest them differently. So
 the model runs on a few tokens. `probing/probe.py` has shown that tokens interact in attention and
 in states of layers only. A module without such parts that takes and returns tensors with one entry
@@ -53,6 +46,12 @@ def check_tile(num_tokens: int | None) -> None:
         )
 
 
+# Note [Tiles of tokens]: an MLP makes several tensors that are wider than its input. Run over
+# tiles, it has those of one tile at a time, and keeps nothing but its input. Each tile is a
+# checkpoint of torch, inside the module's forward. So hooks of the module (FSDP2, tensor
+# parallelism) run once, around all tiles; a backward finds the parameters that FSDP2 gathered for
+# the layer; and autograd sums the gradient of a parameter over the tiles before anyone sees it: in
+# place, so there are two of them at most, and FSDP2 reduces one.
 def run_in_tiles(module: nn.Module, name: str, num_tokens: int) -> None:
     """Let a module whose tokens do not interact run over tiles of `num_tokens` tokens.
 

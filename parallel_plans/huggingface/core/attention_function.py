@@ -167,10 +167,8 @@ def _with_pools(
     inputs: Any,
     how: dict[str, Any],
 ) -> Tensor:
-    """Return attention to tokens and to pools with one softmax, `(B, N, L, H)`.
-
-    Sinks take part in that to tokens, which a query always sees.
-    """
+    """Return attention to tokens and to pools with one softmax, `(B, N, L, H)`."""
+    # Sinks take part in that to tokens, which a query always sees.
     found = [inputs.attend_with_lse(*states, **how)]
     of_pools = pools.attend(states[0], ring.pools or inputs, how["scale"])
     if of_pools is not None:

@@ -90,10 +90,8 @@ class ModelMask:
         return torch.arange(self._past, self._past + self.shape[1], device=device)
 
     def _edge(self, step: int) -> Tensor:
-        """Return the furthest key before (-1) or after (1) each query up to which it sees all keys.
-
-        A query that does not see itself gets an edge that makes its range empty.
-        """
+        """Return the furthest key before (-1) or after (1) each query up to which it sees all."""
+        # A query that does not see itself gets an edge that makes its range empty.
         query = self._queries.expand(self.shape)
         # Bisection: each query is checked about log2(length) times.
         near, far = torch.zeros_like(query), query if step < 0 else query[:, -1:] - query

@@ -1,12 +1,5 @@
 """Random numbers of a rank: each token gets its own dropout mask, and ranks stay in step.
 
-Note [Random state of a rank]: all ranks of an axis seed alike, so token number i of one rank would
-be dropped as token number i of another. So a forward of a model in training runs from a state that
-is a function of the seed and the rank on the axis. After it, the state is that of before, one draw
-further, the same on all ranks: what all ranks draw later (a head on whole outputs, a sampler) is
-the same on all, and so is the state of ranks that share this rank's tokens (tensor parallelism).
-Checkpointed layers are computed again from the state that torch kept of them, which is this rank's.
-
 A graph of a compiler, or of CUDA, has no state to change: there each dropout is a hash of a seed
 that all ranks draw, of the rank, and of the place in the tensor.
 """
@@ -68,6 +61,13 @@ def _check_layers(model: Any, device: torch.device) -> None:
             )
 
 
+# Note [Random state of a rank]: all ranks of an axis seed alike, so token number i of one rank
+# would be dropped as token number i of another. So a forward of a model in training runs from a
+# state that is a function of the seed and the rank on the axis. After it, the state is that of
+# before, one draw further, the same on all ranks: what all ranks draw later (a head on whole
+# outputs, a sampler) is the same on all, and so is the state of ranks that share this rank's tokens
+# (tensor parallelism). Checkpointed layers are computed again from the state that torch kept of
+# them, which is this rank's.
 class RankState:
     """A context with the random state of a rank, see Note [Random state of a rank]."""
 

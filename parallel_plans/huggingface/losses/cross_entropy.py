@@ -1,11 +1,4 @@
-"""The cross-entropy of a linear projection, in vocabulary tiles, without ever holding all logits.
-
-Note [Vocabulary tiles]: forward keeps only the log-sum-exp of each token, and backward recomputes
-the logits: four matrix products in all, where stored logits take three. A tile holds all tokens, so
-the gradient of its rows of the weight is one product, rounded once, as in the plain projection.
-Tiles of tokens take three, but add up the gradient of the whole weight: in 16 bits, this needs a
-float32 copy.
-"""
+"""The cross-entropy of a linear projection, in vocabulary tiles: never are all logits held."""
 
 from __future__ import annotations
 
@@ -15,23 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dtensor_ring.extension import IGNORE_INDEX, autocast_dtype, register_gradient
+from dtensor_ring.extension import IGNORE_INDEX, autocast_dtype, register_op
 
-FORWARD = "dtensor_ring::projected_cross_entropy"
-BACKWARD = "dtensor_ring::projected_cross_entropy_backward"
 # Size of the scores of a tile, which should fit into a cache.
 TILE_BYTES = 16 * 2**20
 # Large problems have larger tiles instead of more: narrow matrix products are slow.
 MAX_TILES = 64
 _HEAD = "Tensor hidden, Tensor weight, Tensor? bias, Tensor labels"
 _SCALING = "float scale, float softcap"
-
-torch.library.define(FORWARD, f"({_HEAD}, {_SCALING}) -> (Tensor losses, Tensor lse)")
-torch.library.define(
-    BACKWARD,
-    f"(Tensor grad, {_HEAD}, Tensor lse, {_SCALING}, bool[] needs) "
-    "-> (Tensor grad_hidden, Tensor grad_weight, Tensor grad_bias)",
-)
 
 
 def projected_cross_entropy(
@@ -64,10 +48,14 @@ def projected_cross_entropy(
     if dtype is not None and hidden.dtype != torch.float64:
         hidden, weight = hidden.to(dtype), weight.to(dtype)
         bias = bias if bias is None else bias.to(dtype)
-    op = torch.ops.dtensor_ring.projected_cross_entropy.default
-    return op(hidden, weight, bias, labels, scale, softcap)[0]
+    return _forward_op(hidden, weight, bias, labels, scale, softcap)[0]
 
 
+# Note [Vocabulary tiles]: forward keeps only the log-sum-exp of each token, and backward recomputes
+# the logits: four matrix products in all, where stored logits take three. A tile holds all tokens,
+# so the gradient of its rows of the weight is one product, rounded once, as in the plain
+# projection. Tiles of tokens take three, but add up the gradient of the whole weight: in 16 bits,
+# this needs a float32 copy.
 def forward(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, *scaling: float
 ) -> tuple[Tensor, Tensor]:
@@ -134,10 +122,8 @@ def backward(
 def _tiles(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, scale: float, softcap: float
 ) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Yield each tile: its first vocabulary entry, logits in their dtype, wide scores, `(N, V)`.
-
-    Tiles reuse one buffer. Logits in float32 or float64 share it with the scores.
-    """
+    """Yield each tile: its first vocabulary entry, logits in their dtype, wide scores, `(N, V)`."""
+    # Tiles reuse one buffer. Logits in float32 or float64 share it with the scores.
     num_entries = _entries_per_tile(len(hidden), len(weight))
     narrow = hidden.new_empty(len(hidden) * num_entries)
     wide = narrow if narrow.dtype == _wide(hidden) else narrow.to(_wide(hidden))
@@ -183,7 +169,6 @@ def _empty_grads(hidden: Tensor, weight: Tensor, needs: list[bool]) -> tuple[Ten
     )
 
 
-@torch.library.register_fake(FORWARD)
 def _fake_forward(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, *scaling: float
 ) -> tuple[Tensor, Tensor]:
@@ -191,7 +176,6 @@ def _fake_forward(
     return losses, torch.empty_like(losses)
 
 
-@torch.library.register_fake(BACKWARD)
 def _fake_backward(grad: Tensor, hidden: Tensor, weight: Tensor, *more: Any) -> tuple[Tensor, ...]:
     return _empty_grads(hidden, weight, more[-1])
 
@@ -203,12 +187,22 @@ def _keep(ctx: Any, inputs: Any, output: Any) -> None:
 
 def _gradients(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Any, ...]:
     needs = list(ctx.needs_input_grad[:3])
-    op = torch.ops.dtensor_ring.projected_cross_entropy_backward.default
-    grads = op(grad, *ctx.saved_tensors, ctx.scale, ctx.softcap, needs)
+    grads = _backward_op(grad, *ctx.saved_tensors, ctx.scale, ctx.softcap, needs)
     found = [x if is_needed else None for x, is_needed in zip(grads, needs, strict=True)]
     return *found, None, None, None
 
 
-torch.library.impl(FORWARD, "CompositeExplicitAutograd", forward)
-torch.library.impl(BACKWARD, "CompositeExplicitAutograd", backward)
-register_gradient(FORWARD, _gradients, _keep)
+_forward_op = register_op(
+    "projected_cross_entropy",
+    f"({_HEAD}, {_SCALING}) -> (Tensor losses, Tensor lse)",
+    forward,
+    _fake_forward,
+    gradient=(_gradients, _keep),
+)
+_backward_op = register_op(
+    "projected_cross_entropy_backward",
+    f"(Tensor grad, {_HEAD}, Tensor lse, {_SCALING}, bool[] needs) "
+    "-> (Tensor grad_hidden, Tensor grad_weight, Tensor grad_bias)",
+    backward,
+    _fake_backward,
+)

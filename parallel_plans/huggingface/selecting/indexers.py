@@ -1,12 +1,4 @@
-"""Replaces the forward of indexers: they describe their scores, and attention chooses the keys.
-
-Note [Scores that are not computed]: an indexer of transformers scores each token for each query,
-`(B, S, S)` numbers, and takes the best. Under a plan its own forward runs on `IndexScores` in place
-of the keys. Products, ReLU and weights are written down there, and what it chooses is a
-`Selection`: an op makes it later of queries, keys and weights. So projections and rotations are
-those of the model, no scores of all pairs exist, and code that does anything else is refused.
-`BlockScores` do the same for indexers that choose blocks.
-"""
+"""Replaces the forward of indexers: they describe their scores, and attention chooses the keys."""
 
 from __future__ import annotations
 
@@ -253,6 +245,12 @@ class SeenLater:
         raise UnknownScoresError(f"it reads {name} of its mask, to find what a query sees")
 
 
+# Note [Scores that are not computed]: an indexer of transformers scores each token for each query,
+# `(B, S, S)` numbers, and takes the best. Under a plan its own forward runs on `IndexScores` in
+# place of the keys. Products, ReLU and weights are written down there, and what it chooses is a
+# `Selection`: an op makes it later of queries, keys and weights. So projections and rotations are
+# those of the model, no scores of all pairs exist, and code that does anything else is refused.
+# `BlockScores` do the same for indexers that choose blocks.
 @dataclass(frozen=True, eq=False)
 class IndexScores:
     """Scores of keys, `(B, L, S)`, as far as an indexer has described them.

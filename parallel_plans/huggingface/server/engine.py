@@ -1,11 +1,4 @@
-"""The loop that all ranks of a server run: what came in, a step of the batch, what goes out.
-
-Note [One word a step]: requests come in on the first rank only. Before each step it sends all that
-is new to the other ranks, as JSON in a tensor of bytes: requests to add, requests to cancel, and
-whether the server ends. Then all ranks make the same calls of the batch. While there is nothing to
-do, the first rank sleeps and says so every `HEARTBEAT` seconds, so that no wait reaches its time
-limit. Then all ranks meet, as they do in a step: a rank that died, or hangs, is found.
-"""
+"""The loop that all ranks of a server run: what came in, a step of the batch, what goes out."""
 
 from __future__ import annotations
 
@@ -83,6 +76,12 @@ class EngineLook(NamedTuple):
     num_blocks: int
 
 
+# Note [One word a step]: requests come in on the first rank only. Before each step it sends all
+# that is new to the other ranks, as JSON in a tensor of bytes: requests to add, requests to cancel,
+# and whether the server ends. Then all ranks make the same calls of the batch. While there is
+# nothing to do, the first rank sleeps and says so every `HEARTBEAT` seconds, so that no wait
+# reaches its time limit. Then all ranks meet, as they do in a step: a rank that died, or hangs, is
+# found.
 @dataclass
 class Word:
     """What the first rank says to all before a step, see Note [One word a step]."""

@@ -44,10 +44,8 @@ def launch(options: ServerOptions) -> int:
 
 
 def _starting() -> Any:
-    """Return how ranks start: on CPUs forked from a process that has imported what they need.
-
-    A process that has asked for GPUs cannot be forked by one that uses them.
-    """
+    """Return how ranks start: on CPUs forked from a process that has imported what they need."""
+    # A process that has asked for GPUs cannot be forked by one that uses them.
     if torch.accelerator.is_available():
         return mp.get_context("spawn")
     context = mp.get_context("forkserver")

@@ -1,20 +1,6 @@
 """Decides what each step of a continuous batch computes.
 
 All ranks hold the same requests and the same pool, so all ranks decide alike without a message.
-
-Note [Giving way]: a request that gives way loses its blocks, not its tokens: it waits again, and
-its keys are computed a second time, but for the blocks that are still in the pool. The youngest
-gives way first, and the pool is large enough for any single request. So the oldest one always gets
-on, and all of them end. After that nobody joins until a request has ended, else the one that gave
-way would come back at once.
-
-Note [Drafts]: in a step, a request's sequence has the tokens of its draft, too. After the step it
-is cut back to those that were right, and only those are committed: no other request can share, or
-wait for, a block with a token that was wrong.
-
-Note [Prefixes]: a request waits while another one computes full blocks that both begin with. Then
-it takes them from the pool, so each shared block is computed and kept once. If layers have states,
-the other one's step ends where this one leaves it, see Note [Known states] in `state_slots.py`.
 """
 
 from __future__ import annotations
@@ -57,6 +43,20 @@ class ServingCounts:
     accepted: int = 0
 
 
+# Note [Giving way]: a request that gives way loses its blocks, not its tokens: it waits again, and
+# its keys are computed a second time, but for the blocks that are still in the pool. The youngest
+# gives way first, and the pool is large enough for any single request. So the oldest one always
+# gets on, and all of them end. After that nobody joins until a request has ended, else the one that
+# gave way would come back at once.
+#
+# Note [Drafts]: in a step, a request's sequence has the tokens of its draft, too. After the step it
+# is cut back to those that were right, and only those are committed: no other request can share, or
+# wait for, a block with a token that was wrong.
+#
+# Note [Prefixes]: a request waits while another one computes full blocks that both begin with. Then
+# it takes them from the pool, so each shared block is computed and kept once. If layers have
+# states, the other one's step ends where this one leaves it, see Note [Known states] in
+# `state_slots.py`.
 class Scheduler:
     """Keeps the requests of a continuous batch by what they do: wait, prefill or decode.
 

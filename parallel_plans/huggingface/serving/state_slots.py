@@ -3,13 +3,6 @@
 A layer with a state has one for each sequence, however long that is. All of its states are in a
 table, and a sequence has the same slot in the tables of all layers. These are numbers only: all
 ranks decide alike, and `StateMemory` has the tensors.
-
-Note [Known states]: keys are known for each token that a pool keeps, a state only where it was
-copied. So a prompt goes on from the last end of a block at which the pool has both, and computes
-what comes after that again. A state is kept where a prompt leaves what the pool has, where one that
-waits leaves one that is being computed, and of each sequence at the last end of a block that it
-reached. The first two are kept in any case, and the third until the sequence reaches the next one.
-If there are too many, the least recently used one goes.
 """
 
 from __future__ import annotations
@@ -99,6 +92,12 @@ class StateSlots(BlockPool):
         insort(self._unused, slot)
 
 
+# Note [Known states]: keys are known for each token that a pool keeps, a state only where it was
+# copied. So a prompt goes on from the last end of a block at which the pool has both, and computes
+# what comes after that again. A state is kept where a prompt leaves what the pool has, where one
+# that waits leaves one that is being computed, and of each sequence at the last end of a block that
+# it reached. The first two are kept in any case, and the third until the sequence reaches the next
+# one. If there are too many, the least recently used one goes.
 class KnownStates(StateSlots):
     """`StateSlots` that also keep states for prompts that begin alike, see Note [Known states].
 

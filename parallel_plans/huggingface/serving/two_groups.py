@@ -4,10 +4,6 @@ All ranks keep the tables of both pools, so all know what moves. A step prefills
 and decodes on the second one at the same time. The blocks of a layer are sent when the layer has
 written them, while later layers are computed. At the end of the step, the ranks that do not decode
 hear which tokens were chosen, and what is proposed for the next step.
-
-Note [Drafts of two groups]: the ranks that decode propose tokens at the end of a step, for requests
-that go on: all ranks make room for them before the next step. So the first step of a request has no
-draft, whoever else is in the batch.
 """
 
 from __future__ import annotations
@@ -107,6 +103,9 @@ class RequestsHandedBack(RingError):
         self.not_started = not_started
 
 
+# Note [Drafts of two groups]: the ranks that decode propose tokens at the end of a step, for
+# requests that go on: all ranks make room for them before the next step. So the first step of a
+# request has no draft, whoever else is in the batch.
 class TwoGroupBatch(ContinuousBatch):
     """A `ContinuousBatch` whose prompts are prefilled by some ranks, and decoded by others.
 

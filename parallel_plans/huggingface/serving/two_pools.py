@@ -3,12 +3,6 @@
 A request has a sequence in each pool while its prompt is prefilled: the first group computes it,
 and blocks that are full, and at the end the last one, move to the second group, which decodes. Then
 its blocks in the first pool are given back; they stay there for prompts with the same beginning.
-
-Note [Two prefixes]: each pool keeps the blocks of prompts that came before. A token is computed
-unless the first pool has it, and moves unless the second one has it.
-
-Note [States that move]: the states after a prompt go to the second group at once, when the first
-one has computed the whole prompt. Until then the request keeps its sequence in the first pool.
 """
 
 from __future__ import annotations
@@ -23,6 +17,11 @@ from parallel_plans.huggingface.serving.served_request import ServedRequest
 from parallel_plans.huggingface.serving.state_slots import KnownStates
 
 
+# Note [Two prefixes]: each pool keeps the blocks of prompts that came before. A token is computed
+# unless the first pool has it, and moves unless the second one has it.
+#
+# Note [States that move]: the states after a prompt go to the second group at once, when the first
+# one has computed the whole prompt. Until then the request keeps its sequence in the first pool.
 class TwoPoolScheduler(Scheduler):
     """Keeps the requests of two groups; `pool` is that of the second one.
 

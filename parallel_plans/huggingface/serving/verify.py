@@ -1,9 +1,5 @@
 """Tokens that were proposed for a request, and the rule by which a sampled one is kept.
 
-Note [Exact drafts]: the model computes the scores after each token of a draft at once, and tokens
-are chosen from them one after another, as without a draft. The draft goes on as long as the chosen
-token is the proposed one. So a draft costs or saves time, and changes nothing else.
-
 Greedy tokens do not depend on the draft. Of a draft without probabilities, a sampled token does
 neither: it is drawn as without one. The proposed token x is then kept with its probability p(x), as
 speculative sampling does where the draft is sure, q(x) = 1. If x was drawn from probabilities q,
@@ -33,6 +29,9 @@ class Draft:
     probabilities: Tensor | None = None
 
 
+# Note [Exact drafts]: the model computes the scores after each token of a draft at once, and tokens
+# are chosen from them one after another, as without a draft. The draft goes on as long as the
+# chosen token is the proposed one. So a draft costs or saves time, and changes nothing else.
 def drawn(weights: Tensor, generator: torch.Generator, draft: Draft, number: int) -> Tensor:
     """Return a token `(B, 1)` for each row, drawn by its probabilities.
 

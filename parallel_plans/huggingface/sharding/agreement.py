@@ -1,12 +1,4 @@
-"""Compares what all ranks of a model need alike: batches in each forward, the model in some.
-
-Note [Compared batches]: each forward sends a checksum of its batch, in one small message to all
-ranks, before the model runs. If checksums differ, the ranks compare descriptions, and all raise the
-same error. In a compiled graph this is one op, which has no gradient. It returns a zero that the
-numbers of tokens are computed from, so a compiler keeps it and runs it before the model. On a GPU
-the host would have to wait for the device to read a tensor there. So ranks compare shapes, and what
-is on the CPU, in each forward, and the content of other tensors where they compare the model.
-"""
+"""Compares what all ranks of a model need alike: batches in each forward, the model in some."""
 
 from __future__ import annotations
 
@@ -25,7 +17,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from dtensor_ring import SequenceAxis
-from dtensor_ring.extension import axis_group, check_agreement, checked_barrier
+from dtensor_ring.extension import axis_group, check_agreement, checked_barrier, register_op
 from parallel_plans.huggingface.sharding.late_embeddings import LateEmbeddings
 
 SAME_WEIGHTS = (
@@ -35,11 +27,6 @@ SAME_WEIGHTS = (
 SAME_BATCH = (
     "get the same batch (samplers and the seeds of random collators depend on the data-parallel "
     f"rank only) {SAME_WEIGHTS}"
-)
-
-OP = "dtensor_ring::same_batch"
-torch.library.define(
-    OP, "(Tensor[] tensors, SymInt[] numbers, str text, str key, bool trains) -> Tensor"
 )
 
 # By key, for the op: an argument of a graph cannot be a model.
@@ -110,6 +97,13 @@ class Parts(NamedTuple):
         )
 
 
+# Note [Compared batches]: each forward sends a checksum of its batch, in one small message to all
+# ranks, before the model runs. If checksums differ, the ranks compare descriptions, and all raise
+# the same error. In a compiled graph this is one op, which has no gradient. It returns a zero that
+# the numbers of tokens are computed from, so a compiler keeps it and runs it before the model. On a
+# GPU the host would have to wait for the device to read a tensor there. So ranks compare shapes,
+# and what is on the CPU, in each forward, and the content of other tensors where they compare the
+# model.
 class Agreement:
     """Compares the ranks of an axis: batches in each forward of a model, the model in a few.
 
@@ -137,7 +131,7 @@ class Agreement:
     def check_in_graph(self, batch: dict[str, Any]) -> Tensor:
         """Do the same when a compiled graph runs; return a zero that depends on it."""
         parts, trains = Parts.of(batch), torch.is_grad_enabled()
-        return torch.ops.dtensor_ring.same_batch.default(
+        return _same_batch_op(
             [*parts.tensors.values()], [*parts.numbers.values()], parts.text, self.key, trains
         )
 
@@ -192,7 +186,6 @@ class Agreement:
         self._reads_floats = False  # they differ by rounding only, and so they will
 
 
-@torch.library.impl(OP, "CompositeExplicitAutograd")
 def _same_batch(
     tensors: Sequence[Tensor], numbers: Sequence[int], text: str, key: str, trains: bool
 ) -> Tensor:
@@ -202,13 +195,20 @@ def _same_batch(
     return _zero_like(tensors)
 
 
-@torch.library.register_fake(OP)
 def _fake_same_batch(tensors: Sequence[Tensor], *others: Any) -> Tensor:
     return _zero_like(tensors)
 
 
 def _zero_like(tensors: Sequence[Tensor]) -> Tensor:
     return tensors[0].new_zeros((), dtype=torch.int64)
+
+
+_same_batch_op = register_op(
+    "same_batch",
+    "(Tensor[] tensors, SymInt[] numbers, str text, str key, bool trains) -> Tensor",
+    _same_batch,
+    _fake_same_batch,
+)
 
 
 def _is_capturing() -> bool:

@@ -328,12 +328,11 @@ def _check_dtype(name: str, x: Tensor) -> None:
 def _check_range(model: Any, batch: dict[str, Any]) -> None:
     """Refuse tokens and labels that the model has no row for, on all ranks alike.
 
-    Later, only the rank that holds the token would fail, and the others would wait for it. Tensors
-    on a GPU are not checked, as reading them would synchronize.
-
     Raises:
         ValueError: naming the argument.
     """
+    # Later, only the rank that holds the token would fail, and the others would wait for it.
+    # Tensors on a GPU are not checked, as reading them would synchronize.
     for name, embeddings in (
         ("input_ids", model.get_input_embeddings()),
         ("labels", model.get_output_embeddings()),

@@ -1,11 +1,4 @@
-"""Scans of layers that start from a state of zero, and what another state adds to their outputs.
-
-Note [A scan from zero]: the state after some tokens is an affine function of the state before them,
-and outputs are linear in that state. So a scan runs from zero, which gives the state that its
-tokens leave; its source gives the state before them; and what that adds to outputs is added. The
-code of a layer looks its scan up as a global, so a copy of its forward gets globals with another
-scan, which calls the first one. So kernels that transformers would call are called.
-"""
+"""Scans of layers that start from a state of zero, and what another state adds to their outputs."""
 
 from __future__ import annotations
 
@@ -27,6 +20,11 @@ from parallel_plans.huggingface.states.state_sources import StateSource
 PassOn = Callable[[StateMap], Tensor | None]
 
 
+# Note [A scan from zero]: the state after some tokens is an affine function of the state before
+# them, and outputs are linear in that state. So a scan runs from zero, which gives the state that
+# its tokens leave; its source gives the state before them; and what that adds to outputs is added.
+# The code of a layer looks its scan up as a global, so a copy of its forward gets globals with
+# another scan, which calls the first one. So kernels that transformers would call are called.
 def scan_of(forward: Callable[..., Any]) -> str | None:
     """Return the global name by which a layer's forward calls a scan that is known here."""
     names = unwrap(forward).__code__.co_names
@@ -143,12 +141,10 @@ def _read_by_groups(state: Tensor, c: Tensor) -> Tensor:
 
 
 def _delta_rule(scan: Callable[..., Any], pass_on: PassOn, continues: bool) -> Callable[..., Any]:
-    """Return a scan of a delta rule with gates: a state is multiplied by a matrix for each head.
-
-    Values of zero, read from an identity as the state before them, give that matrix as their last
-    state, and as outputs the queries that read the state before the tokens. They are further
-    columns of the values, so that one call gives all: what belongs to keys is computed once.
-    """
+    """Return a scan of a delta rule with gates: a state is multiplied by a matrix for each head."""
+    # Values of zero, read from an identity as the state before them, give that matrix as their last
+    # state, and as outputs the queries that read the state before the tokens. They are further
+    # columns of the values, so that one call gives all: what belongs to keys is computed once.
 
     def run(
         query: Tensor,
@@ -182,11 +178,9 @@ def _delta_rule(scan: Callable[..., Any], pass_on: PassOn, continues: bool) -> C
 def _lightning(
     copied: Callable[..., Any], masked: Callable[..., Any], pass_on: PassOn, layer: Any
 ) -> Callable[..., Any]:
-    """Return a forward of lightning attention, whose scan is a loop within it.
-
-    Queries, keys and values are seen where they are masked. A norm follows the loop, so its input
-    gets what a state adds. The map of the tokens is computed apart: the loop shows it too late.
-    """
+    """Return a forward of lightning attention, whose scan is a loop within it."""
+    # Queries, keys and values are seen where they are masked. A norm follows the loop, so its input
+    # gets what a state adds. The map of the tokens is computed apart: the loop shows it too late.
 
     def run(*args: Any, **kwargs: Any) -> Any:
         seen: list[Tensor] = []

@@ -280,11 +280,9 @@ class AxisStatePassing:
     def _of_documents(
         self, before: list[ScanChunk], last: ScanChunk, length: int, run: RunChunk
     ) -> Any:
-        """Return the output of a layer for this rank's documents, of which the last one goes on.
-
-        A document that begins here needs no other rank. So the last one is first: the ranks after
-        this one get its states in the scan that brings this rank the states before its tokens.
-        """
+        """Return the output of a layer for this rank's documents, of which the last one goes on."""
+        # A document that begins here needs no other rank. So the last one is first: the ranks after
+        # this one get its states in the scan that brings this rank the states before its tokens.
         ends = GivenStates({}) if before else None
         of_last = run(last, ends) if ends else None
         begin = before[0] if before else last

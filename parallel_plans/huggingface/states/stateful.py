@@ -1,9 +1,5 @@
 """Finds layers that carry a state along the sequence, and gives them states through their cache.
 
-Note [States through a cache]: for generation, stateful layers continue from the state in a cache.
-They read the state after the previous tokens from it, and store the state after their own. Here a
-small object replaces that cache in each call of a stateful layer, see `StateSource`.
-
 Layers whose scan is known, see `scans.py`, and those that have convolutions only, run on all ranks
 at once. Any other layer continues from the state that its cache returns.
 """
@@ -60,6 +56,9 @@ class StatePassing(Protocol):
         """Return the output of a layer for its tokens; this may run the layer several times."""
 
 
+# Note [States through a cache]: for generation, stateful layers continue from the state in a cache.
+# They read the state after the previous tokens from it, and store the state after their own. Here a
+# small object replaces that cache in each call of a stateful layer, see `StateSource`.
 @dataclass
 class StateCache:
     """Stands in for the cache in one call of one layer.

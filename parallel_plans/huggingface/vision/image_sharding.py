@@ -1,15 +1,4 @@
-"""Runs the vision encoder of a model on each image on one rank only, where that is faster.
-
-Note [When images are sharded]: a rank that runs the encoder on its own images only saves the flops
-of the other images, but the embeddings must be sent. The cost model counts 2 flops for each weight
-of the encoder and each patch, 6 if a backward follows, and the bytes of all embeddings in forward
-and backward. A byte costs `FLOPS_PER_BYTE`. Ranks decide alike, as they have compared their
-batches.
-
-Note [Gradients of sharded images]: the gradients of an image's embeddings from the tokens of all
-ranks are summed on the rank that ran the image; other ranks get none. So the sum over ranks of the
-encoder's gradients is the same as if each rank ran all images, and so is the mean.
-"""
+"""Runs the vision encoder of a model on each image on one rank only, where that is faster."""
 
 from __future__ import annotations
 
@@ -89,6 +78,15 @@ class EmbeddingSize(NamedTuple):
         return [int(x) for x in found] if all(x.denominator == 1 for x in found) else None
 
 
+# Note [When images are sharded]: a rank that runs the encoder on its own images only saves the
+# flops of the other images, but the embeddings must be sent. The cost model counts 2 flops for each
+# weight of the encoder and each patch, 6 if a backward follows, and the bytes of all embeddings in
+# forward and backward. A byte costs `FLOPS_PER_BYTE`. Ranks decide alike, as they have compared
+# their batches.
+#
+# Note [Gradients of sharded images]: the gradients of an image's embeddings from the tokens of all
+# ranks are summed on the rank that ran the image; other ranks get none. So the sum over ranks of
+# the encoder's gradients is the same as if each rank ran all images, and so is the mean.
 class ImageSharding:
     """Shards the images of a model's calls over the ranks of an axis, and gathers embeddings.
 
@@ -141,10 +139,8 @@ class ImageSharding:
     def _tried(
         self, plain: Any, model: nn.Module, images: Images, share: Share
     ) -> EmbeddingSize | None:
-        """Return the size of embeddings, or `None` if an image's embeddings depend on other images.
-
-        The encoder's code does not show this, so it is run once in evaluation mode.
-        """
+        """Return the size of embeddings, or `None` if those of an image depend on other images."""
+        # The encoder's code does not show this, so it is run once in evaluation mode.
         with frozen(model):
             whole = [*_rows(_merged(plain(model, **images.arguments)))]
             part = [*_rows(_merged(plain(model, **images.part(share.begin, share.end))))]
@@ -175,10 +171,8 @@ class ImageSharding:
         return len(pixels) * (prod(pixels.shape[2:]) // self._patch)
 
     def _joined(self, merged: dict[str, Any], share: Share) -> dict[str, Any]:
-        """Gather the embeddings of all images, in the form of this rank's embeddings.
-
-        One message holds them all, so that ranks send in the same order, also in backward.
-        """
+        """Gather the embeddings of all images, in the form of this rank's embeddings."""
+        # One message holds them all, so that ranks send in the same order, also in backward.
         assert self._embeddings is not None
         rows, tokens = self._embeddings.rows(share.totals), self._embeddings.rows(share.sizes)
         assert rows is not None and tokens is not None

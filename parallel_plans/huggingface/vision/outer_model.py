@@ -8,11 +8,6 @@ states of all new tokens whose logits are asked for.
 
 Embeddings of all tokens would take more than a rank's part of all else. An eager forward hands on
 their ids instead, see `LateEmbeddings`.
-
-Note [Gradients of the vision encoder]: each rank has the embeddings of all images, and uses those
-of its own tokens. All ranks have one loss, and its backward sums over the ranks. So each rank's
-gradient is scaled by the world size, and the mean over the axis is the full gradient. The backward
-of the encoder is linear in it, so the encoder needs no correction.
 """
 
 from __future__ import annotations
@@ -115,6 +110,10 @@ class OuterCall:
         return is_given and ids.shape == tokens.shape and not ids.is_floating_point()
 
 
+# Note [Gradients of the vision encoder]: each rank has the embeddings of all images, and uses those
+# of its own tokens. All ranks have one loss, and its backward sums over the ranks. So each rank's
+# gradient is scaled by the world size, and the mean over the axis is the full gradient. The
+# backward of the encoder is linear in it, so the encoder needs no correction.
 class OuterModel:
     """Carries a batch to the language model within a model, and its outputs back to the head."""
 

@@ -42,11 +42,9 @@ def told_by_replicas(model: Any, axis: SequenceAxis, own: Any) -> dict[int, Any]
 
 
 def _mesh_of_encoders(model: Any) -> DeviceMesh | None:
-    """Return the mesh over which FSDP2 sends weights or gradients beside the language model's.
-
-    FSDP2 gathers the weights of each module that it wraps, and reduces the gradients of weights
-    that took part in the forward.
-    """
+    """Return the mesh over which FSDP2 sends weights or gradients beside the language model's."""
+    # FSDP2 gathers the weights of each module that it wraps, and reduces the gradients of weights
+    # that took part in the forward.
     sharded: list[Any] = [x for x in model.modules() if isinstance(x, FSDPModule)]
     if not sharded:
         return None

@@ -25,7 +25,7 @@ OF_POOLS = ("greedy", "no cache", "beams", "chunked prefill")
 
 # One family with an index in each layer, one with layers that share it, one with blocks, and two
 # with pools.
-GENERATED = {"DeepSeek-V3.2": 3, "GLM-5": 2, "MiniMax M3": 3, "GLM-5-Next": 2, "Qwen4-Exp": 2}
+GENERATED = {"DeepSeek-V3.2": 3, "GLM-5": 2, "MiniMax M3": 2, "GLM-5-Next": 2, "Qwen4-Exp": 2}
 GENERATED |= {"DeepSeek-V4": 2}
 
 

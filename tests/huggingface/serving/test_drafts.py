@@ -117,11 +117,11 @@ CASES: list[tuple[str, int, str, Any]] = [
     ("DeepSeek-V3", 2, "right or wrong", None),
     ("Qwen3-Next", 2, "right or wrong", None),
     ("Llama", 2, "stock", None),
-    ("Llama", 2, "longer and shorter", ((0,), (1,))),
     ("Gemma 3", 3, "planned", ((0,), (1, 2))),
 ]
 REPEATED = [
-    # Each family and each way to propose is above.
+    # Each family and each way to propose is above, and two groups are.
+    ("Llama", 2, "longer and shorter", ((0,), (1,))),
     ("Gemma 3", 2, "right or wrong", None),
     ("Llama", 3, "lookup", None),
     ("Gemma 3", 2, "planned", None),

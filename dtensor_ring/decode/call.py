@@ -364,8 +364,9 @@ def _agree_text(agree: Tensor | None) -> str:
 def _decode_record(attention: AttentionFacts, merge: str, agree: str, *asked: Any) -> CallRecord:
     request = DecodeRequest(*asked)
     # What differs from token to token; the other fields take longer.
-    grown = {"layout": Contiguous(), "rank": 0, "seq_len": 0, "starts": ()}
-    fields = _fixed_fields(attention, merge, *request._replace(**grown))
+    spec: Any = DecodePlace().layout
+    fixed = request._replace(layout=as_layout(spec), rank=0, seq_len=0, starts=())
+    fields = _fixed_fields(attention, merge, *fixed)
     own = {
         "tokens": str(request.seq_len),
         "layout": layout_text(request.layout),

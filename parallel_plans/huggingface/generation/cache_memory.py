@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from parallel_plans.huggingface.core.layer_inputs import (
     InputsWithPools,
     LayerInputs,
     ShardedInputs,
+    agreeing,
 )
 from parallel_plans.huggingface.core.positions import LastTokens
 from parallel_plans.huggingface.generation.saved_parts import PADDING, Pair, of_part, windows_of
@@ -337,7 +338,7 @@ class CacheMemory:
             if window.size not in of_size:
                 of_size[window.size] = new.window(window.num_held)
         if self._shards is not None:
-            of_size[0] = _agreeing(new.full(self._shards), tokens)
+            of_size[0] = agreeing(new.full(self._shards), tokens)
         # Layers with a state alone have no attention, and need no inputs.
         inputs: list[Any] = [of_size.get(size) for size in self._sizes]
         return tuple(inputs)
@@ -346,7 +347,7 @@ class CacheMemory:
         """Return which tokens ranks keep of layers with a window, that these see as pools."""
         if self._index is None or not self._windows.keys() & self._indexes.keys():
             return None
-        return _agreeing(new.full(self._index), tokens)
+        return agreeing(new.full(self._index), tokens)
 
     def _commit(self, new: NewTokens, rows: int) -> None:
         # Compute all windows before any is updated, so that an error leaves all unchanged.
@@ -486,16 +487,6 @@ class CacheMemory:
         for window in self._windows.values():
             window.hold(None)
         self.seq_len, self.batch, self.states, self.left_padding = 0, -1, {}, None
-
-
-def _agreeing(inputs: InputsWithPools, tokens: Tensor) -> InputsWithPools:
-    """Return inputs with which layers compare the tokens, in the messages that they send anyhow.
-
-    All layers do, not the first one alone: they then make the same call, which is bound once.
-    """
-    if isinstance(inputs, DecodeInputs) and not tokens.is_floating_point():
-        return replace(inputs, agree=tokens.long())
-    return inputs
 
 
 def _layout_of_runs(axis: SequenceAxis, other: str = "zigzag") -> Layout:

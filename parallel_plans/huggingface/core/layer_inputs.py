@@ -360,6 +360,16 @@ class DecodeInputs:
         return decode_selected_attention(query, key, value, chosen, **how, **scores)
 
 
+def agreeing(inputs: InputsWithPools, tokens: Tensor) -> InputsWithPools:
+    """Return inputs with which layers compare the tokens, in the messages that they send anyhow.
+
+    All layers do, not the first one alone: they then make the same call, which is bound once.
+    """
+    if isinstance(inputs, DecodeInputs) and not tokens.is_floating_point():
+        return replace(inputs, agree=tokens.long())
+    return inputs
+
+
 def _num_keys(runs: Tensor | None) -> int:
     """Return the number of keys in runs `(..., 2)`, 0 for none."""
     return 0 if runs is None else int(runs[..., 1].sum())

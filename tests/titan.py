@@ -114,7 +114,7 @@ def arguments(run: Run, folder: Path) -> list[str]:
     return [
         *("--module", module, "--config", name, f"--hf_assets_path={folder}"),
         *("--dataloader.dataset=c4_test", f"--dataloader.dataset_path={folder}/data"),
-        *("--training.seq_len=64", "--training.local_batch_size=4", "--training.steps=3"),
+        *("--training.seq_len=64", "--training.local_batch_size=2", "--training.steps=3"),
         *("--training.mixed_precision_param=float32", "--debug.seed=0", *run.flags),
     ]
 

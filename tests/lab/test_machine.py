@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import fields, replace
 from pathlib import Path
 from random import Random
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 
 from dtensor_ring.lab.machine import Curve, KernelSpeed, Links, Machine
 from dtensor_ring.lab.presets import as_machine
+from tests.test_public import ROOT
 
 LINE = Curve.line(1e-5, 1e11)
 LINKS = Links(LINE, LINE, LINE, LINE)
@@ -206,3 +208,27 @@ def test_machines_by_name_and_file(tmp_path: Path) -> None:
     path.write_text("{}")
     with pytest.raises(ValueError, match=r"machine file '.*mine.json' has schema None"):
         as_machine(path)
+
+
+def machine_texts(content: Any) -> Iterator[str]:
+    """Machine files, as text: what a file is, or has anywhere."""
+    if isinstance(content, dict) and "ranks_per_host" in content:
+        yield json.dumps(content)
+    elif isinstance(content, dict | list):
+        for x in content.values() if isinstance(content, dict) else content:
+            yield from machine_texts(x)
+    elif isinstance(content, str) and '"ranks_per_host"' in content:
+        yield content
+
+
+def test_machines_that_were_measured_can_be_read() -> None:
+    """Those of other benchmarks' results too, which `simulator.py --again` simulates again."""
+    paths = (ROOT / "benchmarks" / "results").glob("*/*.json")
+    texts = {x: [*machine_texts(json.loads(x.read_text()))] for x in paths}
+    assert {path.name for path, found in texts.items() if found} == {
+        "machine.json",
+        "simulator.json",
+    }
+    machines = {Machine.from_json(x, str(path)) for path, found in texts.items() for x in found}
+    assert {x.device for x in machines} == {"cpu", "NVIDIA H200"}
+    assert all(x.source == "measured" for x in machines)

@@ -23,7 +23,6 @@ from parallel_plans.huggingface.core.patterns import MARKER
 from tests.huggingface.test_huggingface import parallel_model
 from tests.pool import Pool
 
-
 TOKENS = torch.zeros(1, 16, dtype=torch.int64)
 HOLED = torch.ones(1, 16).index_fill(1, torch.tensor(7), 0)
 NUMBERED = torch.arange(16).unsqueeze(0) // 4 + 1  # documents

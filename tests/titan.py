@@ -81,7 +81,7 @@ class Report:
 def train(run: Run, folder: str) -> Report:
     """One rank of a run, from assets in that folder."""
     report, calls = Report(), Counter[str]()
-    with _torchtitan(), _counted(calls):
+    with _torchtitan(), _counted(calls), _undrawn():
         config = _config(run, folder)
         trainer = config.build()
 
@@ -97,6 +97,14 @@ def train(run: Run, folder: str) -> Report:
             trainer.train()
         trainer.close()
     return report
+
+
+@contextmanager
+def _undrawn() -> Iterator[None]:
+    """Draw no weights, whose place those of a checkpoint take: as DTensors that takes long."""
+    names = "_no_grad_trunc_normal_", "_no_grad_normal_"
+    with patch.multiple(torch.nn.init, **{name: lambda x, *_, **__: x for name in names}):
+        yield
 
 
 def save_seed(run: Run, folder: str) -> None:

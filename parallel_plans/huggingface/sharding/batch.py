@@ -359,7 +359,8 @@ def _is_within(part: Tensor, count: int) -> bool:
     """Return whether all numbers are from 0 to `count - 1`; a few are cheaper to read in Python."""
     if part.numel() > FEW:
         return False
-    return all(0 <= x < count for x in part.reshape(-1).tolist())
+    numbers = part.reshape(-1).tolist()
+    return not numbers or (min(numbers) >= 0 and max(numbers) < count)
 
 
 def _num_entries(model: Any, embeddings: nn.Module | None) -> int:

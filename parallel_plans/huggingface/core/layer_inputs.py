@@ -149,6 +149,7 @@ class ShardedInputs:
             how: dict[str, Any] = {"runs": self.runs}
             how |= {"seq_len": self.seq_len} if self.runs is None else {}
             how["key_runs"] = pool_runs(mesh.size(), size, **self._order)
+            # Pools are fewer than queries: all of them travel, and slices say which have ended.
             how |= {"slices": Slices.pools(self.num_keys, size), "strategy": "ring"}
             return self.axis.attention_with_lse(query, keys, keys, scale=scale, **how)
         how = self._where | {"mesh": mesh, "scale": scale, "pool_size": size}
@@ -332,6 +333,7 @@ class DecodeInputs:
     def _select_by_document(self, index: KeyIndex, bounds: Tensor) -> Tensor:
         """Return what `select` does, where pools begin with the last document of each row."""
         rank = 0 if self.mesh is None else self.mesh.get_local_rank()
+        # New tokens continue the last document, so no other one is chosen from.
         end, parts, every = self.num_keys, [], slice(None)
         for document in documents_of_rows(bounds, len(index.query)):
             if document.end == end:
@@ -436,6 +438,7 @@ class ScanChunks:
             mesh: the axis.
             stays_from: the length from which on tokens stay where they are; `None` for never.
         """
+        # Scans run in the order of the sequence, where shards are contiguous and equal.
         rank, shard = mesh.get_local_rank(), length // mesh.size()
         begin, end = rank * shard, (rank + 1) * shard
         rows = [[0]] if boundaries is None else boundaries.reshape(-1, boundaries.shape[-1])

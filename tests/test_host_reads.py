@@ -22,6 +22,8 @@ from dtensor_ring.paged import kernels as paged_kernels
 from dtensor_ring.paged.api import PagedBatch, PagedCache
 from dtensor_ring.quantised import block_scales
 from dtensor_ring.ring import ring_backward, ring_forward
+from parallel_plans.huggingface.core.documents import DocumentBounds
+from parallel_plans.huggingface.core.layer_inputs import DecodeInputs, agreeing
 from tests.host_reads import HostReads
 from tests.rings import Ring
 from tests.test_played import RINGS
@@ -116,3 +118,12 @@ def test_reads_are_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(KERNELS["cuda_flash"].__class__, "attend", reading)
     with pytest.raises(AssertionError, match=r"the host (reads|and) the device"):
         run_ring(RINGS["zigzag"], "cuda_flash", TransferPolicy())
+
+
+def test_a_token_comes_to_the_host_once_for_all_layers() -> None:
+    """Layers compare it, and bind one call for all of them: only where they need not read a GPU."""
+    runs = torch.tensor([[[0, 1]]], dtype=torch.int32)
+    inputs: Any = DecodeInputs(None, DocumentBounds(), runs, 1, None)
+    with FakeTensorMode():
+        found: Any = agreeing(inputs, torch.zeros(1, 1, dtype=torch.int64, device="cuda"))
+    assert found.agree.device.type == "cpu"

@@ -221,7 +221,7 @@ def _known_options(
     if torch.compiler.is_compiling():
         return None
     kept = known_calls_of(mesh)
-    if kept is None or not all(type(x) is Tensor for x in (query, key, value)):
+    if kept is None or not type(query) is type(key) is type(value) is Tensor:
         return None
     for x in integers:
         if x is not None and (type(x) is not Tensor or x.layout is not torch.strided):

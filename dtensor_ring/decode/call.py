@@ -264,7 +264,7 @@ def bound_decode(
     # The content of the tensors is known by now; they may be written to for the next token.
     call = DecodeCall(DecodeBatch(), call.scores._replace(sinks=None), call.place)
     kept = BoundDecode(call, request, found, is_kept=True)
-    return _BOUND.put(asked, kept, key_bytes=sum(len(content) for *_, content in asked[0]))
+    return _BOUND.put(asked, kept, key_bytes=sum([len(content) for *_, content in asked[0]]))
 
 
 def _asked(
@@ -284,10 +284,9 @@ def _asked(
             return None
         contents.append((i, x.shape, x.numpy().tobytes()))
         others[i] = x.dtype
-    tensors = query, key, value
-    shapes = tuple(x.shape for x in tensors)
-    kinds = tuple((x.dtype, x.device, x.layout) for x in tensors)
-    return tuple(contents), *others, shapes, kinds
+    shapes = query.shape, key.shape, value.shape, query.device, key.device, value.device
+    kinds = query.dtype, key.dtype, value.dtype, query.layout, key.layout, value.layout
+    return tuple(contents), *others, *shapes, *kinds
 
 
 def checked_decode(

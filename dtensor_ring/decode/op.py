@@ -154,12 +154,15 @@ def _without_gradient(
     keyset: Any, query: Tensor, key: Tensor, value: Tensor, *options: Any
 ) -> tuple[Tensor, Tensor]:
     """Run the decode op, which has no gradient."""
-    inputs = query, key, value, options[SINKS]
+    _refuse_gradients(query, key, value, options[SINKS])
+    return nodes.below_autograd(decode_op, forward, keyset, query, key, value, *options)
+
+
+def _refuse_gradients(*inputs: Tensor | None) -> None:
     if torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs):
         raise NotImplementedError(NO_GRADIENT)
     if forward_ad._current_level >= 0:
         nodes.refuse_tangents(inputs)
-    return nodes.below_autograd(decode_op, forward, keyset, query, key, value, *options)
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
@@ -168,7 +171,9 @@ def attend(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> tuple[Te
     inputs = (query, key, value) if sinks is None else (query, key, value, sinks)
     if torch.compiler.is_compiling() or not nodes.is_plain(*inputs):
         return decode_op(query, key, value, *options)
-    return _without_gradient(nodes.PLAIN, query, key, value, *options)
+    _refuse_gradients(*inputs)
+    with torch._C._AutoDispatchBelowADInplaceOrView():  # see `nodes.below_autograd`
+        return forward(query, key, value, *options)
 
 
 def _decode_flops(query: Tensor, key: Tensor, value: Tensor, *rest: Any, **_: Any) -> int:

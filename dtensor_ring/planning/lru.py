@@ -67,7 +67,8 @@ class ByteStore(Generic[T]):
         # Outside of the lock: an estimate may walk through the value.
         size = self._size_of(value) + key_bytes
         with self._lock:
-            self._drop(key)
+            if key in self._kept:
+                self._drop(key)
             # A value that is too large would evict all others, and then itself.
             if size <= self.max_bytes:
                 self._num_uses += 1

@@ -368,7 +368,8 @@ def agreeing(inputs: InputsWithPools, tokens: Tensor) -> InputsWithPools:
     All layers do, not the first one alone: they then make the same call, which is bound once.
     """
     if isinstance(inputs, DecodeInputs) and not tokens.is_floating_point():
-        return replace(inputs, agree=tokens.long())
+        # One copy for all layers: each would wait for the device, and make a call that is not kept.
+        return replace(inputs, agree=tokens.cpu().long())
     return inputs
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dtensor_ring.compute.capture import refuse_capture
 from dtensor_ring.planning.lru import ByteStore
 from dtensor_ring.planning.mask import Documents, as_documents
 from dtensor_ring.planning.run_table import RunTable
@@ -198,15 +199,15 @@ def on_host(x: Tensor) -> Tensor:
     """Return the tensor on the CPU, copied if necessary.
 
     Raises:
-        ValueError: during the capture of a CUDA graph, which would keep the present content.
+        RuntimeError: during the capture of a CUDA graph, which would keep the present content.
     """
     if x.is_cpu:
         return x
-    if x.is_cuda and torch.cuda.is_current_stream_capturing():
-        raise ValueError(
-            "cu_seqlens, runs, slices and their like must be on the CPU while a CUDA graph is "
-            "captured: it is for these numbers only, whatever the tensors hold later; use .cpu()"
-        )
+    refuse_capture(
+        x.device,
+        "cu_seqlens, runs, slices or their like are on the GPU, where the host cannot read them",
+        "pass them on the CPU, by .cpu() before: the graph is for these numbers only",
+    )
     return x.cpu()
 
 

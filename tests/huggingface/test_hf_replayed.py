@@ -28,13 +28,13 @@ def test_only_documents_are_outside_of_graphs(pool: Pool) -> None:
     """The copy of their boundaries to the host, and attention, which plans by them."""
     ((alone, packed),) = pool.run(1, _graphs)
     assert alone == []
-    assert packed == ["_to_copy", *["ring_attention"] * 2]
+    assert packed == ["_to_copy", "ring_attention"]
 
 
 def _graphs() -> list[list[str]]:
     """Ops that no CUDA graph can have, of a batch without documents and of one with them."""
     with fake_group(2):
-        model = small_model("Llama", num_hidden_layers=2)
+        model = small_model("Llama", num_hidden_layers=1)
         with on_gpus(2):
             mesh = DeviceMesh("cuda", [0, 1])
             parallelize_module(model, mesh, context_parallel_plan(model))

@@ -29,7 +29,7 @@ LIBRARY = torch.library.Library("dtensor_ring", "FRAGMENT")
 # With `mode="reduce-overhead"`, Inductor makes CUDA graphs of parts of a graph. An op that reads
 # boundaries on the CPU must run between them: a replay would have those of the capture. Since torch
 # 2.15 Inductor leaves ops of two devices out; before that, none of ours may be in a part.
-_TAGS = (torch.Tag.cudagraph_unsafe,) if torch.__version__ < (2, 15) else ()
+_TAGS = (torch.Tag.cudagraph_unsafe,) if torch.__version__ < "2.15" else ()
 
 
 def register_op(

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import parallelize_module
 
-from dtensor_ring import SequenceAxis
+from dtensor_ring import DocumentRoom, SequenceAxis
 from gpu_steps.graphs import captured
 from gpu_steps.inference import decoded
 from gpu_steps.machine import Finding, Machine, compared, failed
@@ -30,12 +30,13 @@ ALONE = 4
 
 
 def replays(machine: Machine) -> Iterator[Finding]:
-    """A graph is for one packing: its launches are those of its documents."""
+    """A graph is for one packing, or has room for the documents of all."""
     with machine.connected() as mesh:
         SequenceAxis(mesh, "zigzag")
         number = 2 if machine.is_dry else PACKINGS
         for what, way in {
             f"{number} packings, forward and backward": partial(_packings, number),
+            f"{number} packings by one graph that has room": partial(_one_graph, number),
             "a token of some requests, by the paged kernel of choice": _decoded,
         }.items():
             try:
@@ -111,6 +112,25 @@ def _of_packing(machine: Machine, mesh: DeviceMesh, cuts: Tensor) -> tuple[int, 
         return call.results
 
     return _replayed(run)
+
+
+def _one_graph(number: int, machine: Machine, mesh: DeviceMesh) -> tuple[int, int]:
+    """How many results differ, of how many."""
+    call, room = Call(machine, mesh, machine.dtype), DocumentRoom(mesh, TOKENS, 16)
+
+    def run() -> list[Tensor]:
+        call(room.cu_seqlens)
+        return call.results
+
+    graph, results = captured(run)
+    differ = []
+    for seed in range(number):
+        room.fill(documents(seed))
+        eager = [x.clone() for x in run()]
+        graph.replay()
+        torch.cuda.synchronize()
+        differ += [not torch.equal(x, y) for x, y in zip(results, eager, strict=True)]
+    return sum(differ), len(differ)
 
 
 def _decoded(machine: Machine, mesh: DeviceMesh) -> tuple[int, int]:

@@ -63,7 +63,7 @@ ALONE = {
     "tiles": Planned("tiles next to one launch", 20, tiles),
     "masks": Planned("windows, documents: one launch for a step, or many", 90, any_mask),
     "host": Planned("the host's time of a call next to PyTorch's", 10, host),
-    "graphs": Planned("100 packings and a token by CUDA graphs, bit by bit", 60, replays),
+    "graphs": Planned("100 packings, a token and a model by CUDA graphs", 120, replays),
     "messages": Planned("a rank's messages to itself, beside attention", 20, messages),
     "processes": Planned("4 processes on one GPU: every call, agreement", 90, by_processes),
     "inference": Planned("pools, selected keys, a model that serves", 30, inference),

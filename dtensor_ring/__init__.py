@@ -15,6 +15,7 @@ from dtensor_ring.decode.cache import ShardedCache
 from dtensor_ring.dtensor.annotation import sequence_layout
 from dtensor_ring.dtensor.attention import ring_attention
 from dtensor_ring.dtensor.axis import SequenceAxis
+from dtensor_ring.dtensor.document_room import DocumentRoom
 from dtensor_ring.dtensor.exchange import exchange, relayout
 from dtensor_ring.dtensor.flex.block_mask import slices_of_block_mask
 from dtensor_ring.dtensor.gather import sequence_runs, sum_over_sequence
@@ -57,6 +58,7 @@ __all__ = [
     "BlockPool",
     "ContextParallel",
     "Contiguous",
+    "DocumentRoom",
     "HandOver",
     "InBlocks",
     "Machine",

@@ -19,6 +19,8 @@ Names of layers, which identify calls in errors and between ranks:
     `name_layer`, `number_layer`, `within_layer`.
 Messages between the ranks of an axis:
     `attached`, `gathered`, `gather_rows`, `receive_state`, `send_state`.
+What a CUDA graph captures, and what is refused there:
+    `is_capturing`, `refuse_capture`.
 Dropout by counters, the same however tokens are sharded:
     `draw_seed`, `dropout_factors`, `numbered`, `Dropout`.
 Losses, and ops that a plan defines:
@@ -47,6 +49,7 @@ The contract of a block kernel:
 """
 
 from dtensor_ring.balanced.work import visible_pairs
+from dtensor_ring.compute.capture import is_capturing, refuse_capture
 from dtensor_ring.compute.dropout import Dropout, draw_seed, dropout_factors, numbered
 from dtensor_ring.compute.kernels import Kernel, Launch, Problem, Saved, Scores, check_kernel
 from dtensor_ring.compute.memory import positions_of
@@ -130,6 +133,7 @@ __all__ = [
     "gather_rows",
     "gathered",
     "group_beside",
+    "is_capturing",
     "layout_names",
     "machine_on",
     "moving_blocks",
@@ -144,6 +148,7 @@ __all__ = [
     "positions_of",
     "prompt_layout",
     "receive_state",
+    "refuse_capture",
     "register_op",
     "send_state",
     "stays_from",

@@ -15,11 +15,14 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from dtensor_ring import BlockPool, TransferPolicy
+from dtensor_ring import BlockPool, Mask, TransferPolicy, ZigZag
+from dtensor_ring.compute.changing import ChangingSegments
 from dtensor_ring.compute.kernels import KERNELS, Saved, Scores
 from dtensor_ring.compute.memory import TOKEN_MAJOR, Numbers, empty
 from dtensor_ring.paged import kernels as paged_kernels
 from dtensor_ring.paged.api import PagedBatch, PagedCache
+from dtensor_ring.planning.changing import ChangingDocuments
+from dtensor_ring.planning.plan import Plan, plan
 from dtensor_ring.quantised import block_scales
 from dtensor_ring.ring import ring_backward, ring_forward
 from parallel_plans.huggingface.core.documents import DocumentBounds
@@ -55,17 +58,21 @@ def fake_gpu() -> Iterator[None]:
 
 
 def run_ring(ring: Ring, name: str, policy: TransferPolicy) -> None:
-    for plan in (ring.plans()[0], ring.plans()[-1]):
-        with fake_gpu():
-            like = torch.empty(0, dtype=DTYPE, device="cuda")
-            rows, cols = plan.num_local
-            sizes = (HEADS[0], rows), (HEADS[1], cols), (HEADS[1], cols), (HEADS[0], rows)
-            query, key, value, grad_out = (
-                empty(like, (2, heads, tokens, HEAD_DIM), TOKEN_MAJOR) for heads, tokens in sizes
-            )
-            how = plan, KERNELS[name], Scores(ring.mask, 0.125), Silent(), policy
-            out, lse = ring_forward(query, (key, value), *how)
-            ring_backward(Saved(grad_out, out, lse), query, (key, value), *how)
+    for mine in (ring.plans()[0], ring.plans()[-1]):
+        run_plan(mine, ring.mask, name, policy)
+
+
+def run_plan(mine: Plan, mask: Mask, name: str, policy: TransferPolicy) -> None:
+    with fake_gpu():
+        like = torch.empty(0, dtype=DTYPE, device="cuda")
+        rows, cols = mine.num_local
+        sizes = (HEADS[0], rows), (HEADS[1], cols), (HEADS[1], cols), (HEADS[0], rows)
+        query, key, value, grad_out = (
+            empty(like, (2, heads, tokens, HEAD_DIM), TOKEN_MAJOR) for heads, tokens in sizes
+        )
+        how = mine, KERNELS[name], Scores(mask, 0.125), Silent(), policy
+        out, lse = ring_forward(query, (key, value), *how)
+        ring_backward(Saved(grad_out, out, lse), query, (key, value), *how)
 
 
 @pytest.mark.parametrize(
@@ -77,6 +84,22 @@ def run_ring(ring: Ring, name: str, policy: TransferPolicy) -> None:
 )
 def test_rings(ring: str, kv_dtype: torch.dtype | None) -> None:
     run_ring(RINGS[ring], "cuda_flash", TransferPolicy(kv_dtype=kv_dtype))
+
+
+def test_documents_that_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel of a GPU asks the host nothing that differs between packings, which raises here."""
+
+    def boundaries(segments: ChangingSegments, device: torch.device) -> tuple[Tensor, ...]:
+        return tuple(torch.empty(len(x), dtype=torch.int32, device=device) for x in segments._now)
+
+    monkeypatch.setattr(ChangingSegments, "boundaries", boundaries)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    documents = ChangingDocuments(4096, max_documents=20)
+    for mask in (Mask.causal(), Mask.full()):
+        mine = plan(ZigZag(), mask, 1, 4, 4096, documents)
+        run_plan(mine, mask, "cuda_flash", TransferPolicy())
+        with pytest.raises(RuntimeError, match="and the host reads documents"):
+            run_plan(mine, mask, "reference", TransferPolicy())
 
 
 def test_a_token_of_requests() -> None:

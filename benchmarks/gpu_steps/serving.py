@@ -84,10 +84,15 @@ def _seconds(run: Callable[[], list[list[int]]], repeats: int, new: int) -> floa
 
 def _model(machine: Machine) -> Any:
     from serving import TINY
+
+    return llama(machine, TINY if machine.is_dry else SIZES)
+
+
+def llama(machine: Machine, sizes: dict[str, int]) -> Any:
+    """A Llama of these sizes, always with the same weights."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    sizes = TINY if machine.is_dry else SIZES
     how = {"eos_token_id": None, "pad_token_id": 0, "dtype": machine.dtype}
     with torch.device(machine.device):
         model = LlamaForCausalLM(LlamaConfig(vocab_size=1024, **sizes, **how))

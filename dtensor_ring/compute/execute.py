@@ -16,6 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from dtensor_ring.compute.accumulate import Partials, RunningOutput
+from dtensor_ring.compute.changing import changing_launches
 from dtensor_ring.compute.dropout import Dropout
 from dtensor_ring.compute.kernels.kernel import (
     Gradients,
@@ -411,9 +412,12 @@ def launches_of(
     batch_size, _, num_rows, _ = query.shape
     if not batch_size:
         return ()  # some kernels refuse an empty batch, others return nothing for it
-    if kernel.has_intervals and joins_tiles and len(step.tiles) > 1:
+    is_fixed = step.changing is None
+    if kernel.has_intervals and joins_tiles and len(step.tiles) > 1 and is_fixed:
         return whole_step(step, batch_size, in_flight)
     has_segments = joins_tiles and kernel.has_segments
+    if step.changing is not None:
+        return changing_launches(step, batch_size, query.device, has_segments, in_flight)
     return launches(step, (batch_size, num_rows, key.shape[2]), has_segments, in_flight)
 
 

@@ -15,6 +15,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from dtensor_ring.compute.capture import RUN_ONCE, keep_captured, refuse_capture
 from dtensor_ring.compute.trace import note_pass
 from dtensor_ring.planning.demand import Cols
 from dtensor_ring.planning.layout import Run
@@ -154,7 +155,7 @@ class Numbers:
     """One or more lists of integers, or tensors of any shape, copied to each device once.
 
     The tensors live as long as this object, which should live as long as its plan. Tensors that a
-    CUDA graph has captured live forever, see `_CAPTURED`.
+    CUDA graph has captured live for ever, see `keep_captured`.
 
     >>> Numbers(torch.int32, (0, 3, 5)).on(torch.device("cpu"))
     (tensor([0, 3, 5], dtype=torch.int32),)
@@ -171,16 +172,12 @@ class Numbers:
 
     def on(self, device: torch.device) -> tuple[Tensor, ...]:
         """Return each list as a tensor on the device."""
-        is_captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         # A copy makes the host wait and all layers need it, so copy once for each device.
         if device not in self._copies:
-            if is_captured:
-                raise RuntimeError(NOT_THERE)
+            refuse_capture(device, "boundaries of this attention are not on the GPU yet", RUN_ONCE)
             self._copies[device] = self._copied(device)
         copies = self._copies[device]
-        if is_captured:
-            _CAPTURED.update(copies)
-        elif device.type == "cuda":
+        if not keep_captured(device, copies) and device.type == "cuda":
             # A side stream allocated the memory of all views; keep it while this stream reads it.
             copies[0].record_stream(torch.cuda.current_stream(device))
         return copies
@@ -194,14 +191,6 @@ class Numbers:
                 return tuple(x.to(device) for x in lists)
             return _in_one_transfer(lists, device)
 
-
-# Tensors that CUDA graphs read at each replay; nothing reports when the last graph is gone.
-_CAPTURED: set[Tensor] = set()
-
-NOT_THERE = (
-    "a CUDA graph is being captured, and the boundaries of this attention are not on the GPU yet, "
-    "where no capture can bring them; run the same attention, with its backward, once before"
-)
 
 # Alignment of each list in the joint copy, in bytes.
 ALIGNED = 16

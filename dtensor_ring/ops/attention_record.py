@@ -11,6 +11,7 @@ from torch import Tensor
 
 from dtensor_ring.agreement.call_record import CallRecord
 from dtensor_ring.compute.kernels import Scores
+from dtensor_ring.planning.changing import ChangingDocuments
 from dtensor_ring.planning.layout import Layout
 from dtensor_ring.planning.mask import Documents, Mask
 from dtensor_ring.planning.run_table import MARKED, RunTable
@@ -116,6 +117,8 @@ def layout_text(layout: Layout) -> str:
 
 def boundaries_text(documents: Documents | None) -> str:
     """Describe the boundaries of each batch row."""
+    if isinstance(documents, ChangingDocuments):
+        return f"those of a DocumentRoom, at most {len(documents.bounds) - 1}"
     return "none" if documents is None else ", ".join(map(numbers_text, documents.arrays))
 
 

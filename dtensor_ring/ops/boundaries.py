@@ -10,7 +10,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
+from dtensor_ring.compute.capture import refuse_capture
+from dtensor_ring.planning.changing import ChangingDocuments
 from dtensor_ring.planning.lru import ByteStore
 from dtensor_ring.planning.mask import Documents, as_documents
 from dtensor_ring.planning.run_table import RunTable
@@ -82,6 +85,15 @@ def _compared(content: np.ndarray, width: int) -> bytes:
 
 _KNOWN: ByteStore[_KnownBoundaries] = ByteStore(max_bytes=32 << 20, size_of=attrgetter("num_bytes"))
 
+# Documents that change, by the tensor that stands for them; see Note [Changing documents].
+_CHANGING: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+def know_changing(cu_seqlens: Tensor, documents: ChangingDocuments) -> None:
+    """Let a tensor stand for documents that change, whatever it holds."""
+    _CHANGING[cu_seqlens] = documents
+
+
 INTEGERS = (torch.int32, torch.int64)
 
 
@@ -102,6 +114,12 @@ def documents_of(cu_seqlens: Tensor, name: str, batch: int, is_numbered: bool = 
         raise ValueError(
             f"{name} must have shape (D+1,) or ({batch}, D+1), got {tuple(cu_seqlens.shape)}"
         )
+
+    changing = _CHANGING.get(cu_seqlens) if _CHANGING else None
+    if changing is not None and not is_numbered:
+        return changing
+    if changing is not None:
+        raise ValueError("a DocumentRoom has no key_cu_seqlens; pass cu_seqlens alone")
 
     def convert(content: np.ndarray) -> Documents | None:
         return as_documents(content, name=name, keep_empty=is_numbered)
@@ -198,15 +216,15 @@ def on_host(x: Tensor) -> Tensor:
     """Return the tensor on the CPU, copied if necessary.
 
     Raises:
-        ValueError: during the capture of a CUDA graph, which would keep the present content.
+        RuntimeError: during the capture of a CUDA graph, which would keep the present content.
     """
     if x.is_cpu:
         return x
-    if x.is_cuda and torch.cuda.is_current_stream_capturing():
-        raise ValueError(
-            "cu_seqlens, runs, slices and their like must be on the CPU while a CUDA graph is "
-            "captured: it is for these numbers only, whatever the tensors hold later; use .cpu()"
-        )
+    refuse_capture(
+        x.device,
+        "cu_seqlens, runs, slices or their like are on the GPU, where the host cannot read them",
+        "pass them on the CPU, by .cpu() before: the graph is for these numbers only",
+    )
     return x.cpu()
 
 

@@ -26,6 +26,11 @@ T = TypeVar("T")
 
 LIBRARY = torch.library.Library("dtensor_ring", "FRAGMENT")
 
+# With `mode="reduce-overhead"`, Inductor makes CUDA graphs of parts of a graph. An op that reads
+# boundaries on the CPU must run between them: a replay would have those of the capture. Since torch
+# 2.15 Inductor leaves ops of two devices out; before that, none of ours may be in a part.
+_TAGS = (torch.Tag.cudagraph_unsafe,) if torch.__version__ < "2.15" else ()
+
 
 def register_op(
     name: str,
@@ -57,7 +62,7 @@ def register_op(
         flops: takes its inputs, and `out_val`, and counts its floating-point operations.
     """
     full_name = f"dtensor_ring::{name}"
-    torch.library.define(full_name, schema)
+    torch.library.define(full_name, schema, tags=_TAGS)
     torch.library.impl(full_name, "CompositeExplicitAutograd")(run)
     torch.library.register_fake(full_name, fake)
     op: Any = getattr(torch.ops.dtensor_ring, name).default

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dtensor_ring.compute.capture import refuse_capture
 from dtensor_ring.compute.kernels.kernel import (
     COMPILER,
     PagedKernel,
@@ -69,11 +70,11 @@ class PagedFlashInfer(PagedKernel):
     def forward(
         self, query: Tensor, key_blocks: Tensor, value_blocks: Tensor, pages: Pages, scores: Scores
     ) -> Result:
-        if query.is_cuda and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(
-                "a CUDA graph is being captured, and the paged kernel 'flashinfer' plans each "
-                "launch on the host; take kernel='paged_triton', which a graph can replay"
-            )
+        refuse_capture(
+            query.device,
+            "the paged kernel 'flashinfer' plans each launch on the host",
+            "take kernel='paged_triton', which a graph can replay",
+        )
         num_entries, num_rows = query.shape[:2]
         with COMPILER, torch.no_grad():
             wrapper = _wrappers_of(query, key_blocks, scores).planned(pages)

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dtensor_ring.planning.block_order import BlockOrder, Grid, Sent
+from dtensor_ring.planning.changing import Changing, ChangingDocuments
 from dtensor_ring.planning.demand import Cols, KeyDemand, PairwiseDemand
 from dtensor_ring.planning.layout import Joined, Layout, Run, run_positions
 from dtensor_ring.planning.lru import cached_bytes
@@ -41,7 +42,7 @@ class Step:
     The columns of the tiles index into `cols`, packed side by side. In the first step `cols` are
     all columns of this rank's shard; in later steps they are the columns of the source's packet.
     `runs` are those of the source's shard, see `Layout.runs`. `kept` holds what its launches need,
-    which is made once: it lives as long as the step.
+    which is made once: it lives as long as the step. `changing` is given if its documents change.
     """
 
     number: int
@@ -49,6 +50,7 @@ class Step:
     cols: Cols
     tiles: tuple[Tile, ...]
     runs: tuple[Run, ...] = ()
+    changing: Changing | None = None
     kept: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
 
 
@@ -240,6 +242,9 @@ def plan(
     group, member = divmod(rank, strategy.heads)
     route = ROUTES[strategy.route](group, inputs.demand)
     planned = _planned(route, inputs) if block is None else _ordered(route, inputs, block)
+    if isinstance(documents, ChangingDocuments):
+        found = documents.steps(planned.steps, planned.runs, block is not None)
+        planned = replace(planned, steps=found)
     if strategy.heads == 1:
         return planned
     owners = KeyOwners(key_layout or layout, strategy.heads, world_size, seq_lens[1])

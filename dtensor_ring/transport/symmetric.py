@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
+from dtensor_ring.compute.capture import RUN_ONCE, refuse_capture
 from dtensor_ring.transport.transport import P2P, Transport, Work, set_transport, transport_of
 
 # The bytes of a slot. Smaller ones take less memory and more signals, of about 10 us a chunk.
@@ -211,9 +212,11 @@ class SymmetricTransport(Transport):
         Raises:
             ValueError: if the tensors are not on CUDA, the ranks are not on one host, or PyTorch
                 has no symmetric memory.
+            RuntimeError: if a CUDA graph is captured before there is an outbox.
         """
         if self._size == 1 or device in self._outboxes:
             return
+        refuse_capture(device, "the ranks of this axis share no memory yet", RUN_ONCE)
         self._memory.check(device, self._group_name)
         with torch.inference_mode(False):  # tensors made in it are read-only outside
             self._outboxes[device] = Outbox(

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dtensor_ring.compute.capture import RUN_ONCE, is_capturing, refuse_capture
 from dtensor_ring.compute.trace import Label
 from dtensor_ring.planning.ranges import as_count
 from dtensor_ring.quantised.block_scales import FORMATS
@@ -108,7 +109,7 @@ def hold_until_complete(works: Sequence[Work], tensors: Iterable[Tensor]) -> Non
     the next kernels would get memory that a message still writes to.
     """
     on_gpu = [x for x in tensors if x.is_cuda]
-    if not on_gpu or torch.cuda.is_current_stream_capturing():
+    if not on_gpu or is_capturing(on_gpu[0].device):
         return  # gloo does not write to what is gone, and a capture runs nothing
     # On a stream of its own: a message may never come, and the current stream must not wait then.
     with suppress(RuntimeError):  # the GPU failed, and runs nothing more
@@ -191,6 +192,7 @@ class ProcessGroupTransport(Transport):
 
         Raises:
             ValueError: if the tensors are on a GPU and the group is gloo's.
+            RuntimeError: if a CUDA graph is captured before there is a connection.
         """
         if device.type != "cuda" or self._group in _CONNECTED:
             return
@@ -199,6 +201,7 @@ class ProcessGroupTransport(Transport):
                 "the tensors are on CUDA and their group is gloo's, which sends those of CPUs "
                 'only; init_process_group("nccl"), or "cpu:gloo,cuda:nccl"'
             )
+        refuse_capture(device, "NCCL has not connected the ranks of this axis yet", RUN_ONCE)
         # Any collective of all ranks connects them; this one is small.
         dist.all_reduce(torch.zeros(1, device=device), group=self._group)
         _CONNECTED.add(self._group)

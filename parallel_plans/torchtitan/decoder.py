@@ -18,7 +18,7 @@ from torchtitan.models.common.attention import FlexAttention, VarlenAttention
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.protocols.module import Module
 
-from dtensor_ring.extension import MetaModel, ModelRequest, as_layout, check_kernel
+from dtensor_ring.extension import MetaModel, ModelRequest, as_layout, check_kernel, refuse_capture
 from parallel_plans.strategies import Strategies
 from parallel_plans.tested import warn_untested
 from parallel_plans.torchtitan.inner_attention import (
@@ -154,9 +154,8 @@ class FindsDocuments(Module):
         axis = next(rings, None)
         if axis is None:
             return None  # no attention here, or attention that raises a clear error
-        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-            raise ValueError(CUDA_GRAPHS)
         local = positions.to_local() if isinstance(positions, DTensor) else positions
+        refuse_capture(local.device, *CUDA_GRAPHS)
         with spmd.no_typecheck():
             return gather_documents(local, axis.layout, axis.mesh)
 

@@ -35,9 +35,10 @@ from parallel_plans.sequences import SequenceOrder, boundaries, filled_boundarie
 # Names of a batch's tensors besides its labels; all are `(B, S)`.
 TENSORS_OF_BATCH = {"input", "positions"}
 
+# Why a CUDA graph is refused, and what to give instead.
 CUDA_GRAPHS = (
-    "a CUDA graph would replay the documents of one batch for all others: give "
-    "--training.disable_cuda_graphs"
+    "its replays would have the documents of one batch for all others",
+    "give --training.disable_cuda_graphs",
 )
 
 

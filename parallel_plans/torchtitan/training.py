@@ -113,7 +113,7 @@ class RingTrainer(Trainer):
 
     def __init__(self, config: Config) -> None:
         if device_type == "cuda" and not config.training.disable_cuda_graphs:
-            raise ValueError(CUDA_GRAPHS)
+            raise ValueError(f"a step is to be a CUDA graph, and {'; '.join(CUDA_GRAPHS)}")
         spec, num_ranks = config.model_spec, config.parallelism.tensor_parallel_degree
         model = None if spec is None else spec.model
         check_heads(model, num_ranks)

@@ -223,6 +223,7 @@ FUNCTIONS |= {
         ("Balanced", PLANNED | {"block": just(None, 2)}, nothing),
         ("BlockCyclic", {"block": just(2)}, nothing),
         ("WholeBlocks", {"block": just(2)}, nothing),
+        ("DocumentRoom", MESH | {"seq_len": just(8), "max_documents": just(1, 4)}, nothing),
         (
             "BlockPool",
             {"num_blocks": just(4), "block": just(2, 64), "world_size": just(1, 2)},
@@ -249,6 +250,10 @@ FUNCTIONS |= {
 }
 FUNCTIONS |= {
     "PagedCache": Function(lambda _, **given: ring.PagedCache(ring.BlockPool(4), **given), PAGED),
+    "DocumentRoom.fill": Function(
+        lambda mesh, **given: ring.DocumentRoom(mesh, 8, 4).fill(**given),
+        {"cu_seqlens": made(lambda: ints(0, 3, 8), lambda: ints(0, 8))},
+    ),
     "PagedBatch": Function(paged(None), {"num_tokens": just(1, 2)}),
     "PagedBatch.attend": Function(paged("attend"), QUERIES),
     "PagedBatch.decode": Function(

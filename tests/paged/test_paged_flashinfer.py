@@ -79,7 +79,7 @@ def test_a_plan_serves_all_layers(made: list[int]) -> None:
 def test_no_plan_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     """A replay would read what a later plan wrote."""
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    query: Any = SimpleNamespace(is_cuda=True)
+    query: Any = SimpleNamespace(device=torch.device("cuda"))
     with pytest.raises(RuntimeError, match="take kernel='paged_triton', which a graph can replay"):
         KERNEL.forward(query, query, query, CASES[""].pages, CASES[""].scores)
 

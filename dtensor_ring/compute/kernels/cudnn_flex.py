@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from dtensor_ring.compute.capture import RUN_ONCE, keep_captured, refuse_capture
 from dtensor_ring.compute.kernels.cudnn import flash_or_reference
 from dtensor_ring.compute.kernels.kernel import (
     COMPILER,
@@ -26,7 +27,6 @@ from dtensor_ring.compute.kernels.kernel import (
     one_head_dim,
 )
 from dtensor_ring.compute.kernels.packages import missing_package, too_old
-from dtensor_ring.compute.memory import NOT_THERE
 from dtensor_ring.planning.intervals import intervals_of
 from dtensor_ring.planning.lru import ByteStore, cached_bytes
 from dtensor_ring.planning.mask import Mask
@@ -177,8 +177,7 @@ class _Plan:
         """Return the plan for a launch on the current stream."""
         if device.type != "cuda":
             return self.made  # a stand-in
-        if torch.cuda.is_current_stream_capturing():
-            _CAPTURED.add(self)
+        keep_captured(device, [self])
         stream = torch.cuda.current_stream(device)
         # Memory knows its streams until it is freed, so once is enough.
         if stream.cuda_stream not in self._streams:
@@ -190,9 +189,6 @@ class _Plan:
 
 # Plans on devices: all layers and steps of training with one mask read the same ones.
 _PLANS = ByteStore[_Plan](2**29, lambda plan: plan.num_bytes)
-
-# Plans that CUDA graphs read at each replay; nothing reports when the last graph is gone.
-_CAPTURED: set[_Plan] = set()
 
 
 def _plan_of(launch: Launch, q: Tensor, k: Tensor, v: Tensor, with_backward: bool = False) -> Any:
@@ -214,15 +210,13 @@ def _of_band(mask: Mask, num_rows: int, num_cols: int) -> Intervals:
 def _made(seen: Intervals, q: Tensor, k: Tensor, v: Tensor, with_backward: bool) -> _Plan:
     from cudnn.flex_attention.plan.builder import create_mask_plan
 
-    is_cuda = q.device.type == "cuda"
-    if is_cuda and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(NOT_THERE)
+    refuse_capture(q.device, "the plan of this mask is not made yet", RUN_ONCE)
     ends = seen.on(q.device).transpose(0, 1)  # `(F, B, R)`, where B is 1 if rows are alike
     ends = ends.expand(-1, q.shape[0], -1).flatten(1).unsqueeze(0).contiguous()
     with COMPILER, torch.no_grad():
         made = create_mask_plan(ends, q, k, v, build_backward=with_backward)
     plan = _Plan(made, with_backward)
-    if is_cuda:
+    if q.device.type == "cuda":
         torch.cuda.current_stream(q.device).synchronize()  # other streams may read it
     return plan
 

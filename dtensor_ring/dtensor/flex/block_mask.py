@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from dtensor_ring.compute.capture import refuse_capture
 from dtensor_ring.planning.slices import Slices
 
 if TYPE_CHECKING:
@@ -82,13 +83,31 @@ class MaskBlocks(NamedTuple):
         )
 
     def on_host(self) -> MaskBlocks:
-        """Return the blocks with counts and indices copied to the CPU."""
+        """Return the blocks with counts and indices copied to the CPU.
+
+        Raises:
+            RuntimeError: if they are on a GPU whose stream captures a CUDA graph.
+        """
+        refuse_block_mask(self.partial_counts.device)
         return self._replace(
             partial_counts=self.partial_counts.cpu(),
             partial_indices=self.partial_indices.cpu(),
             full_counts=None if self.full_counts is None else self.full_counts.cpu(),
             full_indices=None if self.full_indices is None else self.full_indices.cpu(),
         )
+
+
+def refuse_block_mask(device: torch.device) -> None:
+    """Refuse a block mask on a GPU whose stream captures a CUDA graph.
+
+    Raises:
+        RuntimeError: saying what to pass instead.
+    """
+    refuse_capture(
+        device,
+        "block_mask is on the GPU, where the host cannot read it",
+        "make its slices before, by slices_of_block_mask, and pass them to ring_attention",
+    )
 
 
 def slices_of_block_mask(block_mask: BlockMask) -> Slices:

@@ -28,6 +28,7 @@ from dtensor_ring.dtensor.flex.block_mask import (
     MaskFunction,
     function_of,
     leaves_scores,
+    refuse_block_mask,
     shows_all,
     slices_of_blocks,
     text_of,
@@ -280,6 +281,7 @@ def _known(
     blocks: MaskBlocks, tensors: tuple[Tensor | None, ...], others: tuple[Any, ...]
 ) -> np.ndarray:
     """Return the slices of blocks, made once; see Note [Known block masks]."""
+    refuse_block_mask(blocks.partial_counts.device)
     known = _KNOWN.get(blocks.partial_indices)
     if known is None or not known.is_of(tensors, others):
         contents = tuple(None if x is None else x.detach().clone() for x in tensors)

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch._guards import detect_fake_mode
 
 from dtensor_ring import Mask
+from dtensor_ring.extension import refuse_capture
 from parallel_plans.huggingface.core.patterns import AXES_WITH_TEXT, LayerMask
 from parallel_plans.sequences import filled_boundaries, traced_boundaries
 
@@ -26,6 +27,8 @@ BLOCK = 8192
 MIN_ROOM = 1024
 # Positions of one document follow one another, and no two positions are this far apart.
 FAR = 2**40
+# What a CUDA graph can have: the documents of all its replays.
+OF_HOST = "pass cu_seq_lens_q on the CPU, and neither of the others"
 
 
 def has_content(*values: Any) -> bool:
@@ -120,7 +123,12 @@ def find_starts(
         by_positions: whether they are position ids.
         begin: position in the sequence of the first of these tokens.
         before: the values of the tokens before them, `(B, 1)`; without it, documents start here.
+
+    Raises:
+        RuntimeError: if a CUDA graph is captured, and they are on its GPU.
     """
+    name = "position_ids" if by_positions else "attention_mask"
+    refuse_capture(values.device, f"the host reads documents from {name}", OF_HOST)
     step, tables = int(by_positions), []
     for block in _values(values, by_positions):
         # Without a token before it, the first token gets one that it does not follow.
@@ -414,6 +422,7 @@ def _by_boundaries(
             f"cu_seq_lens_q and cu_seq_lens_k must be one row of boundaries, got "
             f"{tuple(cu_seqlens.shape)} and {None if of_keys is None else tuple(of_keys.shape)}"
         )
+    refuse_capture(cu_seqlens.device, "the host reads documents from cu_seq_lens_q", OF_HOST)
     require(
         (cu_seqlens[0] == 0) & (cu_seqlens[-1] <= seq_len) & (cu_seqlens.diff() >= 0).all(),
         f"cu_seq_lens_q must start at 0, never decrease and end at or before {seq_len} tokens",

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from dtensor_ring.extension import draw_seed, dropout_factors
+from dtensor_ring.extension import draw_seed, dropout_factors, is_capturing
 
 # Odd, so that any two ranks get two seeds, also in the 32 bits that the generator of CPUs uses.
 OF_RANK, OF_DRAW = 0x5851F42D4C957F2D, 0x9E3779B97F4A7C15
@@ -38,14 +38,10 @@ def random_of_rank(model: Any, rank: int, device: torch.device) -> AbstractConte
     """
     if not model.training or device.type == "meta":
         return nullcontext()
-    if torch.compiler.is_compiling() or (device.type == "cuda" and _is_captured()):
+    if torch.compiler.is_compiling() or is_capturing(device):
         return RankDropout(rank)
     _check_layers(model, device)
     return RankState(rank, device)
-
-
-def _is_captured() -> bool:
-    return torch.cuda.is_current_stream_capturing()
 
 
 def _check_layers(model: Any, device: torch.device) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dtensor_ring import Mask, ZigZag
+from dtensor_ring.compute import capture
 from dtensor_ring.compute.kernels import KERNELS, Problem, Saved, cudnn_flex
 from dtensor_ring.compute.kernels.kernel import Intervals
 from dtensor_ring.compute.kernels.reference import Reference
@@ -179,16 +180,16 @@ def test_streams_that_read_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
     capturing = [False, False, False, True]
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing.pop(0))
-    monkeypatch.setattr(cudnn_flex, "_CAPTURED", set())
+    monkeypatch.setattr(capture, "_CAPTURED", set())
     device = torch.device("cuda")
     assert [plan.read(device), plan.read(device)] == ["made", "made"]
     assert recorded == [7, 7]
     stream.cuda_stream = 8
     plan.read(device)
     assert recorded == [7, 7, 8, 8]
-    assert not cudnn_flex._CAPTURED
+    assert not capture._CAPTURED
     plan.read(device)
-    assert {plan} == cudnn_flex._CAPTURED
+    assert {plan} == capture._CAPTURED
 
 
 SIGNATURES = {

@@ -225,6 +225,7 @@ class AllToAllArgs(NamedTuple):
             return
         layout, seq_len = layouts[0] if self.is_back else layouts[1], self.seq_len
         assert seq_len is not None, "it is known by now"
+        # One rank of each group stands for all of it, as its ranks hold the same tokens afterwards.
         for rank in range(0, size, len(self._sharing(0))):
             ranks, expected = self._sharing(rank), self.tokens_after(rank, size)
             found = sum(layout.num_tokens(x, size, seq_len) for x in ranks)
@@ -413,6 +414,7 @@ class _AllToAllFunction(_SingleLevelFunction):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        # Results that no loss reads have no gradient, so nothing is sent back for them.
         given = [i for i, grad in enumerate(grads) if grad is not None]
         results: list[Any] = [None] * len(ctx.args.num_heads)
         if given:

@@ -141,6 +141,7 @@ def packed_messages(
     """
     copies, messages, known, end = list[Copy](), list[tuple[int, Span]](), dict[Hashable, Span](), 0
     for split in splits:
+        # Peers that get the same rows of the same heads share one packed message.
         content: Hashable = split.parts if is_sent else split.peer
         if content not in known:
             packed = _packed(split, shapes, end)
@@ -228,6 +229,7 @@ def messages_of(
         return tuple(shard.span(count, num_key_heads) for count in num_heads)
 
     own = heads(plan.rank)
+    # What arrives has the heads of this rank only, so they count from 0.
     here = tuple((0, length(span)) for span in own)
     arrived = [arrived_rows(plan, shape.block_size) for shape in shapes]
     sides = [
@@ -238,6 +240,7 @@ def messages_of(
         [_split(peer, rows, heads(peer)) for peer, rows in sides[0]],
         [_split(peer, rows, here) for peer, rows in sides[1]],
     ]
+    # On the way back, what came is what leaves.
     leaving, coming = reversed(directions) if is_back else directions
     num_rows = [plan.num_tokens[0]] * len(shapes) if is_back else [total for _, total in arrived]
     counts = num_heads if is_back else map(length, own)
@@ -324,9 +327,11 @@ def run_all_to_all(
     works = transport.start(plan.receives.started(received), plan.sends.started(sent))
     transport.at(label)
     try:
+        # What stays on this rank is copied while messages travel.
         with label("unpack"):
             _unpack(results, plan.local_parts, tensors, [])
     except BaseException:
+        # Messages still read and write these buffers, which must live until they end.
         hold_until_complete(works, (sent, received))
         raise
     with label("wait"):

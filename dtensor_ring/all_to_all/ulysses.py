@@ -232,6 +232,7 @@ def ulysses_attention(
     out, lse = exchange.to_tokens([out, lse.unsqueeze(-1)])
     lse = lse.squeeze(-1).contiguous()
     if keep:
+        # Backward finds the exchanged tensors by the memory of lse, and then sends gradients only.
         _memory_of(lse).dtensor_ring_kept = exchanged
     return out, lse
 
@@ -281,6 +282,7 @@ def ulysses_backward(
     grads = [grad_out] if grad_lse is None else [grad_out, grad_lse.unsqueeze(-1)]
     kept = getattr(_memory_of(lse), "dtensor_ring_kept", None)
     if kept is None:
+        # Nothing was kept: the saved tensors are exchanged again, with the gradients.
         like_query = [*grads, query, out, lse.unsqueeze(-1)]
         found = exchange.to_heads(like_query, [key, value])
         num = len(like_query)

@@ -293,6 +293,7 @@ class _Trials:
             return None
         load = busiest_load(self._work, partition, self._world_size)
         self.found.append((load, partition))
+        # A price counts waiting, which takes simulated steps: only even partitions are worth it.
         if self._world_size * load > self._most:
             return None
         makespan, num_received = ring_cost(self._work, partition, self._world_size)
@@ -318,6 +319,7 @@ def _by_units(
         most = max(1, share * work.total // (16 * world_size))
         num_parts = np.maximum(-(-units.areas // most), -(-lengths // longest)).astype(np.int64)
         num_parts = np.clip(num_parts, 1, world_size)
+        # Shares that cut all units alike give the same partition.
         if num_parts.tobytes() in tried:
             continue
         tried.add(num_parts.tobytes())

@@ -86,6 +86,7 @@ def _on_mesh_of(given: Any, x: DTensor) -> Any:
         return given
     if not same_order(given, x) or (given.requires_grad and torch.is_grad_enabled()):
         return given
+    # Nothing moves: the same shard, as a tensor on the other mesh.
     made = DTensor(
         given._local_tensor, replace(given._spec, mesh=x.device_mesh), requires_grad=False
     )

@@ -382,6 +382,7 @@ def shared_machine(
     if name.lower() in preset_names():
         return read_machine(name)
     here = annotation_of(group)
+    # One rank reads the file for all, as all must choose by the same numbers.
     if name not in here.machines:
         here.machines[name] = _received(group, name, device)
     return here.machines[name]

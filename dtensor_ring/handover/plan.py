@@ -187,6 +187,7 @@ def closed_and_open(
     """
     here, there, lengths = move.cols.T
     cols, ends = move.cols[:, :2], move.cols[:, :2] + lengths[:, None]
+    # Columns before the end of the last full block have scales; those after it are not rounded.
     full = np.array(num_cols) // block * block
     closed = np.maximum(0, np.minimum(ends, full) - cols)
     begins_whole = (cols % block == 0) | (cols >= full)

@@ -228,6 +228,7 @@ class PagedBatch:
             raise ValueError(f"dealt is for one sequence, got {len(self.sequences)}")
         num_given = len(source) if dealt else self._plan.num_queries
         check_new_tokens(self._cache, key, value, 1 if dealt else self._plan.num_rows, num_given)
+        # Tensors made in the caller's inference mode could not be written outside of it.
         with torch.inference_mode(False), torch.no_grad():
             keys, values = (x.transpose(1, 2).flatten(0, 1) for x in (key, value))
             if not dealt:

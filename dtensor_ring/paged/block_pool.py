@@ -153,6 +153,7 @@ class BlockPool:
         del sequence.nodes[length // self.dealing.block :]
         sequence.num_written = min(sequence.num_written, length)
         sequence.num_cached = min(sequence.num_cached, length)
+        # Plans of steps that were made before are out of date.
         sequence.version += 1
 
     def fork(self, sequence: PooledSequence) -> PooledSequence:
@@ -291,6 +292,7 @@ class BlockPool:
         parent = sequence.nodes[-1] if sequence.nodes else self._blocks.root
         tokens = sequence.tokens[start : start + self.dealing.block].tobytes()
         node = self._blocks.publish(parent, tokens, rank, row[at])
+        # The tree has a block of the same tokens already: from now on the sequence uses that one.
         if node.index != row[at]:
             row[at] = node.index
             sequence.version += 1

@@ -360,6 +360,7 @@ def _merge(
         found = tl.load(partial + at + VALUE_DIM, mask=is_split, other=-float("inf"))
         is_there = is_split[:, None] & (dims < VALUE_DIM)[None, :]
         values = tl.load(partial + at[:, None] + dims[None, :], mask=is_there, other=0.0)
+        # Sums so far were scaled by the largest lse until now; a larger one rescales them.
         new, base = _base(largest, tl.max(found, 0))
         weights, kept = tl.exp(found - base), tl.exp(largest - base)
         sums = sums * kept + tl.sum(values * weights[:, None], 0)

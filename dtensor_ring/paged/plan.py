@@ -124,6 +124,7 @@ def _two_ranges(
         return None
     numbers = np.arange(num_cols.max())
     is_column = numbers < num_cols[rows, None]
+    # Columns past the end of a row read its last one again, and `is_column` hides them.
     numbers = np.minimum(numbers, num_cols[rows, None] - 1)
     later = (after[0] - num_before - before[0])[rows, None] * (numbers >= num_before[rows, None])
     cols = before[0][rows, None] + numbers + later
@@ -175,6 +176,7 @@ def _edges(tiles: list[Tile], num_queries: int) -> EdgeReads:
     listed = np.empty(shape, dtype=np.int64)
     for row, mine in zip(listed, cols, strict=True):
         numbers = np.concatenate([np.arange(*span) for span in mine.spans])
+        # Rows are padded with their last column, which `visible` hides.
         row[: len(mine)], row[len(mine) :] = numbers, numbers[-1]
     visible = np.zeros((shape[0], num_queries, shape[1]), dtype=bool)
     for tile in tiles:

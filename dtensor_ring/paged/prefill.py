@@ -103,6 +103,7 @@ class PackedPrompts:
             index = sequence.blocks[rank][number // self._dealing.world_size]
             tokens = number * block, min((number + 1) * block, sequence.num_written)
             cached = CachedBlock(number, rank, index, length(tokens))
+            # Prompts that share a prefix share its blocks, which are gathered once.
             if cached not in self.cached:
                 self.cached[cached] = self.num_cached
                 self.num_cached += length(tokens)
@@ -158,6 +159,7 @@ def _moved(table: np.ndarray, keys: PromptPiece, queries: PromptPiece) -> np.nda
 
 def _joined(table: np.ndarray) -> np.ndarray:
     """Join neighbouring queries that see all of the same keys: one tile instead of many."""
+    # In the order of keys, then queries, so that rows that can be joined are neighbours.
     table = table[np.lexsort((table[:, 0], table[:, 3], table[:, 2]))]
     is_whole = (table[:, 4:] == UNBOUNDED).all(1)
     follows = (

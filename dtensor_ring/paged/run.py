@@ -136,6 +136,8 @@ class PagedStep:
         """
         wide = torch.promote_types(query.dtype, torch.float32)
         running = RunningOutput(query, value_blocks.shape[3], dtype=wide)
+        # Queries see whole blocks by a kernel that reads tables, and parts of blocks by their
+        # columns.
         for entries in self._entries:
             queries = entries.rows.select(query).transpose(1, 2)
             out, lse = kernel.forward(queries, key_blocks, value_blocks, entries.pages, scores)
@@ -249,6 +251,7 @@ class PagedPlan:
             block, pages = self._pool.dealing.block, self.pages if from_pages else None
             reads = self._reads(mask, whole_blocks)
             if pages is None and self._kv_dtype is not None:
+                # Blocks in eight bits are dequantised before a step, so only those that are read.
                 pages = pages_of(reads, self._tables, block)
             found = PagedStep(reads, self._tables, block, self._rows_of, pages)
             self._steps[mask, whole_blocks, from_pages] = found

@@ -205,6 +205,7 @@ def dequantise(q: Quantised, dtype: torch.dtype) -> Tensor:
 
     x = q.data.float() * of_tokens(q.scales)
     if q.means is None:
+        # The transform is its own inverse, and so are the signs: they come off in reverse order.
         return (_hadamard(x) * _signs(x)).to(dtype)
     return (x + of_tokens(q.means)).to(dtype)
 

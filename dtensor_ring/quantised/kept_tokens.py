@@ -266,6 +266,7 @@ class QuantisedTokens(KeptTokens):
         parts = open[:, :, :num_full].split(self._at_once, SEQUENCE)
         new = [quantise(part, self.format, self.block_size) for part in parts]
         closed = _changed(lambda same: torch.cat(same, SEQUENCE), self.closed, *new)
+        # A clone, as a view would keep the memory of the rounded tokens.
         return replace(self, closed=closed, open=open[:, :, num_full:].clone())
 
     def select(self, rows: Tensor) -> QuantisedTokens:

@@ -251,6 +251,7 @@ def _rows(key: Tensor, value: Tensor | int) -> tuple[Tensor, tuple[int, int]]:
                 f"value must have the batch, heads, tokens and dtype of key, {tuple(key.shape)} "
                 f"{key.dtype}, got {tuple(value.shape)} {value.dtype}"
             )
+        # Side by side, so that one read of a row brings a key with its value.
         return torch.cat((key, value), -1), (key.shape[3], key.shape[3] + value.shape[3])
     return key, (0, as_count("value", value, 1, key.shape[3]))
 

@@ -140,6 +140,7 @@ def _chunks(residents: Residents, selected: Tensor, wide: torch.dtype) -> Iterat
         if residents.places is not None:
             where = residents.places[where].long()
         is_none = where < 0
+        # A missing key reads row 0 in its place, and `is_none` hides its score.
         where = where.masked_fill(is_none, 0)
         rows = _at(residents.rows, where)
         if residents.apart is not None:
@@ -360,6 +361,7 @@ def _latents(query: Tensor, residents: Residents, selected: Tensor) -> Latents:
     lists = selected[:, 0]
     if residents.places is not None:
         lists = residents.places[lists.long()]
+    # Lists are padded to the width that the package reads at once; -1 is no key.
     lists = pad(lists, (0, -lists.shape[-1] % WIDTH), value=-1)
     return Latents(
         q=by_token[..., VALUE:],

@@ -124,6 +124,7 @@ class SelectedKeys:
     def _requests(self, selected: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         """Exchange requests: return the columns that this rank needs of each, and gives to each."""
         own, ranks = self._num_own, range(self._positions.world_size)
+        # A request has a bit for each column of its owner, so its size needs no message.
         asked = [
             selected.new_empty(request_bytes(0 if x == self._rank else own), dtype=torch.uint8)
             for x in ranks
@@ -163,6 +164,7 @@ class SelectedKeys:
         numbers = _numbers_on(positions, device)
         for peer, (begin, end) in enumerate(spans):
             of_peer = columns_of(numbers, positions.span(peer))
+            # A rank holds all of its own rows, and only those of others that were asked for.
             at = of_peer if peer == self._rank else of_peer[wanted[peer]]
             places[at] = torch.arange(begin, end, dtype=torch.int32, device=device)
         return places

@@ -328,7 +328,10 @@ def tokens_of_blocks(
                 seen &= lags <= piece.left
             if piece.right is not None:
                 seen &= -lags <= piece.right
+            # A block is chosen whole, yet a query sees only those of its tokens that are in its
+            # slices.
             is_seen[there] |= seen
     is_seen &= (blocks >= 0).repeat_interleave(size, -1)
+    # What is not seen becomes the greatest number, so that sorting puts it last.
     at = at.masked_fill_(~is_seen, NO_KEY).sort(-1).values
     return at.masked_fill_(at == NO_KEY, -1)

@@ -373,6 +373,7 @@ class ShardRotation(Rotation):
     def _packed(self, source: int, cols: Cols, label: Label) -> Packet:
         if source != self._rank:
             return self._part(source, cols, label)
+        # A large message of neighbouring columns leaves from the shard itself, without a copy.
         if goes_apart(self._num_bytes(cols)) and self._dtype == self._shard[0].dtype:
             lying = Packet.lying(self._shard, cols)
             if lying is not None:

@@ -161,6 +161,7 @@ def _backward_by_head(
 ) -> Gradients:
     """Return the gradients of a tile, each batch row and key head by itself."""
     grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    # One head at a time, so that only its scores are in memory.
     for rows, cols in _heads(q, k):
         slopes = None if saved.grad_lse is None else _own(saved.grad_lse, rows)
         grad_out, out, lse = (_own(x, rows) for x in (saved.grad_out, saved.out, saved.lse))

@@ -85,6 +85,7 @@ def _spans(hidden: Tensor, mask: Tensor | None, cu_seq_lens: Tensor | None) -> D
         raise ValueError(
             f"attention_mask must be {(num_rows, seq_len)}, (B, S), got {tuple(mask.shape)}"
         )
+    # A row begins with its first token that is no padding.
     begins = mask.to(hidden.device, torch.int8).argmax(1)
     return DocumentSpans(rows, begins, begins + mask.to(hidden.device, torch.int64).sum(1))
 

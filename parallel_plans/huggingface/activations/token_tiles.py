@@ -114,6 +114,7 @@ def _in_tiles(run: Callable[..., Any], leaves: list[Any], spec: TreeSpec, size: 
 
     outputs = []
     for tile in zip(*parts, strict=True):
+        # Backward computes a tile again, so that no more than one tile's activations are kept.
         if torch.is_grad_enabled():
             outputs.append(checkpoint(run_tile, *tile, use_reentrant=False))
         else:
@@ -183,6 +184,7 @@ def _worth_it(decoder: nn.Module, calls: dict[nn.Module, ModuleCall]) -> list[st
     mixing = {*attention_layers(decoder), *stateful_layers(decoder)}
     found: list[str] = []
     for name, module in decoder.named_modules():
+        # A module within one that runs in tiles runs in its tiles already.
         is_inside = any(name.startswith(f"{outer}.") for outer in found)
         if is_inside or module not in calls or not mixing.isdisjoint(module.modules()):
             continue
@@ -223,6 +225,7 @@ def _is_worth_it(module: nn.Module, call: ModuleCall) -> bool:
         output = module(*args, **kwargs)
     given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     made = [x for x in tree_leaves(output) if isinstance(x, Tensor)]
+    # What goes in, comes out or is a weight is kept with tiles, too.
     others = {_storage(x) for x in (*given, *made, *module.parameters(), *module.buffers())}
     num_bytes = sum(x.untyped_storage().nbytes() for key, x in kept.items() if key not in others)
     return num_bytes > sum(x.nbytes for x in given)

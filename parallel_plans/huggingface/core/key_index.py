@@ -161,6 +161,8 @@ def runs_of(layout: Layout, num_ranks: int, seq_len: int) -> Tensor:
         [
             run
             for x in layout.runs(rank, num_ranks, seq_len)
+            # Tensors of runs hold starts and lengths only, so a strided run is listed token by
+            # token.
             for run in (
                 [(x.start, x.length)]
                 if x.stride == 1

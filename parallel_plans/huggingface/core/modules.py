@@ -225,6 +225,8 @@ def _restored(model: nn.Module) -> list[nn.Module]:
     for module in modules:
         forward = vars(module).get("forward")
         if forward is not vars(module)[STOCK].forward:
+            # Another library wrapped it since, and would call the plan's forward after it was
+            # removed.
             raise ValueError(
                 f"{origin(forward)} was put over the plan's forward; take it off first"
             )

@@ -432,6 +432,8 @@ class CacheMemory:
                 f"the state has cache_dtype {state.get('kv_dtype')}, and the plan of this model "
                 f"has {self._kv_dtype}; apply the plan with the cache_dtype of the state"
             )
+        # Read, and thereby checked, before the first change: a wrong state leaves the cache as it
+        # was.
         pairs = windows_of(state, self._windows)
         for name, cache in self._parts().items():
             cache.load_state_dict(of_part(state, name))
@@ -456,6 +458,7 @@ class CacheMemory:
         """
         if self.states and 0 < num_tokens < self.seq_len:
             raise ValueError(f"cannot take {num_tokens} tokens away from the states of layers")
+        # All windows are asked before one is cropped, so that an error leaves the cache as it was.
         for window in self._windows.values():
             window.check_crop(num_tokens, self.seq_len)
         for window in self._windows.values():

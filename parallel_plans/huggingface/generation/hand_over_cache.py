@@ -108,6 +108,7 @@ def hand_over_cache(
     for name, _ in layers.parts:
         here, there = (None if x is None else x._parts()[name] for x in memories)
         hand_over(here, there, mesh)
+    # Windows and states are whole on every rank, so they are copied and not split.
     if any(content.windows) or content.states:
         found = copy_whole(None if given is None else _tensors(given), taken is not None, mesh)
         if taken is not None and found is not None:

@@ -351,6 +351,7 @@ def find_logits_transform(model: Any) -> LogitsTransform | None:
     ladders: list[Tensor] = []
 
     def replace(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        # A ladder in place of logits shows what follows the head, whatever the weights are.
         options = {"device": output.device, "dtype": torch.float64}
         ladder = torch.linspace(-LADDER, LADDER, output.numel(), **options)
         ladders.append(ladder.view(output.shape))

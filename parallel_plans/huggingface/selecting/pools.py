@@ -113,6 +113,7 @@ def rotation_of(indexer: Any) -> Callable[..., Tensor]:
     Raises:
         ValueError: if there is none, neither in that of a class that it extends.
     """
+    # A class may inherit the code of its indexer from the file of another model.
     files = (sys.modules.get(kind.__module__) for kind in type(indexer).__mro__)
     found = (getattr(file, ROTATION, None) for file in files)
     rotation = next(filter(None, found), None)

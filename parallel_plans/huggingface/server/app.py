@@ -97,6 +97,7 @@ class Service:
                     "context_length_exceeded",
                 )
             name, seed = f"{request_id}-{number}", asked.seed
+            # Each prompt of a request has a seed of its own, and so has each of its `n` answers.
             seed = None if seed is None else seed + number * asked.n
             found.append(AskedTokens(name, prompt, asked.options(num_new), seed))
         return found

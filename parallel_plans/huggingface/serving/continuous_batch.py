@@ -191,6 +191,7 @@ class ContinuousBatch:
             ValueError: on every rank, if ranks differ, or the id is unknown or of a request that
                 ended.
         """
+        # All ranks must cancel the same request before the same step.
         check_agreement(self._group, {"request to cancel": repr(request_id)}, SAME_REQUESTS)
         if request_id not in self._requests:
             raise ValueError(

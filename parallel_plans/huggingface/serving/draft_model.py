@@ -181,6 +181,7 @@ class ModelDrafter(Drafter):
             self._next(running)
             running = [x for x in running if len(x.tokens) < x.limit]
             for x in running:
+                # A block that others share is copied before the draft writes to it.
                 self._forward.copy(self._pool.append(x.sequence, x.tokens[-1:]))
         found = {x.request.number: x.draft() for x in begun}
         return [found.get(x.number, Draft()) for x in requests]

@@ -217,6 +217,7 @@ def propose_all(requests: Sequence[ServedRequest], share: int, unit: int | None)
         share: the largest number of tokens of a request in a step.
         unit: the number of tokens that are rounded to eight bits together; `None` for no rounding.
     """
+    # Requests of one drafter propose together, in one forward of its model.
     by_drafter: dict[int, list[ServedRequest]] = {}
     for request in requests:
         if request.choice.drafter is None:

@@ -195,6 +195,7 @@ def _check_options(options: dict[str, Any]) -> None:
                 f"GenerationConfig, and {', '.join(FUNCTIONS)}; got {given!r}"
             )
     for criterion in options.get(CRITERIA) or ():
+        # Each rank has another clock.
         if "MaxTime" in type(criterion).__name__:
             raise ValueError("time would stop ranks at different tokens; use max_new_tokens")
 

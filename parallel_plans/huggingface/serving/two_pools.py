@@ -88,6 +88,7 @@ class TwoPoolScheduler(Scheduler):
         source = self.prefill_pool.add(tokens)
         try:
             super()._hold(request, tokens)
+        # Both pools hold a request, or none does.
         except OutOfBlocks:
             self.prefill_pool.free(source)
             raise

@@ -264,6 +264,7 @@ def checksum_words(parts: Parts, reads_floats: bool) -> list[int]:
     found = [parts.text, str([*parts.numbers.values()])]
     for x in parts.tensors.values():
         found.append(f"{x.dtype} {tuple(x.shape)}")
+        # Rounded numbers may differ in the last bits between ranks that computed the same.
         if not _is_rounded(x):
             found.append(str(checksum_of(x)))
         elif reads_floats:
@@ -344,6 +345,7 @@ def _comparable(model: nn.Module, group: ProcessGroup) -> list[Tensor]:
     others, found = set(dist.get_process_group_ranks(group)) - {dist.get_rank()}, []
     for x in model.parameters():
         if isinstance(x, DTensor):
+            # A weight that is sharded over ranks of the ring differs between them.
             if others & set(x.device_mesh.mesh.flatten().tolist()):
                 continue
             x = x.to_local()

@@ -244,6 +244,7 @@ class LocalBatches:
 
     def _share(self, batch: ModelBatch, seq_len: int) -> tuple[ModelBatch, Shared]:
         order = SequenceOrder(self._axis.mesh, self._axis.layout, seq_len)
+        # The label of a token is the next token, which another rank may hold.
         if batch.label_shift:
             assert batch.labels is not None
             batch = replace(batch, labels=_next_labels(batch.labels, order), label_shift=0)
@@ -273,6 +274,7 @@ class LocalBatches:
                     values, order.contiguous(batch.seq_idx.long()), order.begin
                 )
         if values is not None:
+            # Whether the first token of a shard begins a document depends on the token before it.
             before = order.of_neighbour(values[:, -1:], -1)
             told["starts"] = find_starts(values, by_positions, order.begin, before)
         if padding is not None:

@@ -148,6 +148,7 @@ class Sharding:
             batch = replace(batch, num_items=num_labels(batch))
         plan = self.plan(batch)
         if agreed is not None:
+            # It is zero: in a graph, what depends on the tokens comes after the check.
             plan = replace(plan, indices=plan.indices + agreed)
         batch = replace(batch, positions=self.positions(batch))
         self.set_largest(batch.positions, plan.indices, plan.seq_len)

@@ -162,6 +162,7 @@ class ImageSharding:
         total, most = sum(share.totals), max(share.totals)
         pixels = images.arguments["pixel_values"]
         num_patches = prod(pixels.shape[:-1]) if pixels.ndim < 4 else self._patches(pixels)
+        # Two FLOPs for each weight and patch forward, and four more backward.
         flops = (6 if torch.is_grad_enabled() else 2) * self._num_weights * num_patches
         num_bytes = 2 * found.num_bytes * total * found.tokens
         return flops * (total - most) > FLOPS_PER_BYTE * num_bytes * total

@@ -82,7 +82,8 @@ class HeadExchange:
             ulysses_heads(place.strategy, place.group_name),
             _rank(place.group_name),
         )
-        reason = why_not(Strategy(self._heads), *self._num_heads)
+        num_heads, num_key_heads = self._num_heads
+        reason = why_not(Strategy(self._heads), num_heads, num_key_heads)
         if reason is not None:
             raise ValueError(f"the strategy {place.strategy!r} cannot run this attention: {reason}")
         self._ordered = call.in_whole_blocks()

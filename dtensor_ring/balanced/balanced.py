@@ -35,7 +35,8 @@ def busiest_load(work: AttentionWork, partition: Partition, world_size: int) -> 
 
 def cost(work: AttentionWork, partition: Partition, world_size: int) -> int:
     """Return the time of all ranks on the ring plus the time of transfers, both in pairs."""
-    return cost_of(work, *ring_cost(work, partition, world_size), world_size)
+    makespan, num_received = ring_cost(work, partition, world_size)
+    return cost_of(work, makespan, num_received, world_size)
 
 
 def cost_of(work: AttentionWork, makespan: int, num_received: int, world_size: int) -> int:
@@ -245,11 +246,11 @@ def balanced_partition(
         block: units shorter than this many tokens stay together with their neighbours.
         max_runs: the largest number of runs of a rank, at least 2.
     """
-    work, sizes = AttentionWork(slices), (world_size, seq_len)
+    work = AttentionWork(slices)
     trials = _Trials(work, world_size, max_runs)
-    trials.add_all(_whole(*sizes))
-    for candidates in (_by_units(work, block, *sizes), _by_blocks(work, block, *sizes)):
-        trials.add_while_cheaper(candidates)
+    trials.add_all(_whole(world_size, seq_len))
+    for partitions_of in (_by_units, _by_blocks):
+        trials.add_while_cheaper(partitions_of(work, block, world_size, seq_len))
         if trials.even:
             return min(trials.even, key=lambda one: one[0])[1]
     return min(trials.found, key=lambda one: one[0])[1]

@@ -19,7 +19,7 @@ from dtensor_ring.planning.layout import Run, joined
 
 
 def write_items(x: DTensor, fqn: str) -> list[Any]:
-    """Return what this rank writes."""
+    """Return the items that this rank writes."""
     from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
     from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 

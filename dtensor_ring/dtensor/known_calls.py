@@ -115,7 +115,7 @@ def _are_plain(query: Any, key: Any, value: Any) -> bool:
 def _key(
     group_name: str | None, query: Tensor, key: Tensor, value: Tensor, asked: Asked
 ) -> tuple[Any, ...]:
-    """Return what was checked of a call. Tensors of other memory layouts are not plain."""
+    """Return all of a call that was checked. Tensors of other memory layouts are not plain."""
     return (
         group_name,
         query.shape,

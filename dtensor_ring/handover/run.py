@@ -158,7 +158,7 @@ class MovedPart(NamedTuple):
 
     @property
     def content(self) -> Content:
-        """Return what they are in a message."""
+        """Return the shape and the dtype of these columns in a message."""
         shape = (*self.tensor.shape[:2], len(self.cols), self.tensor.shape[3])
         return Content(shape, self.tensor.dtype)
 

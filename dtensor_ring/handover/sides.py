@@ -178,7 +178,7 @@ def _num_cols(ranks: Sequence[Sequence[int]], table: CacheTable) -> dict[int, in
 
 
 def _same(name: str, given: Sequence[Any]) -> Any:
-    """Return what all ranks of a side told.
+    """Return the value on which all ranks of a side agree.
 
     Raises:
         ValueError: if some told something else, or nobody told anything.

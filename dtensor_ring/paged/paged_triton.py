@@ -87,7 +87,7 @@ def constants_of(
     unit: int,
     softcap: float,
 ) -> dict[str, Any]:
-    """Return what the first launch is compiled for: sizes, and the tile of a program.
+    """Return the constants of the first launch: sizes, and the tile of a program.
 
     Args:
         num_queries: queries of an entry.
@@ -130,8 +130,8 @@ def attend(
     programs = kv_heads * -(-num_queries * group // constants["ROWS"])
     if splits is None:
         gpu = torch.cuda.get_device_properties(query.device)
-        facts = pages.num_keys, pages.longest, programs, gpu.multi_processor_count
-        splits = num_splits(*facts)
+        num_units = gpu.multi_processor_count
+        splits = num_splits(pages.num_keys, pages.longest, programs, num_units)
     split_keys, splits = _whole_steps(pages.longest, splits, constants["KEYS"])
     out = query.new_empty(num_entries, num_queries, num_heads, value_dim)
     lse = query.new_empty(num_entries, num_heads, num_queries, dtype=torch.float32)

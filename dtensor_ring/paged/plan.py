@@ -78,7 +78,7 @@ class BlockReads:
 def last_token_reads(
     lengths: np.ndarray, mask: Mask, dealing: Serpentine, rank: int, whole_blocks: bool
 ) -> BlockReads:
-    """Return what the last tokens of each sequence see of the keys of a rank.
+    """Return the keys of a rank that the last tokens of each sequence see.
 
     Each sees what it sees as the last token of all: the tokens up to itself but what is before its
     window or its chunk. So no tiles are made. The time hardly depends on the number of sequences.

@@ -131,7 +131,7 @@ class PackedPrompts:
         return np.concatenate([cached, self.query_runs], axis=1)
 
     def slices(self, mask: Mask) -> Slices:
-        """Return what the new tokens see, if each prompt has the mask for itself."""
+        """Return the slices that the new tokens see, if each prompt has the mask for itself."""
         rows = []
         for pieces in self.prompts:
             begin, end = pieces[-1].tokens
@@ -142,7 +142,7 @@ class PackedPrompts:
 
 
 def _moved(table: np.ndarray, keys: PromptPiece, queries: PromptPiece) -> np.ndarray:
-    """Return what the queries of a piece see of the keys of a piece, in the sequence."""
+    """Return the slices of a piece of queries and a piece of keys, moved to where both lie."""
     q_begin, q_end = (np.clip(x, *queries.tokens) + queries.shift for x in table.T[:2])
     k_begin, k_end = (np.clip(x, *keys.tokens) + keys.shift for x in table.T[2:4])
     # Lags in the sequence are larger: what comes between the pieces is not of the prompt.
@@ -272,7 +272,7 @@ class PagedPrefill:
         self._slices: dict[Mask, Tensor] = {}
 
     def slices(self, mask: Mask) -> Tensor:
-        """Return what the new tokens see, for `ring_attention`, if each prompt has this mask."""
+        """Return the slices for `ring_attention`, if each prompt has this mask for itself."""
         if mask not in self._slices:
             self._slices[mask] = torch.from_numpy(self._packed.slices(mask).numbers)
         return self._slices[mask]

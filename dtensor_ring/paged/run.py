@@ -143,8 +143,8 @@ class PagedStep:
             out, lse = kernel.forward(queries, key_blocks, value_blocks, entries.pages, scores)
             entries.rows.add_to(running, out.transpose(1, 2), lse)
         if self._edges is not None:
-            found = self._edges.attend(query, key_blocks, value_blocks, scores)
-            self._edges.rows.add_to(running, *found)
+            out, lse = self._edges.attend(query, key_blocks, value_blocks, scores)
+            self._edges.rows.add_to(running, out, lse)
         return running.result()
 
 
@@ -286,8 +286,10 @@ class PagedPlan:
         is_hidden = mask.right == 0 and mask.prefix is None
         documents = None if is_hidden else Documents([(0, x) for x in self._ends])
         starts, runs = tuple((self._ends - self.num_queries).tolist()), self._runs
-        where = self._rank, self._pool.dealing.world_size, runs.end
-        return DecodeRequest(runs, mask, *where, starts, self.num_queries, documents, None)
+        size = self._pool.dealing.world_size
+        return DecodeRequest(
+            runs, mask, self._rank, size, runs.end, starts, self.num_queries, documents, None
+        )
 
     def agreed(self, layer: int) -> Tensor:
         """Return the integers that ranks compare, to detect that they have drifted apart."""

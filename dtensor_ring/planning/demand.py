@@ -172,7 +172,6 @@ def stages_of(last_hops: LastHop, world_size: int) -> list[tuple[PacketStage, ..
 
 def _stops(last_hops: LastHop, world_size: int) -> np.ndarray:
     """Return where packets drop columns: `source * world_size + distance`, ascending."""
-    # One number for a source and a distance, so that sorting keeps the hops of a source together.
     keys, which = np.unique(
         last_hops.sources * world_size + last_hops.distances, return_inverse=True
     )
@@ -183,7 +182,6 @@ def _stops(last_hops: LastHop, world_size: int) -> np.ndarray:
     for key, count in zip(keys.tolist(), counts.tolist(), strict=True):
         source = key // world_size
         left[source] -= count
-        # What may go is compared with the packet as it is since its last drop.
         if ONE_OFF * (sizes[source] - left[source]) >= sizes[source]:
             stops.append(key)
             sizes[source] = left[source]
@@ -242,11 +240,11 @@ class KeyDemand(ABC):
 
     @abstractmethod
     def visible_to(self, rank: int) -> Visibility:
-        """Return what `rank` sees of other ranks, united."""
+        """Return the columns of other ranks that `rank` sees, united."""
 
     @abstractmethod
     def visibility_of(self, source: int) -> Visibility:
-        """Return what other ranks see of the shard of `source`, united."""
+        """Return the columns of the shard of `source` that other ranks see, united."""
 
     @property
     @abstractmethod

@@ -232,8 +232,10 @@ def selected_attention(
     call_check.check_options(query, call)
     if route is not None and not (isinstance(route, str) and route in KEY_ROUTES):
         raise ValueError(f"route must be one of {', '.join(KEY_ROUTES)}, or None, got {route!r}")
-    how = *values, route, pool_size
-    out, lse = called_by_user(selected_op, query, rows, selected, *how, *flatten(call))
+    begin, end = values
+    out, lse = called_by_user(
+        selected_op, query, rows, selected, begin, end, route, pool_size, *flatten(call)
+    )
     return (out, lse) if return_lse else out
 
 

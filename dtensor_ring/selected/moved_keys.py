@@ -91,7 +91,9 @@ class SelectedKeys:
             parts[self._rank].copy_(own)
             # Columns have no duplicates: a request for as many as this rank has is for all of them.
             self._exchange(parts, [own if len(x) == len(own) else own[x] for x in given])
-        return Moved(Residents(rows, self._places(wanted, spans), *self._shape), spans, given)
+        head_dim, values = self._shape
+        residents = Residents(rows, self._places(wanted, spans), head_dim, values)
+        return Moved(residents, spans, given)
 
     def summed(self, moved: Moved, grad: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the gradient of this rank's keys and values, `(B, Nkv, C, D)`, over all ranks.
@@ -175,14 +177,14 @@ class SelectedKeys:
         self._num_rounds += 1
         self._transport.at(label)
         # Named here, so that memory stays until the wait.
-        sides = [self._messages(side) for side in (received, sent)]
-        works = self._transport.start(*sides)
+        receives, sends = (self._messages(side) for side in (received, sent))
+        works = self._transport.start(receives, sends)
         self._transport.at(label)
         try:
             for work in works:
                 work.wait()
         except BaseException:
-            hold_until_complete(works, [message.flat for side in sides for message in side])
+            hold_until_complete(works, [message.flat for message in (*receives, *sends)])
             raise
 
     def _messages(self, by_rank: Sequence[Tensor]) -> list[P2P]:

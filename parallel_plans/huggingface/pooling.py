@@ -58,7 +58,8 @@ def pool_documents(
     spans = _spans(hidden, attention_mask, cu_seq_lens)
     if pooling == "last":
         return hidden[spans.rows, spans.ends - 1]
-    total = _sums(*_own(hidden), spans, hidden.shape[1])
+    states, positions = _own(hidden)
+    total = _sums(states, positions, spans, hidden.shape[1])
     if isinstance(hidden, DTensor):
         total = sum_over_sequence(total, hidden.device_mesh)
     return (total / (spans.ends - spans.begins)[:, None]).to(hidden.dtype)

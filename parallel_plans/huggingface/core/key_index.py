@@ -200,7 +200,7 @@ def columns_in(runs: Tensor, begin: int, end: int) -> slice:
 def joined_choices(
     parts: list[tuple[RowDocument, slice, Tensor]], shape: Sequence[int], device: torch.device
 ) -> Tensor:
-    """Return what the queries of a rank choose, int32 `(B, L, K)`, -1 for none.
+    """Return the keys that the queries of a rank choose, int32 `(B, L, K)`, -1 for none.
 
     Args:
         parts: documents, which queries of this rank are theirs, and what these choose, counted from

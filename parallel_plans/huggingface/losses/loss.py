@@ -257,7 +257,7 @@ def _of_class(new: type[nn.Module], module: nn.Module) -> type[nn.Module]:
 
 
 def _numbers_of(model: Any) -> KnownNumbers:
-    """Return the numbers that may decide what a model does to its logits, as they are now."""
+    """Return the current numbers of a model that may change its logits."""
     return tuple(
         (i, name, x)
         for i, owner in enumerate(_owners(model))

@@ -215,12 +215,12 @@ def _chooses_as_described(indexer: Any, form: PoolForm) -> bool:
     chosen = form.tokens(plain(probe, **given, **without_cache))[-size:]
     pools = chosen[:, : 4 * size].unflatten(1, (4, size))
     # Of equal scores stock code may take any.
-    best = (scores * pools[..., 0]).sum(1), scores.topk(2).values.sum(1)
+    chosen_sum, best_sum = (scores * pools[..., 0]).sum(1), scores.topk(2).values.sum(1)
     # Queries always see the tokens before them that no pool has yet.
     after = torch.ones_like(chosen[:, 4 * size :]).tril(-1)
     return (
         bool((pools.sum(1) == 2).all() and (pools == pools[..., :1]).all())
-        and torch.allclose(*best, rtol=1e-2, atol=1e-4)
+        and torch.allclose(chosen_sum, best_sum, rtol=1e-2, atol=1e-4)
         and torch.equal(chosen[:, 4 * size :], after)
     )
 

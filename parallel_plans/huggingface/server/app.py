@@ -78,7 +78,7 @@ class Service:
         return [found]
 
     def asks(self, asked: Asked, prompts: list[list[int]], request_id: str) -> list[AskedTokens]:
-        """Return what the engine is asked for.
+        """Return the requests for the engine.
 
         Raises:
             HttpError: if a prompt is too long, or options contradict one another.

@@ -98,7 +98,7 @@ class StepCommands:
 
     @classmethod
     def of(cls, data: bytes) -> StepCommands:
-        """Return what `to_bytes` has written."""
+        """Return the commands that `to_bytes` has written."""
         if not data:
             return cls()
         found = json.loads(data)

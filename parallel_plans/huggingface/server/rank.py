@@ -34,7 +34,7 @@ from parallel_plans.huggingface.serving.continuous_batch import ContinuousBatch
 # Seconds after which groups fail, once clients were told that a rank hangs: what notices it first
 # may end the process, as NCCL's watchdog does.
 SPARE_SECONDS = 5
-# Seconds between two looks at what the engine does.
+# Seconds between two checks of the engine.
 WATCH_EVERY = 0.5
 # Minutes that ranks wait for the one that is the last to have loaded its weights.
 LOADING_MINUTES = 60

@@ -393,7 +393,7 @@ class HasChoice(Protocol):
 
 
 def processed(requests: Sequence[HasChoice], scores: Tensor) -> Tensor:
-    """Return what the requests' processors make of their scores `(B, V)`, which they may change."""
+    """Return scores `(B, V)` after the requests' processors, which may change them in place."""
     groups: dict[Hashable, list[int]] = defaultdict(list)
     for row, request in enumerate(requests):
         key = request.choice.batch_key

@@ -287,7 +287,7 @@ def _are_close(one: tuple[float, float], other: tuple[float, float]) -> bool:
 
 
 def facts(model: nn.Module, group: ProcessGroup) -> dict[str, str]:
-    """Return what the ranks' models must have in common, for `check_agreement`."""
+    """Return the facts that the ranks' models must have in common, for `check_agreement`."""
     buffers = [x for x in model.buffers() if _is_plain(x)]
     numbers = {"config": numbers_of_config(model), "modules": numbers_of_modules(model)}
     return {"weights": checksum(_comparable(model, group)), "buffers": checksum(buffers)} | numbers

@@ -263,7 +263,7 @@ class LocalBatches:
     def _found(
         self, batch: ModelBatch, order: SequenceOrder, padding: Tensor | None
     ) -> dict[str, Any]:
-        """Return what this rank has to tell the others of its tokens."""
+        """Return the facts of this rank's tokens that the other ranks need."""
         told: dict[str, Any] = {}
         values, by_positions = padding, padding is None
         if by_positions and batch.cu_seq_lens_q is None:

@@ -58,7 +58,8 @@ class Share(NamedTuple):
         begins = [sum(counts[:i]) for i in range(world_size + 1)]
         totals = tuple(sum(sizes[begins[i] : begins[i + 1]]) for i in range(world_size))
         begin, end = begins[rank : rank + 2]
-        return cls(*((begin, end) if begin < end else (0, 1)), sizes, totals)
+        begin, end = (begin, end) if begin < end else (0, 1)
+        return cls(begin, end, sizes, totals)
 
 
 class EmbeddingSize(NamedTuple):

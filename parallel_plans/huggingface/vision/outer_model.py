@@ -227,8 +227,10 @@ def _inner_forward(plain: Any, sharding: Sharding, outer: OuterModel) -> Any:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         arguments, call = sharding.arguments(self, args, kwargs), outer.running_call(self)
         if call.cache is not None:
-            asked = arguments | call.token_arguments, call.tokens
-            return call_with_cache(kept, self, sharding, call.cache, *asked, "last_hidden_state")
+            arguments = arguments | call.token_arguments
+            return call_with_cache(
+                kept, self, sharding, call.cache, arguments, call.tokens, "last_hidden_state"
+            )
         batch, spec = sharding.inputs(call.model, arguments | call.token_arguments)
         if call.is_image is not None and not torch.compiler.is_compiling():
             check_cuts(call.is_image, spec.plan.documents)

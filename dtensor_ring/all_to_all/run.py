@@ -1,12 +1,6 @@
 """Packs what each peer gets, sends one message to each, and unpacks.
 
-The offset of each part is planned once, because a call on 8 ranks has dozens of parts.
-
 It moves tensors from sharded tokens to sharded heads and back, or from one layout to another.
-
-On a GPU, copies run on the current stream and messages on that of the process group. The copies of
-what stays on this rank run beside the messages, all others before or after them: see Note [Streams]
-in `dtensor_ring/transport/rotation.py`.
 """
 
 from __future__ import annotations
@@ -129,6 +123,7 @@ class PackedMessages(NamedTuple):
         return views
 
 
+# The offset of each part is planned once, because a call on 8 ranks has dozens of parts.
 def packed_messages(
     splits: Sequence[Split], shapes: Sequence[TensorShape], is_sent: bool
 ) -> PackedMessages:
@@ -304,6 +299,9 @@ def _messages_of(
     )
 
 
+# Note [Copies beside messages]: on a GPU, copies run on the current stream and messages on that of
+# the process group. The copies of what stays on this rank run beside the messages, all others
+# before or after them: see Note [Streams] in `dtensor_ring/transport/rotation.py`.
 def run_all_to_all(
     tensors: Sequence[Tensor], plan: AllToAllMessages, transport: Transport, label: Label
 ) -> list[Tensor]:

@@ -3,9 +3,6 @@
 A chunk of queries gathers the keys of its queries, so its memory is (queries of a chunk) x (keys of
 a list), whatever the length of the sequence. Memory is the same for the gradients. This is the
 reference, for any device and dtype, and what runs where no package's kernel does.
-
-Whether a package's kernel computes a call follows from its facts alone. Messages are the same with
-both, so ranks need not agree.
 """
 
 from __future__ import annotations
@@ -241,6 +238,8 @@ class Lists(NamedTuple):
     is_backward: bool = False
 
 
+# Note [Kernels by facts]: whether a package's kernel computes a call follows from its facts alone.
+# Messages are the same with one and without, so ranks need not agree.
 def lists_of(
     query: Tensor, residents: Residents, selected: Tensor, scale: float, saved: Saved | None = None
 ) -> Lists:

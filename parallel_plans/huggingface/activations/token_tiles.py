@@ -1,12 +1,4 @@
-"""Runs modules over tiles of a rank's tokens, computed again in backward, and finds such modules.
-
-A model says nowhere which of its modules are MLPs, and families name and nest them differently. So
-the model runs on a few tokens. `probing/probe.py` has shown that tokens interact in attention and
-in states of layers only. A module without such parts that takes and returns tensors with one entry
-for each token may then run over tiles of tokens. It is worth it if the module keeps more bytes for
-its backward than its input has: MLPs, blocks of experts, norms that compute in float32; not linear
-layers, nor fused norms.
-"""
+"""Runs modules over tiles of a rank's tokens, computed again in backward; finds such modules."""
 
 from __future__ import annotations
 
@@ -167,6 +159,12 @@ def _is_by_token(x: Tensor) -> bool:
     return x.ndim > 1 and has_rows and num_tokens_of(x) == NUM_TOKENS
 
 
+# Note [Modules worth tiles]: a model says nowhere which of its modules are MLPs, and families name
+# and nest them differently. So the model runs on a few tokens. `probing/probe.py` has shown that
+# tokens interact in attention and in states of layers only. A module without such parts that takes
+# and returns tensors with one entry for each token may then run over tiles of tokens. It is worth
+# it if the module keeps more bytes for its backward than its input has: MLPs, blocks of experts,
+# norms that compute in float32; not linear layers, nor fused norms.
 def tokenwise_modules(decoder: Any) -> list[str]:
     """Return names of the outermost modules of a decoder that are worth running over tiles.
 

@@ -1,11 +1,4 @@
-"""Indexers whose keys are pools of tokens: each pool is scored as one, and chosen as its tokens.
-
-Such an indexer finds its pools itself, among the keys of all tokens and a mask of all pairs. Under
-a plan its projections run as they are, on this rank's tokens, and what it computes of them is the
-description of a selection: queries, a row of numbers for each token, and what makes the key of a
-pool of such rows. Which of these forms an indexer has is told by its parts, and a small choice of
-its own code must be that of the form, else it is refused when the plan is made.
-"""
+"""Indexers whose keys are pools of tokens: each pool is scored as one, and chosen as its tokens."""
 
 from __future__ import annotations
 
@@ -185,6 +178,12 @@ def form_of(indexer: Any) -> PoolForm | None:
     return next((x for x in FORMS if all(hasattr(indexer, name) for name in x.parts)), None)
 
 
+# Note [Forms of an indexer]: an indexer finds its pools itself, among the keys of all tokens and a
+# mask of all pairs. Under a plan its projections run as they are, on this rank's tokens, and
+# what it computes of them is the description of a selection: queries, a row of numbers for each
+# token, and what makes the key of a pool of such rows. Which of these forms an indexer has is told
+# by its parts, and a small choice of its own code must be that of the form, else it is refused when
+# the plan is made.
 @torch.no_grad()
 def check_pools(indexers: list[Any]) -> None:
     """Refuse an indexer whose own code chooses other pools than it describes.

@@ -1,9 +1,4 @@
-"""Batches that come sharded: each rank has its own tokens, in the order of the axis's layout.
-
-No rank has the whole batch. What depends on the token before or after another one, where documents
-start and what a token should predict, is found in contiguous order: there only the first and the
-last tokens of a rank have their neighbours elsewhere. An exchange brings tokens into this order.
-"""
+"""Batches that come sharded: each rank has its own tokens, in the order of the axis's layout."""
 
 from __future__ import annotations
 
@@ -149,6 +144,10 @@ class Shared(NamedTuple):
     checksums: Tensor | None = None
 
 
+# Note [Found in contiguous order]: no rank has the whole batch. What depends on the token before or
+# after another one, where documents start and what a token should predict, is found in contiguous
+# order: there only the first and the last tokens of a rank have their neighbours elsewhere. An
+# exchange brings tokens into this order.
 class LocalBatches:
     """Receives the shards of batches, compares them, and finds what one shard does not show.
 

@@ -142,6 +142,7 @@ def packed_messages(
             packed = _packed(split, shapes, end)
             copies += packed
             known[content] = end, packed[-1].span[1]
+            # Each message begins where views of any dtype are aligned.
             end = aligned(packed[-1].span[1])
         if length(known[content]):
             messages.append((split.peer, known[content]))

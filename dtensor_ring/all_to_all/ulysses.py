@@ -280,6 +280,7 @@ def ulysses_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the results of the ring's backward op from the tensors before the exchange."""
     exchange, sinks = HeadExchange(call, query, key), call.scores.sinks
+    # An lse is exchanged as heads of one dim.
     grads = [grad_out] if grad_lse is None else [grad_out, grad_lse.unsqueeze(-1)]
     kept = getattr(_memory_of(lse), "dtensor_ring_kept", None)
     if kept is None:

@@ -234,6 +234,7 @@ class Packer:
         self, work: AttentionWork, world_size: int, seq_len: int, reserve: int = RESERVE
     ) -> None:
         self._work, self._world_size = work, world_size
+        # Rounded up, so that the means of all ranks hold all pairs.
         self._mean = -(-work.total // world_size)
         full = np.array([shard_length(rank, world_size, seq_len) for rank in range(world_size)])
         kept = -(-full // reserve) if reserve else np.zeros_like(full)
@@ -291,6 +292,7 @@ class Packer:
         rank = 0
         for begin, end in sorted(self._left):
             while begin < end:
+                # A unit may be longer than the room of a rank, and then goes on at the next one.
                 while not rooms[rank]:
                     rank += 1
                 length = min(end - begin, rooms[rank])

@@ -342,6 +342,7 @@ def _assembled(like: Tensor, of_blocks: dict[int, Tensor], spans: dict[int, Span
     result = empty(like, like.shape, TOKEN_MAJOR)
     for number, span in spans.items():
         there = columns(result, span)
+        # Queries that see nothing have no gradient here, nor have keys that nothing sees.
         if number in of_blocks:
             there.copy_(of_blocks[number])
         else:

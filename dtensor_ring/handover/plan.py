@@ -240,6 +240,7 @@ def block_moves(
             "blocks move whole between pools, so both need blocks of the same size, got "
             f"{source.block} and {target.block} tokens"
         )
+    # One entry for a pair of ranks, whose blocks travel together.
     found: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
     for tokens in moved:
         for number, num_tokens in _blocks_of(tokens, source.block):

@@ -172,6 +172,7 @@ class BlockPool:
         forked = PooledSequence(self._num_added, self.dealing.world_size)
         forked.tokens, forked.nodes = sequence.tokens[:], sequence.nodes[:]
         forked.num_cached = forked.num_written = len(sequence)
+        # Lists are copied, blocks are not: each of them is held once more.
         forked.blocks = [row[:] for row in sequence.blocks]
         for blocks, row in zip(self._blocks.ranks, forked.blocks, strict=True):
             for index in row:

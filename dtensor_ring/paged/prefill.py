@@ -108,6 +108,7 @@ class PackedPrompts:
                 self.cached[cached] = self.num_cached
                 self.num_cached += length(tokens)
             piece = PromptPiece(self.cached[cached], tokens)
+            # Blocks that lie side by side in both orders are one piece, so masks have fewer slices.
             joined = None if last is None else last.joined(piece)
             if last is not None and joined is None:
                 yield last

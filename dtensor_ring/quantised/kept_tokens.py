@@ -259,6 +259,7 @@ class QuantisedTokens(KeptTokens):
 
     def append(self, x: Tensor) -> QuantisedTokens:
         open = torch.cat([self.open, x], SEQUENCE)
+        # Only a full block is rounded: its scale is that of all of its tokens.
         num_full = open.shape[SEQUENCE] // self.block_size * self.block_size
         if not num_full:
             return replace(self, open=open)

@@ -276,6 +276,7 @@ class Rotation:
             self._add_messages(receives, x, packet, sender=x.peer)
         for x, packet in zip(hop.sends, outgoing, strict=True):
             self._add_messages(sends, x, packet, sender=self._rank)
+        # Receives are given first: of two ranks that both send first, gloo lets only one send.
         self._works = self._transport.start(receives, sends)
 
     def _add_messages(

@@ -267,5 +267,6 @@ def _carry(config: Any, other: Any) -> None:
         known = vars(other).get(name, Absent)
         if hasattr(value, "to_dict"):
             _carry(value, known)
+        # The implementation is put back by the caller.
         elif not name.startswith("_attn_implementation") and value != known:
             vars(other)[name] = deepcopy(value)

@@ -420,6 +420,7 @@ def run_with(
     """
     from transformers import AttentionInterface, AttentionMaskInterface
 
+    # Transformers finds both by name, so they are registered and not passed.
     AttentionInterface.register(PROBE, attend)
     AttentionMaskInterface.register(PROBE, make_mask)
     model.set_attn_implementation(PROBE)

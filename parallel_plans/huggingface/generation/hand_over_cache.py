@@ -105,6 +105,7 @@ def hand_over_cache(
         ),
     )
     layers, content = _agreed(told)
+    # A rank without a source or a target takes part: all ranks make the same calls.
     for name, _ in layers.parts:
         here, there = (None if x is None else x._parts()[name] for x in memories)
         hand_over(here, there, mesh)

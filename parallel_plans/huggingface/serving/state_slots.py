@@ -179,6 +179,7 @@ class KnownStates(StateSlots):
     def _keep(self, sequence: PooledSequence, node: Any) -> None:
         """Keep the state of a sequence, which is at the end of this block."""
         number = sequence.number
+        # Its state is known further on now, so the last one stays only if others want it.
         before = self._known.pop(self._last.pop(number, None), None)
         if before is not None:
             self._give_back(before)

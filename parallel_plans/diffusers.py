@@ -162,6 +162,7 @@ def _check_mask(axis: SequenceAxis, attn_mask: Tensor | None) -> None:
     if attn_mask is None:
         return
     is_hidden = ~attn_mask if attn_mask.dtype == torch.bool else attn_mask != 0
+    # Summed over ranks, so that all of them refuse, or none.
     number = int(axis.sum(is_hidden.sum().float()))
     if number:
         raise ValueError(

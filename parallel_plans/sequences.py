@@ -88,8 +88,8 @@ class SequenceOrder:
     @property
     def begin(self) -> int:
         """The position of this rank's first token in contiguous order."""
-        place = self._mesh.get_local_rank(), self._mesh.size()
-        return self._order.runs(*place, self._seq_len)[0].start
+        rank, world_size = self._mesh.get_local_rank(), self._mesh.size()
+        return self._order.runs(rank, world_size, self._seq_len)[0].start
 
     def contiguous(self, x: Tensor) -> Tensor:
         """Return the numbers of the tokens from `begin` on."""

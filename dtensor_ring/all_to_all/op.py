@@ -155,8 +155,9 @@ class AllToAllArgs(NamedTuple):
         """
         if self.key_seq_len is not None and self.seq_len is not None:
             lengths = self.seq_len, self.key_seq_len
-            asked = self.mask, self.group.size(), lengths, *self.documents(batch)
-            checked_slices(*asked, self.slices(batch))
+            documents, key_documents = self.documents(batch)
+            size, slices = self.group.size(), self.slices(batch)
+            checked_slices(self.mask, size, lengths, documents, key_documents, slices)
 
     def plan(self, tensors: Sequence[Tensor], layouts: tuple[Layout, Layout]) -> AllToAllPlan:
         """Plan this rank's messages.
@@ -168,7 +169,8 @@ class AllToAllArgs(NamedTuple):
         if self.is_compiled:
             self._check_promise(layouts)
         seq_len: Any = self.seq_len
-        plan = all_to_all_plan(*layouts, self.heads, group.rank(), group.size(), seq_len)
+        layout, to = layouts
+        plan = all_to_all_plan(layout, to, self.heads, group.rank(), group.size(), seq_len)
         expected = plan.num_tokens[self.is_back]
         for x, num_heads in zip(tensors, self._heads_before(group.rank()), strict=True):
             if (x.shape[1], x.shape[2]) != (num_heads, expected):
@@ -225,6 +227,7 @@ class AllToAllArgs(NamedTuple):
             return
         layout, seq_len = layouts[0] if self.is_back else layouts[1], self.seq_len
         assert seq_len is not None, "it is known by now"
+        # One rank of each group stands for all of it, as its ranks hold the same tokens afterwards.
         for rank in range(0, size, len(self._sharing(0))):
             ranks, expected = self._sharing(rank), self.tokens_after(rank, size)
             found = sum(layout.num_tokens(x, size, seq_len) for x in ranks)
@@ -413,6 +416,7 @@ class _AllToAllFunction(_SingleLevelFunction):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        # Results that no loss reads have no gradient, so nothing is sent back for them.
         given = [i for i, grad in enumerate(grads) if grad is not None]
         results: list[Any] = [None] * len(ctx.args.num_heads)
         if given:

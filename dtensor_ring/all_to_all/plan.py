@@ -159,6 +159,7 @@ def all_to_all_plan(
             f"heads must be a number of ranks that divides the {world_size} of the axis, got "
             f"{heads}; these do: {fitting}"
         )
+    # A group of `heads` ranks holds the tokens of all of them, and each rank some of the heads.
     joined = to if heads == 1 else Joined(to, heads)
     cells = _cells(
         shard_table(layout, world_size, seq_len),
@@ -167,6 +168,7 @@ def all_to_all_plan(
     )
     mine, ours = cells.owners == rank, cells.groups == rank // heads
     to_groups = _splits(cells.groups, cells.lengths, mine)
+    # Every member of a group gets the same tokens, of other heads.
     sends = [
         split._replace(peer=split.peer * heads + member)
         for split in to_groups
@@ -228,6 +230,7 @@ def _splits(peers: np.ndarray, lengths: np.ndarray, own: np.ndarray) -> list[Tok
     for peer in np.unique(peers).tolist():
         at = peers == peer
         begins, stops = firsts[at], ends[at]
+        # Cells that touch in the tensor are copied as one.
         touches = begins[1:] == stops[:-1]
         result.append(TokenSplit(peer, Cols(_joined(begins, stops, touches))))
     return result

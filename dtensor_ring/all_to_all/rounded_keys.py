@@ -54,7 +54,9 @@ def exchanged(
     if kv_dtype is not None:
         assert owners is not None, "scales are those of the blocks of an owner"
         return run_rounded(tensors, kv_dtype, plan, owners, heads, transport, label)
-    messages = messages_of(plan, *heads, tuple(map(TensorShape.of, tensors)), is_back)
+    num_heads, num_key_heads = heads
+    shapes = tuple(map(TensorShape.of, tensors))
+    messages = messages_of(plan, num_heads, num_key_heads, shapes, is_back)
     return run_all_to_all(tensors, messages, transport, label)
 
 
@@ -74,10 +76,10 @@ class RoundedTensor(NamedTuple):
     block_size: int
 
 
-# Note [Rounded once]: the owner of a shard rounds its keys and values, in blocks of its own tokens,
-# and sends numbers and scales in one message. Who gets them sees them dequantised, the owner too.
-# If a ring among groups follows, they travel on as they came. So nothing is rounded twice, and
-# results are those of a ring in eight bits.
+# Note [Rounded once]: the owner of a shard rounds its keys and values, in blocks of its tokens, and
+# sends the rounded numbers and their scales in one message. All ranks, the owner too, compute with
+# the dequantised values. If a ring among groups follows, the rounded numbers travel on unchanged.
+# So nothing is rounded twice, and results are those of a ring in eight bits.
 def run_rounded(
     tensors: Sequence[Tensor],
     dtype: torch.dtype,

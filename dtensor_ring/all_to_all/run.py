@@ -1,12 +1,6 @@
 """Packs what each peer gets, sends one message to each, and unpacks.
 
-The offset of each part is planned once, because a call on 8 ranks has dozens of parts.
-
 It moves tensors from sharded tokens to sharded heads and back, or from one layout to another.
-
-On a GPU, copies run on the current stream and messages on that of the process group. The copies of
-what stays on this rank run beside the messages, all others before or after them: see Note [Streams]
-in `dtensor_ring/transport/rotation.py`.
 """
 
 from __future__ import annotations
@@ -129,6 +123,7 @@ class PackedMessages(NamedTuple):
         return views
 
 
+# The offset of each part is planned once, because a call on 8 ranks has dozens of parts.
 def packed_messages(
     splits: Sequence[Split], shapes: Sequence[TensorShape], is_sent: bool
 ) -> PackedMessages:
@@ -141,11 +136,13 @@ def packed_messages(
     """
     copies, messages, known, end = list[Copy](), list[tuple[int, Span]](), dict[Hashable, Span](), 0
     for split in splits:
+        # Peers that get the same rows of the same heads share one packed message.
         content: Hashable = split.parts if is_sent else split.peer
         if content not in known:
             packed = _packed(split, shapes, end)
             copies += packed
             known[content] = end, packed[-1].span[1]
+            # Each message begins where views of any dtype are aligned.
             end = aligned(packed[-1].span[1])
         if length(known[content]):
             messages.append((split.peer, known[content]))
@@ -228,6 +225,7 @@ def messages_of(
         return tuple(shard.span(count, num_key_heads) for count in num_heads)
 
     own = heads(plan.rank)
+    # What arrives has the heads of this rank only, so they count from 0.
     here = tuple((0, length(span)) for span in own)
     arrived = [arrived_rows(plan, shape.block_size) for shape in shapes]
     sides = [
@@ -238,6 +236,7 @@ def messages_of(
         [_split(peer, rows, heads(peer)) for peer, rows in sides[0]],
         [_split(peer, rows, here) for peer, rows in sides[1]],
     ]
+    # On the way back, what came is what leaves.
     leaving, coming = reversed(directions) if is_back else directions
     num_rows = [plan.num_tokens[0]] * len(shapes) if is_back else [total for _, total in arrived]
     counts = num_heads if is_back else map(length, own)
@@ -301,6 +300,9 @@ def _messages_of(
     )
 
 
+# Note [Copies beside messages]: on a GPU, copies run on the current stream and messages on that of
+# the process group. The copies of what stays on this rank run beside the messages, all others
+# before or after them: see Note [Streams] in `dtensor_ring/transport/rotation.py`.
 def run_all_to_all(
     tensors: Sequence[Tensor], plan: AllToAllMessages, transport: Transport, label: Label
 ) -> list[Tensor]:
@@ -324,9 +326,11 @@ def run_all_to_all(
     works = transport.start(plan.receives.started(received), plan.sends.started(sent))
     transport.at(label)
     try:
+        # What stays on this rank is copied while messages travel.
         with label("unpack"):
             _unpack(results, plan.local_parts, tensors, [])
     except BaseException:
+        # Messages still read and write these buffers, which must live until they end.
         hold_until_complete(works, (sent, received))
         raise
     with label("wait"):

@@ -82,7 +82,8 @@ class HeadExchange:
             ulysses_heads(place.strategy, place.group_name),
             _rank(place.group_name),
         )
-        reason = why_not(Strategy(self._heads), *self._num_heads)
+        num_heads, num_key_heads = self._num_heads
+        reason = why_not(Strategy(self._heads), num_heads, num_key_heads)
         if reason is not None:
             raise ValueError(f"the strategy {place.strategy!r} cannot run this attention: {reason}")
         self._ordered = call.in_whole_blocks()
@@ -232,6 +233,7 @@ def ulysses_attention(
     out, lse = exchange.to_tokens([out, lse.unsqueeze(-1)])
     lse = lse.squeeze(-1).contiguous()
     if keep:
+        # Backward finds the exchanged tensors by the memory of lse, and then sends gradients only.
         _memory_of(lse).dtensor_ring_kept = exchanged
     return out, lse
 
@@ -278,9 +280,11 @@ def ulysses_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the results of the ring's backward op from the tensors before the exchange."""
     exchange, sinks = HeadExchange(call, query, key), call.scores.sinks
+    # An lse is exchanged as heads of one dim.
     grads = [grad_out] if grad_lse is None else [grad_out, grad_lse.unsqueeze(-1)]
     kept = getattr(_memory_of(lse), "dtensor_ring_kept", None)
     if kept is None:
+        # Nothing was kept: the saved tensors are exchanged again, with the gradients.
         like_query = [*grads, query, out, lse.unsqueeze(-1)]
         found = exchange.to_heads(like_query, [key, value])
         num = len(like_query)

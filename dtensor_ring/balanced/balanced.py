@@ -35,7 +35,8 @@ def busiest_load(work: AttentionWork, partition: Partition, world_size: int) -> 
 
 def cost(work: AttentionWork, partition: Partition, world_size: int) -> int:
     """Return the time of all ranks on the ring plus the time of transfers, both in pairs."""
-    return cost_of(work, *ring_cost(work, partition, world_size), world_size)
+    makespan, num_received = ring_cost(work, partition, world_size)
+    return cost_of(work, makespan, num_received, world_size)
 
 
 def cost_of(work: AttentionWork, makespan: int, num_received: int, world_size: int) -> int:
@@ -245,11 +246,11 @@ def balanced_partition(
         block: units shorter than this many tokens stay together with their neighbours.
         max_runs: the largest number of runs of a rank, at least 2.
     """
-    work, sizes = AttentionWork(slices), (world_size, seq_len)
+    work = AttentionWork(slices)
     trials = _Trials(work, world_size, max_runs)
-    trials.add_all(_whole(*sizes))
-    for candidates in (_by_units(work, block, *sizes), _by_blocks(work, block, *sizes)):
-        trials.add_while_cheaper(candidates)
+    trials.add_all(_whole(world_size, seq_len))
+    for partitions_of in (_by_units, _by_blocks):
+        trials.add_while_cheaper(partitions_of(work, block, world_size, seq_len))
         if trials.even:
             return min(trials.even, key=lambda one: one[0])[1]
     return min(trials.found, key=lambda one: one[0])[1]
@@ -293,6 +294,7 @@ class _Trials:
             return None
         load = busiest_load(self._work, partition, self._world_size)
         self.found.append((load, partition))
+        # A price counts waiting, which takes simulated steps: only even partitions are worth it.
         if self._world_size * load > self._most:
             return None
         makespan, num_received = ring_cost(self._work, partition, self._world_size)
@@ -318,6 +320,7 @@ def _by_units(
         most = max(1, share * work.total // (16 * world_size))
         num_parts = np.maximum(-(-units.areas // most), -(-lengths // longest)).astype(np.int64)
         num_parts = np.clip(num_parts, 1, world_size)
+        # Shares that cut all units alike give the same partition.
         if num_parts.tobytes() in tried:
             continue
         tried.add(num_parts.tobytes())

@@ -234,6 +234,7 @@ class Packer:
         self, work: AttentionWork, world_size: int, seq_len: int, reserve: int = RESERVE
     ) -> None:
         self._work, self._world_size = work, world_size
+        # Rounded up, so that the means of all ranks hold all pairs.
         self._mean = -(-work.total // world_size)
         full = np.array([shard_length(rank, world_size, seq_len) for rank in range(world_size)])
         kept = -(-full // reserve) if reserve else np.zeros_like(full)
@@ -255,6 +256,7 @@ class Packer:
             begin, end = int(units.begins[index]), int(units.ends[index])
             longest = max(1, int(self._room.max()))
             parts = np.stack([edges[index][:-1], edges[index][1:]], axis=1)[:, None]
+            # Parts of equal area differ in length: if the longest would fill a rank, fold the unit.
             if FULLEST * (parts[..., 1] - parts[..., 0]).max() > (FULLEST - 1) * longest:
                 num_folded = max(int(num_parts[index]), -((begin - end) // longest))
                 parts = _folded(begin, end, min(num_folded, self._world_size))
@@ -268,6 +270,7 @@ class Packer:
         """
         densities = FINE * units.areas // (units.ends - units.begins)
         lacks = np.array([self._lack(rank) for rank in range(self._world_size)], densities.dtype)
+        # Below what any rank can lack, so that a rank without room is never the greatest.
         lowest = -FINE * self._work.total - 1
         order = np.lexsort((units.begins, -densities))
         for begin, end, area in zip(*(x[order].tolist() for x in units), strict=True):
@@ -289,6 +292,7 @@ class Packer:
         rank = 0
         for begin, end in sorted(self._left):
             while begin < end:
+                # A unit may be longer than the room of a rank, and then goes on at the next one.
                 while not rooms[rank]:
                     rank += 1
                 length = min(end - begin, rooms[rank])
@@ -307,6 +311,7 @@ class Packer:
         fits = np.flatnonzero((self._room[candidates] >= lengths).all(1))
         if not fits.size:
             return False
+        # The busiest of its ranks decides for a candidate, as the others wait for it.
         loads = (np.array(self._loads, found.dtype)[candidates[fits]] + found.sum(1)).max(1)
         ranks = candidates[fits[np.argmin(loads)]]
         for rank, part, areas in zip(ranks.tolist(), parts.tolist(), found.tolist(), strict=True):

@@ -99,11 +99,11 @@ class Dropout:
     cols: Tensor
 
     def part(self, rows: slice, cols: slice) -> Dropout:
-        """Return what is dropped between some queries and some keys."""
+        """Return the dropout between some queries and some keys."""
         return Dropout(self.rate, self.rows[..., rows], self.cols[cols])
 
     def of_regions(self, rows: Region, cols: Region) -> Dropout:
-        """Return what is dropped between regions of queries and keys of the batch."""
+        """Return the dropout between regions of queries and keys of the batch."""
         return Dropout(self.rate, part_of(self.rows, rows), self.cols[cols[2]])
 
     def flat(self) -> Dropout:
@@ -139,7 +139,7 @@ class ShardDropout:
         self._rate, self._rows = rate, row_counters(seed, (batch, heads), first, at)
 
     def of_keys(self, runs: Sequence[Run], cols: Cols) -> Dropout:
-        """Return what is dropped between all queries and the resident columns of a shard.
+        """Return the dropout between all queries and the resident columns of a shard.
 
         Args:
             runs: the runs of the whole shard.

@@ -142,6 +142,7 @@ def _join_neighbours(
     """Join neighbours whose segments have at most `level` blocks, where this lowers the cost."""
     found: list[Group] = []
     for group in groups:
+        # A join changes what a join with the group before it costs, so that one is asked again.
         while found:
             candidate = found[-1].joined(group, gaps[group.span[0] - 1])
             if candidate.longest > level or candidate.cost > found[-1].cost + group.cost:
@@ -451,6 +452,7 @@ def _backward(
     q, k, v = part_of(query, launch.rows), part_of(kv[0], launch.cols), part_of(kv[1], launch.cols)
     if launch.segments is None:
         return kernel.backward(saved, q, k, v, launch, scores)
+    # Kernels take segments as one batch row of all tokens, with lse by head.
     slopes = None if saved.grad_lse is None else _heads_first(saved.grad_lse)
     flat = Saved(_flat(saved.grad_out), _flat(saved.out), _heads_first(saved.lse), slopes)
     grads = kernel.backward(flat, _flat(q), _flat(k), _flat(v), launch, scores)

@@ -1,11 +1,4 @@
-"""Positions of queries and keys, and the bias that a query has for keys by their distance.
-
-A bias by distance is a table of the queries, `(B, N, L, E)`: number d of a query is added to its
-score of the key d positions before. A table may depend on the content of the query (Shaw et al.,
-2018, arXiv 1803.02155), or be the same for all. It is sharded with the queries, so nothing travels
-for it: it is carried as E further columns of the query, and gets its gradient with that of the
-query.
-"""
+"""Positions of queries and keys, and the bias that a query has for keys by their distance."""
 
 from __future__ import annotations
 
@@ -38,6 +31,11 @@ def is_biased(query: Tensor, key: Tensor) -> bool:
     return query.shape[3] > key.shape[3]
 
 
+# Note [A bias by distance]: it is a table of the queries, `(B, N, L, E)`: number d of a query is
+# added to its score of the key d positions before. A table may depend on the content of the query
+# (Shaw et al., 2018, arXiv 1803.02155), or be the same for all. It is sharded with the queries, so
+# nothing travels for it: it is carried as E further columns of the query, and gets its gradient
+# with that of the query.
 class Lags(NamedTuple):
     """Positions of some queries and of some keys, int64.
 

@@ -236,6 +236,7 @@ def pack(packed: Tensor, x: Tensor, cols: Cols) -> None:
     elif packed.dtype == x.dtype:
         torch.index_select(x, 2, _index(cols, x.device), out=packed)
     else:
+        # The gather cannot convert to another dtype, so its result is copied.
         packed.copy_(x.index_select(2, _index(cols, x.device)))
 
 

@@ -80,6 +80,7 @@ class Weights:
         """Complete the lse, and return the remaining factor of outputs; `None` means 1."""
         factor = None
         if not self._is_divided:
+            # `lse` is still that of the first partial; the denominator completes it.
             self._lse.add_(self._denominator.log())
             factor = self._denominator.reciprocal()
         if sinks is not None:
@@ -229,6 +230,7 @@ def _put(
 
 def _join(total: Tensor, so_far: Tensor, others: list[_Addend], scale: Tensor | None) -> None:
     """Write the sum of `so_far`, which may be `total` itself, and others to `total`."""
+    # Every operation writes to `total`, so that none allocates a tensor.
     for x, weight, kept in others:
         if kept is not None:
             so_far = torch.mul(so_far, kept, out=total)

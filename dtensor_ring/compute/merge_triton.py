@@ -143,14 +143,37 @@ def _accumulate_sums(
     if IS_PAIR:  # noqa: SIM102 - known when this is compiled
         if tl.program_id(1) == 1:
             _put(
-                *(other_tensors, other_strides, other_head_dim, other_lses, other_lse_strides),
-                *(other_sinks, other_spans, num_heads, num_rows),
-                *(BLOCK_ROWS, BLOCK_DIMS, UNIT, HEADS_FIRST, IS_WIDE),
+                other_tensors,
+                other_strides,
+                other_head_dim,
+                other_lses,
+                other_lse_strides,
+                other_sinks,
+                other_spans,
+                num_heads,
+                num_rows,
+                BLOCK_ROWS,
+                BLOCK_DIMS,
+                UNIT,
+                HEADS_FIRST,
+                IS_WIDE,
             )
             return
     _put(
-        *(tensors, strides, head_dim, lses, lse_strides, sinks, spans, num_heads, num_rows),
-        *(BLOCK_ROWS, BLOCK_DIMS, UNIT, HEADS_FIRST, IS_WIDE),
+        tensors,
+        strides,
+        head_dim,
+        lses,
+        lse_strides,
+        sinks,
+        spans,
+        num_heads,
+        num_rows,
+        BLOCK_ROWS,
+        BLOCK_DIMS,
+        UNIT,
+        HEADS_FIRST,
+        IS_WIDE,
     )
 
 

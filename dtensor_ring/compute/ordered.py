@@ -155,12 +155,13 @@ class OrderedOutput:
         """Return the merged results of the tiles of a piece, for all rows of its block."""
         # The one tile of a whole piece has all rows: there is nothing to fill up.
         if piece.is_whole[0]:
-            return Mean.of(*results[0])
+            out, lse = results[0]
+            return Mean.of(out, lse)
         rows = self._order.rows[piece.blocks[0]]
         whole = self._nothing(length(rows))
-        for tile, result in zip(piece.tiles, results, strict=True):
+        for tile, (out, lse) in zip(piece.tiles, results, strict=True):
             here = whole.region(region(tile.batch, moved(tile.rows, -rows[0])))
-            for x, merged in zip(here, here.joined(Mean.of(*result)), strict=True):
+            for x, merged in zip(here, here.joined(Mean.of(out, lse)), strict=True):
                 x.copy_(merged)
         return whole
 
@@ -202,7 +203,7 @@ class OrderedGradients:
             label: names this step in a profile.
         """
         of_keys = self._own
-        # Sums of other ranks' keys leave after the step, so each step has trees of its own.
+        # Sums of another rank's keys leave after the step, so each step begins new trees.
         if step.number:
             of_keys = self._of_others = self._trees(self._order.sizes[step.number])
         for piece in self._order.pieces[step.number]:
@@ -341,6 +342,7 @@ def _assembled(like: Tensor, of_blocks: dict[int, Tensor], spans: dict[int, Span
     result = empty(like, like.shape, TOKEN_MAJOR)
     for number, span in spans.items():
         there = columns(result, span)
+        # Queries that see nothing have no gradient here, nor have keys that nothing sees.
         if number in of_blocks:
             there.copy_(of_blocks[number])
         else:

@@ -202,7 +202,7 @@ def decode_attention(
 
 
 def _are_of_heads(sinks: Any) -> bool:
-    """Return whether sinks are as the op takes them, or there are none."""
+    """Return whether the op takes these sinks as they are, or there are none."""
     return sinks is None or (type(sinks) in (Tensor, nn.Parameter) and sinks.ndim == 1)
 
 

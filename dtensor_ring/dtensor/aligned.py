@@ -22,44 +22,13 @@ from dtensor_ring.dtensor.sequence_order import (
 )
 
 # Functions of elements that line up by broadcasting, by name without underscores.
-ELEMENTWISE = (
-    "add",
-    "sub",
-    "mul",
-    "div",
-    "truediv",
-    "rsub",
-    "radd",
-    "rmul",
-    "rtruediv",
-    "true_divide",
-    "floor_divide",
-    "pow",
-    "remainder",
-    "fmod",
-    "eq",
-    "ne",
-    "lt",
-    "le",
-    "gt",
-    "ge",
-    "isclose",
-    "maximum",
-    "minimum",
-    "fmax",
-    "fmin",
-    "clamp",
-    "where",
-    "masked_fill",
-    "lerp",
-    "atan2",
-    "logical_and",
-    "logical_or",
-    "logical_xor",
-    "and",
-    "or",
-    "xor",
-)
+ARITHMETIC = ("add", "sub", "mul", "div", "truediv", "true_divide", "floor_divide", "remainder")
+REVERSED = ("radd", "rsub", "rmul", "rtruediv")
+CHOICES = ("maximum", "minimum", "fmax", "fmin", "clamp", "where", "masked_fill")
+COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge", "isclose")
+LOGIC = ("logical_and", "logical_or", "logical_xor", "and", "or", "xor")
+OTHERS = ("fmod", "pow", "lerp", "atan2")
+ELEMENTWISE = {*ARITHMETIC, *REVERSED, *CHOICES, *COMPARISONS, *LOGIC, *OTHERS}
 
 
 def aligned(
@@ -86,6 +55,7 @@ def _on_mesh_of(given: Any, x: DTensor) -> Any:
         return given
     if not same_order(given, x) or (given.requires_grad and torch.is_grad_enabled()):
         return given
+    # Nothing moves: the same shard, as a tensor on the other mesh.
     made = DTensor(
         given._local_tensor, replace(given._spec, mesh=x.device_mesh), requires_grad=False
     )

@@ -398,7 +398,7 @@ class _Groups(dict[int, tuple[str, Any]]):
 
 
 def groups_of(mesh: DeviceMesh) -> _Groups:
-    """Return what is kept on a mesh of its groups."""
+    """Return the groups of a mesh that are kept on it."""
     kept = mesh.__dict__.get("_dtensor_ring_groups")
     if kept is None:
         kept = mesh.__dict__["_dtensor_ring_groups"] = _Groups()

@@ -158,6 +158,7 @@ def ring_attention(
     is_usual = cu_seqlens is key_cu_seqlens is runs is slices is key_runs is sinks is None
     is_usual = is_usual and relative_bias is None
     asked = mask, scale, softcap, kernel, strategy
+    # A call like one that was checked before runs at once.
     if is_usual and type(return_lse) is bool and not (validate or dropout_p):
         known = known_call(query, key, value, mesh, asked)
         if known is not None:

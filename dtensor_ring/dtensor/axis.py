@@ -258,7 +258,7 @@ class SequenceAxis:
             lengths = query.shape[2] * self._size, key.shape[2] * self._size
         if seq_len is not None:
             lengths = (as_count("seq_len", seq_len),) * 2
-        place = self._config.place(self._group_name, *lengths, strategy)
+        place = self._config.place(self._group_name, lengths[0], lengths[1], strategy)
         return attend(query, key, value, Call(batch, scores, place), with_lse)
 
     def prepare(
@@ -382,6 +382,7 @@ def shared_machine(
     if name.lower() in preset_names():
         return read_machine(name)
     here = annotation_of(group)
+    # One rank reads the file for all, as all must choose by the same numbers.
     if name not in here.machines:
         here.machines[name] = _received(group, name, device)
     return here.machines[name]

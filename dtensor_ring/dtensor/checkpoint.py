@@ -19,7 +19,7 @@ from dtensor_ring.planning.layout import Run, joined
 
 
 def write_items(x: DTensor, fqn: str) -> list[Any]:
-    """Return what this rank writes."""
+    """Return the items that this rank writes."""
     from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
     from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
@@ -39,6 +39,7 @@ def chunks(x: DTensor) -> list[Any]:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
     dim, found = sequence_dim(x), []
+    # Each run is a piece at its true positions: what is written has the order of the sequence.
     for run, _ in _runs(x):
         offsets, sizes = [0] * x.ndim, list(x.shape)
         offsets[dim], sizes[dim] = run.start, run.length

@@ -111,8 +111,16 @@ def chosen(call: Call, query: Tensor, value: Tensor) -> Call:
     asked = *by, document, *bounds, *sizes
     spec, machine = _constant(asked) if is_compiling else choice_of(*asked)
     # A constructor takes a third of the time of `_replace`.
-    lengths, where = (place.seq_len, place.key_seq_len), (place.group_name, place.policy)
-    return Call(call.batch, call.scores, Place(place.layout, spec, *lengths, *where, machine))
+    chosen_place = Place(
+        place.layout,
+        spec,
+        place.seq_len,
+        place.key_seq_len,
+        place.group_name,
+        place.policy,
+        machine,
+    )
+    return Call(call.batch, call.scores, chosen_place)
 
 
 def _constant(asked: tuple[Any, ...]) -> tuple[str, str]:
@@ -170,7 +178,7 @@ def _choose(
     sizes: CallSizes,
 ) -> str:
     world_size = len(here.ranks)
-    # The op refuses heads that do not divide, in words of its own.
+    # Heads that do not divide are refused later, by the op.
     if world_size == 1 or not all(sizes) or sizes.heads % sizes.key_heads:
         return Strategy.default
     seq_len = rounded(sizes.seq_len, world_size)

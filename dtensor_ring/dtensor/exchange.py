@@ -105,6 +105,7 @@ def relayout(
         return result
     tokens = tokens_of(tensor.device_mesh)
     on = tensor.device_mesh
+    # The result has another order, which its mesh must say.
     if tokens is not None:
         on = token_mesh(tokens.mesh, tokens.config, after.layout)
     made = DTensor.from_local(
@@ -181,6 +182,7 @@ def exchange(
     if runs is not None and (not isinstance(runs, Tensor) or isinstance(runs, DTensor)):
         raise TypeError(f"runs must be a plain tensor, got {type(runs).__name__}")
     spec = config_of_call(group, runs is not None).spec
+    # Ranks that share the heads have the same tokens, so together they are one shard.
     num_shards = size // num_sharing if is_back else size
     length: Any = tensors[0].shape[2] * num_shards
     if seq_len is not None:

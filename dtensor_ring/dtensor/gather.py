@@ -120,11 +120,11 @@ def whole_sequence(
         missing = layout.num_tokens(group.rank(), group.size(), length) - local.shape[dim]
         # `pad` counts dims from the last one.
         local = F.pad(local, (0, 0) * (local.ndim - dim - 1) + (0, missing))
-    sharded: tuple[str, Tensor | None] = (layout.spec, None)
+    spec, runs = layout.spec, None
     if isinstance(layout, Balanced):
         layout.runs(group.rank(), group.size(), length)  # refuses another length
-        sharded = layout.name, sequence_runs(layout)
-    whole = gathered(local, dim, group, length, *sharded)
+        spec, runs = layout.name, sequence_runs(layout)
+    whole = gathered(local, dim, group, length, spec, runs)
     return whole if length == seq_len else whole.narrow(dim, 0, seq_len)
 
 

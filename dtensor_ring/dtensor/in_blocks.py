@@ -151,6 +151,8 @@ class _Blocks(NamedTuple):
     def summed(self, grads: Sequence[Tensor]) -> Tensor:
         """Return the sum of a gradient over the blocks of all ranks, by the tree."""
         wide = torch.promote_types(grads[0].dtype, torch.float32)
+        # The tree is that of the blocks, whatever the number of ranks, so the sum has the same
+        # bits.
         own: Tree[Tensor] = Tree(range(self.count), torch.add)
         for number, grad in zip(self.numbers, grads, strict=True):
             own.add((0, number), grad.to(wide))

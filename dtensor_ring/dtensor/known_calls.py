@@ -70,6 +70,7 @@ def known_calls_of(mesh: DeviceMesh | None) -> tuple[str | None, dict[Any, Any]]
     if kept is None or kept.calls is None:
         return None
     name, known = kept[0]
+    # A later group may get the same name: what is known belongs to the group that was checked.
     group = registered(name)
     return None if group is None or group is not known() else (name, kept.calls)
 
@@ -100,6 +101,7 @@ def keep(mesh: DeviceMesh | None, key: tuple[Any, ...], found: Any) -> None:
         group, kept = axis_group(mesh), groups_of(mesh)
         calls = kept.calls = annotation_of(group).calls
         kept[0] = group.group_name, ref(group)
+    # Shapes that change in every call must not fill the memory.
     if len(calls) >= MAX_KNOWN:
         calls.clear()
     calls[key] = found
@@ -113,7 +115,7 @@ def _are_plain(query: Any, key: Any, value: Any) -> bool:
 def _key(
     group_name: str | None, query: Tensor, key: Tensor, value: Tensor, asked: Asked
 ) -> tuple[Any, ...]:
-    """Return what was checked of a call. Tensors of other memory layouts are not plain."""
+    """Return all of a call that was checked. Tensors of other memory layouts are not plain."""
     return (
         group_name,
         query.shape,

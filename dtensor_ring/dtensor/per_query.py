@@ -1,4 +1,4 @@
-"""What a query adds to its scores by itself: a bias by distance, and a sink of its own."""
+"""What differs between queries besides their keys: a bias by distance, and a sink for each."""
 
 from __future__ import annotations
 

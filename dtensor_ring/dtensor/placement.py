@@ -247,9 +247,9 @@ def wrap_on(
     mesh: DeviceMesh, local: Tensor, shape: tuple[int, ...], placements: Placements
 ) -> DTensor:
     """Wrap a dense local tensor in a DTensor of a global shape on a mesh."""
-    what = placements, shape, order_of(local), local.dtype
     # A compiler's tensors have other types, and each of them needs its own spec.
-    spec = _known_spec(mesh, *what) if type(local) is Tensor else _spec(mesh, *what)
+    make = _known_spec if type(local) is Tensor else _spec
+    spec = make(mesh, placements, shape, order_of(local), local.dtype)
     return known(DTensor._op_dispatcher.wrap(local, spec))
 
 
@@ -265,16 +265,23 @@ def _spec(
     return DTensorSpec(mesh, placements, tensor_meta=meta)
 
 
-def _known_spec(mesh: DeviceMesh, *what: Any) -> DTensorSpec:
+def _known_spec(
+    mesh: DeviceMesh,
+    placements: Placements,
+    shape: tuple[int, ...],
+    order: Order,
+    dtype: torch.dtype,
+) -> DTensorSpec:
     """Return a spec that is made once per mesh: DTensor shares the specs of its results, too."""
     # Specs are cached on the mesh itself. Meshes compare equal even if their process group was
     # destroyed and created again, so a table keyed by mesh would return specs of an old mesh.
     known = mesh.__dict__.setdefault("_dtensor_ring_specs", {})
-    if what not in known:
+    key = placements, shape, order, dtype
+    if key not in known:
         if len(known) >= MAX_SPECS:
             known.clear()
-        known[what] = _spec(mesh, *what)
-    return known[what]
+        known[key] = _spec(mesh, placements, shape, order, dtype)
+    return known[key]
 
 
 def local_of(x: Any, ring: Ring) -> Any:

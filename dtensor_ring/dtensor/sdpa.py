@@ -216,7 +216,7 @@ def _refuse(bound: dict[str, Any]) -> None:
 
 
 def _attention_of(bound: dict[str, Any]) -> Attention:
-    """Return what computes an attention: a feature that takes it over, else the ring."""
+    """Return the function of an attention: that of a feature which takes it over, or the ring."""
     for other in others:
         if attention := other(bound):
             return attention

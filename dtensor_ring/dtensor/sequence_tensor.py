@@ -1,4 +1,4 @@
-"""The class of a sharded sequence, which answers what a user does with it, or refuses.
+"""The class of a sharded sequence: it computes operations of a user on shards, or refuses them.
 
 torch.compile does not trace what this class does. It puts the function of PyTorch into the graph;
 when that is computed, on tensors without content and then for the backend, it comes here again.

@@ -174,6 +174,7 @@ def _of_rows(x: DTensor, entries: list[Any], dim: int) -> Tensor:
     rows, positions = _listed(x, entries[0]), _listed(x, entries[1])
     if rows.shape != positions.shape:
         raise refusal(x, "this index")
+    # Rows that ask for the same token fetch it once.
     distinct, whose = np.unique(positions, return_inverse=True)
     tokens = take(x, distinct)
     return tokens[torch.as_tensor(rows), torch.as_tensor(whose)]

@@ -137,6 +137,7 @@ class HandOver:
         facts |= {"layers": len(kept.layers)}
         with ExitStack() as stack:
             self._posts: Posts = stack.enter_context(handing_over(self._group, facts, self._device))
+            # A rank that only receives calls no `send`, so all of its receives are posted here.
             if self._source is None:
                 for number in range(len(self._made)):
                     self._posts.post(number, self._incoming(number), [])

@@ -95,10 +95,11 @@ class ColumnMove:
         """
         if kv_dtype is None:
             return cls(move, None, None, num_cols)
-        return cls(move, *closed_and_open(move, BLOCK_SIZE, num_cols), num_cols)
+        closed, open = closed_and_open(move, BLOCK_SIZE, num_cols)
+        return cls(move, closed, open, num_cols)
 
     def given(self, memory: ColumnMemory, num_heads: int) -> list[MovedPart]:
-        """Return what leaves the memory of the source, which has all heads."""
+        """Return the parts that leave the memory of the source, which has all heads."""
         return self._parts(memory, self.move.span_of(num_heads), 0)
 
     def taken(self, memory: ColumnMemory) -> list[MovedPart]:

@@ -62,10 +62,12 @@ class PagedHandOver:
                 given = moved_pages(source._memory, here, num_tokens)
             if move.target == rank and target is not None:
                 taken = moved_pages(target._memory, there, num_tokens)
+            # A move within this rank is a copy, so both of its ends stand together.
             if given is not None:
                 self._given.append((move.target, given, taken))
             elif taken is not None:
                 self._taken.append((move.source, taken))
+        # A rank that only receives calls no `send`, so all of its receives are posted here.
         if target is not None and source is None:
             for layer in range(target.num_layers):
                 posts.post(layer, self._incoming(layer), [])
@@ -175,6 +177,7 @@ class MovedQuantisedPages(MovedPages):
             for x in _tensors(q):
                 x[rows] = found.pop(0)
         memory = self._memory
+        # These units are full now; if one was open before, its slot is free.
         memory._release(self._full + layer * memory._num_units)
         if not len(self._open):
             return

@@ -187,6 +187,7 @@ def closed_and_open(
     """
     here, there, lengths = move.cols.T
     cols, ends = move.cols[:, :2], move.cols[:, :2] + lengths[:, None]
+    # Columns before the end of the last full block have scales; those after it are not rounded.
     full = np.array(num_cols) // block * block
     closed = np.maximum(0, np.minimum(ends, full) - cols)
     begins_whole = (cols % block == 0) | (cols >= full)
@@ -239,6 +240,7 @@ def block_moves(
             "blocks move whole between pools, so both need blocks of the same size, got "
             f"{source.block} and {target.block} tokens"
         )
+    # One entry for a pair of ranks, whose blocks travel together.
     found: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
     for tokens in moved:
         for number, num_tokens in _blocks_of(tokens, source.block):

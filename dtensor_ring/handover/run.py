@@ -101,6 +101,7 @@ class Posts:
 
     def post(self, layer: int, incoming: Sequence[Incoming], outgoing: Sequence[Outgoing]) -> None:
         """Post messages of a layer; those without bytes are left out on both sides."""
+        # Both sides know the sizes, so they leave out the same messages.
         incoming = [x for x in incoming if num_bytes(x)]
         outgoing = [x for x in outgoing if num_bytes(x)]
         if not incoming and not outgoing:
@@ -158,7 +159,7 @@ class MovedPart(NamedTuple):
 
     @property
     def content(self) -> Content:
-        """Return what they are in a message."""
+        """Return the shape and the dtype of these columns in a message."""
         shape = (*self.tensor.shape[:2], len(self.cols), self.tensor.shape[3])
         return Content(shape, self.tensor.dtype)
 

@@ -157,6 +157,7 @@ def planned(told: Sequence[Told], ranks: Sequence[int]) -> HandOverPlan:
                 f"both caches must have the same {name}, the source has {here} and the target "
                 f"{there}"
             )
+    # Ranks of a source have all heads; those of a target may have a shard of them.
     sources = {(ranks[i], 0): i for i, x in enumerate(told) if x.kept}
     targets = {(ranks[i], x.heads): i for i, x in enumerate(told) if x.wanted}
     axes = {x.heads: x.wanted.ranks for x in told if x.wanted}
@@ -178,7 +179,7 @@ def _num_cols(ranks: Sequence[Sequence[int]], table: CacheTable) -> dict[int, in
 
 
 def _same(name: str, given: Sequence[Any]) -> Any:
-    """Return what all ranks of a side told.
+    """Return the value on which all ranks of a side agree.
 
     Raises:
         ValueError: if some told something else, or nobody told anything.

@@ -156,7 +156,7 @@ class Call(NamedTuple):
         return as_layout(spec), None, seq_len, key_seq_len
 
     def _with_key_runs(self, keys: RunTable) -> tuple[Layout, RunTable, int, int]:
-        """Return what `_layouts` does, for keys that have runs of their own."""
+        """Return the layouts and lengths of queries and keys, where keys have runs."""
         # Both are of one sequence that ends with the queries, or slices say what is seen of
         # another.
         batch, seq_len = self.batch, self.place.seq_len

@@ -200,8 +200,9 @@ class PagedBatch:
         self.sequences = tuple(sequences)
         self._cache = cache
         self._versions = [x.version for x in sequences]
-        where = cache.pool, cache.rank
-        self._plan = PagedPlan(*where, self.sequences, self.num_tokens, cache.kv_dtype)
+        self._plan = PagedPlan(
+            cache.pool, cache.rank, self.sequences, self.num_tokens, cache.kv_dtype
+        )
 
     def write(self, layer: int, key: Tensor, value: Tensor, *, dealt: bool = False) -> None:
         """Write the keys and values of these tokens in a layer; every rank keeps those it owns.
@@ -228,6 +229,7 @@ class PagedBatch:
             raise ValueError(f"dealt is for one sequence, got {len(self.sequences)}")
         num_given = len(source) if dealt else self._plan.num_queries
         check_new_tokens(self._cache, key, value, 1 if dealt else self._plan.num_rows, num_given)
+        # Tensors made in the caller's inference mode could not be written outside of it.
         with torch.inference_mode(False), torch.no_grad():
             keys, values = (x.transpose(1, 2).flatten(0, 1) for x in (key, value))
             if not dealt:
@@ -311,16 +313,22 @@ class PagedBatch:
         if kernel is not None and not isinstance(kernel, str):
             raise TypeError(f"kernel must be the name of a kernel, a str, got {kernel!r}")
         keys, values = blocks or self._cache._memory.like
-        facts = query.device.type, query.dtype, keys.shape[3], values.shape[3], scores.scale
-        grouped = query.shape[1] > keys.shape[2]
-        problem = Problem(*facts, softcap=scores.softcap, grouped=grouped)
+        problem = Problem(
+            query.device.type,
+            query.dtype,
+            keys.shape[3],
+            values.shape[3],
+            scores.scale,
+            softcap=scores.softcap,
+            grouped=query.shape[1] > keys.shape[2],
+        )
         reader = paged_kernel(kernel, problem, keys.shape[1])
         with torch.no_grad():
             # Kernels need the head dim to be contiguous.
             query = query if query.stride(3) == 1 else query.contiguous()
             step = self._plan.step(scores.mask, reader.whole_blocks, blocks is not None)
-            pair = blocks or self._cache._memory.to_attend(layer, step.pages)
-            return step.forward(query, *pair, reader, scores)
+            keys, values = blocks or self._cache._memory.to_attend(layer, step.pages)
+            return step.forward(query, keys, values, reader, scores)
 
     def decode(
         self,
@@ -381,8 +389,8 @@ class PagedBatch:
         here = partial(self._attend, layer, query, scores, kernel, blocks)
         # Ranks compare only heads and head dim of values, which the blocks have.
         values = like[1].transpose(1, 2)
-        given = here, call, self._plan.request(mask), query, values
-        out, lse = called_from(sys._getframe(), merge_ranks, *given)
+        request = self._plan.request(mask)
+        out, lse = called_from(sys._getframe(), merge_ranks, here, call, request, query, values)
         return out.to(query.dtype), lse
 
     def blocks(self, layer: int) -> tuple[Tensor, Tensor]:

@@ -153,6 +153,7 @@ class BlockPool:
         del sequence.nodes[length // self.dealing.block :]
         sequence.num_written = min(sequence.num_written, length)
         sequence.num_cached = min(sequence.num_cached, length)
+        # Plans of steps that were made before are out of date.
         sequence.version += 1
 
     def fork(self, sequence: PooledSequence) -> PooledSequence:
@@ -171,6 +172,7 @@ class BlockPool:
         forked = PooledSequence(self._num_added, self.dealing.world_size)
         forked.tokens, forked.nodes = sequence.tokens[:], sequence.nodes[:]
         forked.num_cached = forked.num_written = len(sequence)
+        # Lists are copied, blocks are not: each of them is held once more.
         forked.blocks = [row[:] for row in sequence.blocks]
         for blocks, row in zip(self._blocks.ranks, forked.blocks, strict=True):
             for index in row:
@@ -291,6 +293,7 @@ class BlockPool:
         parent = sequence.nodes[-1] if sequence.nodes else self._blocks.root
         tokens = sequence.tokens[start : start + self.dealing.block].tobytes()
         node = self._blocks.publish(parent, tokens, rank, row[at])
+        # The tree has a block of the same tokens already: from now on the sequence uses that one.
         if node.index != row[at]:
             row[at] = node.index
             sequence.version += 1

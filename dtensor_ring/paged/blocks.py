@@ -114,6 +114,7 @@ def check_room(usage: PoolUsage, need: Sequence[int], hits: Sequence[int]) -> No
     Raises:
         OutOfBlocks: if a rank has too few blocks.
     """
+    # Cached blocks that the call itself reads cannot be evicted for it.
     cached = tuple(c - h for c, h in zip(usage.cached, hits, strict=True))
     missing = [n - f - c for n, f, c in zip(need, usage.free, cached, strict=True)]
     most = max(missing)
@@ -281,6 +282,7 @@ class Blocks:
     def match(self, tokens: array[int]) -> list[BlockNode]:
         """Return the longest chain of blocks in the tree that hold the first of these tokens."""
         found, node = [], self.root
+        # The tree has full blocks only, so the rest of the tokens cannot match.
         for start in range(0, len(tokens) - self.dealing.block + 1, self.dealing.block):
             child = node.children.get(tokens[start : start + self.dealing.block].tobytes())
             if child is None:

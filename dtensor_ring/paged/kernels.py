@@ -189,9 +189,9 @@ class Gathered(Anywhere):
         tables, found = pages.on(query.device)[0], []
         for table, length, q in zip(tables, pages.lengths.tolist(), query.split(1), strict=True):
             k, v = (x[table].flatten(0, 1)[:length] for x in (key_blocks, value_blocks))
-            pair = k.transpose(0, 1).unsqueeze(0), v.transpose(0, 1).unsqueeze(0)
+            k, v = k.transpose(0, 1).unsqueeze(0), v.transpose(0, 1).unsqueeze(0)
             launch = Launch(WHOLE, WHOLE, FULL)
-            found.append(Reference().forward(q.transpose(1, 2), *pair, launch, scores))
+            found.append(Reference().forward(q.transpose(1, 2), k, v, launch, scores))
         outs, lses = zip(*found, strict=True)
         return torch.cat([out.transpose(1, 2) for out in outs]), torch.cat(lses)
 

@@ -185,6 +185,7 @@ class QuantisedPages(PageMemory):
         out = opened.new_empty(len(units), *opened.shape[1:])
         slots = self._slot[units]
         out[_indices(slots >= 0, out)] = opened[_indices(slots[slots >= 0], opened)]
+        # Units without a slot are in eight bits, and are dequantised a few at a time.
         at = np.flatnonzero(slots < 0)
         for begin in range(0, len(at), step := _at_once(out)):
             some = at[begin : begin + step]

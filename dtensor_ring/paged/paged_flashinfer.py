@@ -80,6 +80,7 @@ class PagedFlashInfer(PagedKernel):
             wrapper = _wrappers_of(query, key_blocks, scores).planned(pages)
             rows = query.reshape(num_entries * num_rows, *query.shape[2:]).contiguous()
             out, lse = wrapper.run(rows, (key_blocks, value_blocks), return_lse=True)
+        # FlashInfer's lse has base 2.
         lse = (lse * math.log(2)).unflatten(0, (num_entries, num_rows))
         return out.unflatten(0, (num_entries, num_rows)), lse.transpose(1, 2).contiguous()
 
@@ -159,6 +160,7 @@ def _wrappers_of(query: Tensor, key_blocks: Tensor, scores: Scores) -> _Wrappers
 def _table(pages: Pages, num_rows: int) -> tuple[Tensor, ...]:
     """Return boundaries of rows and of blocks, the blocks, and the keys of each last block."""
     counts = -(-pages.lengths // pages.block)
+    # FlashInfer takes the blocks of all rows in one list, without the padding of tables.
     read = pages.tables[np.arange(pages.tables.shape[1]) < counts[:, None]]
     last = pages.lengths - (counts - 1) * pages.block
     rows = np.arange(len(counts) + 1) * num_rows

@@ -87,7 +87,7 @@ def constants_of(
     unit: int,
     softcap: float,
 ) -> dict[str, Any]:
-    """Return what the first launch is compiled for: sizes, and the tile of a program.
+    """Return the constants of the first launch: sizes, and the tile of a program.
 
     Args:
         num_queries: queries of an entry.
@@ -130,8 +130,8 @@ def attend(
     programs = kv_heads * -(-num_queries * group // constants["ROWS"])
     if splits is None:
         gpu = torch.cuda.get_device_properties(query.device)
-        facts = pages.num_keys, pages.longest, programs, gpu.multi_processor_count
-        splits = num_splits(*facts)
+        num_units = gpu.multi_processor_count
+        splits = num_splits(pages.num_keys, pages.longest, programs, num_units)
     split_keys, splits = _whole_steps(pages.longest, splits, constants["KEYS"])
     out = query.new_empty(num_entries, num_queries, num_heads, value_dim)
     lse = query.new_empty(num_entries, num_heads, num_queries, dtype=torch.float32)
@@ -360,6 +360,7 @@ def _merge(
         found = tl.load(partial + at + VALUE_DIM, mask=is_split, other=-float("inf"))
         is_there = is_split[:, None] & (dims < VALUE_DIM)[None, :]
         values = tl.load(partial + at[:, None] + dims[None, :], mask=is_there, other=0.0)
+        # Sums so far were scaled by the largest lse until now; a larger one rescales them.
         new, base = _base(largest, tl.max(found, 0))
         weights, kept = tl.exp(found - base), tl.exp(largest - base)
         sums = sums * kept + tl.sum(values * weights[:, None], 0)

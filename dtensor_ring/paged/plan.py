@@ -78,7 +78,7 @@ class BlockReads:
 def last_token_reads(
     lengths: np.ndarray, mask: Mask, dealing: Serpentine, rank: int, whole_blocks: bool
 ) -> BlockReads:
-    """Return what the last tokens of each sequence see of the keys of a rank.
+    """Return the keys of a rank that the last tokens of each sequence see.
 
     Each sees what it sees as the last token of all: the tokens up to itself but what is before its
     window or its chunk. So no tiles are made. The time hardly depends on the number of sequences.
@@ -124,6 +124,7 @@ def _two_ranges(
         return None
     numbers = np.arange(num_cols.max())
     is_column = numbers < num_cols[rows, None]
+    # Columns past the end of a row read its last one again, and `is_column` hides them.
     numbers = np.minimum(numbers, num_cols[rows, None] - 1)
     later = (after[0] - num_before - before[0])[rows, None] * (numbers >= num_before[rows, None])
     cols = before[0][rows, None] + numbers + later
@@ -175,6 +176,7 @@ def _edges(tiles: list[Tile], num_queries: int) -> EdgeReads:
     listed = np.empty(shape, dtype=np.int64)
     for row, mine in zip(listed, cols, strict=True):
         numbers = np.concatenate([np.arange(*span) for span in mine.spans])
+        # Rows are padded with their last column, which `visible` hides.
         row[: len(mine)], row[len(mine) :] = numbers, numbers[-1]
     visible = np.zeros((shape[0], num_queries, shape[1]), dtype=bool)
     for tile in tiles:

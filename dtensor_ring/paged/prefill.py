@@ -103,10 +103,12 @@ class PackedPrompts:
             index = sequence.blocks[rank][number // self._dealing.world_size]
             tokens = number * block, min((number + 1) * block, sequence.num_written)
             cached = CachedBlock(number, rank, index, length(tokens))
+            # Prompts that share a prefix share its blocks, which are gathered once.
             if cached not in self.cached:
                 self.cached[cached] = self.num_cached
                 self.num_cached += length(tokens)
             piece = PromptPiece(self.cached[cached], tokens)
+            # Blocks that lie side by side in both orders are one piece, so masks have fewer slices.
             joined = None if last is None else last.joined(piece)
             if last is not None and joined is None:
                 yield last
@@ -130,7 +132,7 @@ class PackedPrompts:
         return np.concatenate([cached, self.query_runs], axis=1)
 
     def slices(self, mask: Mask) -> Slices:
-        """Return what the new tokens see, if each prompt has the mask for itself."""
+        """Return the slices that the new tokens see, if each prompt has the mask for itself."""
         rows = []
         for pieces in self.prompts:
             begin, end = pieces[-1].tokens
@@ -141,7 +143,7 @@ class PackedPrompts:
 
 
 def _moved(table: np.ndarray, keys: PromptPiece, queries: PromptPiece) -> np.ndarray:
-    """Return what the queries of a piece see of the keys of a piece, in the sequence."""
+    """Return the slices of a piece of queries and a piece of keys, moved to where both lie."""
     q_begin, q_end = (np.clip(x, *queries.tokens) + queries.shift for x in table.T[:2])
     k_begin, k_end = (np.clip(x, *keys.tokens) + keys.shift for x in table.T[2:4])
     # Lags in the sequence are larger: what comes between the pieces is not of the prompt.
@@ -158,6 +160,7 @@ def _moved(table: np.ndarray, keys: PromptPiece, queries: PromptPiece) -> np.nda
 
 def _joined(table: np.ndarray) -> np.ndarray:
     """Join neighbouring queries that see all of the same keys: one tile instead of many."""
+    # In the order of keys, then queries, so that rows that can be joined are neighbours.
     table = table[np.lexsort((table[:, 0], table[:, 3], table[:, 2]))]
     is_whole = (table[:, 4:] == UNBOUNDED).all(1)
     follows = (
@@ -270,7 +273,7 @@ class PagedPrefill:
         self._slices: dict[Mask, Tensor] = {}
 
     def slices(self, mask: Mask) -> Tensor:
-        """Return what the new tokens see, for `ring_attention`, if each prompt has this mask."""
+        """Return the slices for `ring_attention`, if each prompt has this mask for itself."""
         if mask not in self._slices:
             self._slices[mask] = torch.from_numpy(self._packed.slices(mask).numbers)
         return self._slices[mask]

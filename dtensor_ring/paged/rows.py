@@ -69,6 +69,7 @@ class TokenRows(QueryRows):
         self._total, most = int(counts.sum()), int(counts.max())
         firsts, counts = (np.cumsum(counts) - counts)[sequences], counts[sequences]
         numbers = np.arange(most)
+        # Rows of fewer tokens repeat their last one; `kept` leaves these out of the result.
         tokens = firsts[:, None] + np.minimum(numbers, counts[:, None] - 1)
         (kept,) = (numbers < counts[:, None]).ravel().nonzero()
         lists = tokens, kept, tokens.ravel()[kept]
@@ -83,6 +84,7 @@ class TokenRows(QueryRows):
         _, kept, rows = self._index.on(out.device)
         out, lse = (x.transpose(1, 2).flatten(0, 1)[kept].unsqueeze(2) for x in (out, lse))
         if not self._is_all:
+            # Tokens without a row here add nothing: zeros with an lse of minus infinity.
             shape = self._total, *lse.shape[1:]
             out = out.new_zeros(*shape, out.shape[3]).index_copy_(0, rows, out)
             lse = lse.new_full(shape, -torch.inf).index_copy_(0, rows, lse)

@@ -136,13 +136,15 @@ class PagedStep:
         """
         wide = torch.promote_types(query.dtype, torch.float32)
         running = RunningOutput(query, value_blocks.shape[3], dtype=wide)
+        # Queries see whole blocks by a kernel that reads tables, and parts of blocks by their
+        # columns.
         for entries in self._entries:
             queries = entries.rows.select(query).transpose(1, 2)
             out, lse = kernel.forward(queries, key_blocks, value_blocks, entries.pages, scores)
             entries.rows.add_to(running, out.transpose(1, 2), lse)
         if self._edges is not None:
-            found = self._edges.attend(query, key_blocks, value_blocks, scores)
-            self._edges.rows.add_to(running, *found)
+            out, lse = self._edges.attend(query, key_blocks, value_blocks, scores)
+            self._edges.rows.add_to(running, out, lse)
         return running.result()
 
 
@@ -249,6 +251,7 @@ class PagedPlan:
             block, pages = self._pool.dealing.block, self.pages if from_pages else None
             reads = self._reads(mask, whole_blocks)
             if pages is None and self._kv_dtype is not None:
+                # Blocks in eight bits are dequantised before a step, so only those that are read.
                 pages = pages_of(reads, self._tables, block)
             found = PagedStep(reads, self._tables, block, self._rows_of, pages)
             self._steps[mask, whole_blocks, from_pages] = found
@@ -283,8 +286,10 @@ class PagedPlan:
         is_hidden = mask.right == 0 and mask.prefix is None
         documents = None if is_hidden else Documents([(0, x) for x in self._ends])
         starts, runs = tuple((self._ends - self.num_queries).tolist()), self._runs
-        where = self._rank, self._pool.dealing.world_size, runs.end
-        return DecodeRequest(runs, mask, *where, starts, self.num_queries, documents, None)
+        size = self._pool.dealing.world_size
+        return DecodeRequest(
+            runs, mask, self._rank, size, runs.end, starts, self.num_queries, documents, None
+        )
 
     def agreed(self, layer: int) -> Tensor:
         """Return the integers that ranks compare, to detect that they have drifted apart."""

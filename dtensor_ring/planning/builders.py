@@ -406,6 +406,7 @@ class PartBuilders:
         groups = builder_inputs.of_each(
             "prefix_lengths", questions, len(answers), "rows of answer_lengths"
         )
+        # Each question is a root and its answers are its children: siblings do not see each other.
         parents, lengths = [], []
         for question, row in zip(groups, answers, strict=True):
             root = len(parents)

@@ -240,11 +240,11 @@ class KeyDemand(ABC):
 
     @abstractmethod
     def visible_to(self, rank: int) -> Visibility:
-        """Return what `rank` sees of other ranks, united."""
+        """Return the columns of other ranks that `rank` sees, united."""
 
     @abstractmethod
     def visibility_of(self, source: int) -> Visibility:
-        """Return what other ranks see of the shard of `source`, united."""
+        """Return the columns of the shard of `source` that other ranks see, united."""
 
     @property
     @abstractmethod

@@ -32,7 +32,7 @@ class KeyIntervals:
 
 
 def intervals_of(tiles: Sequence[Tile], batch_size: int) -> KeyIntervals:
-    """Return what the queries of tiles see, by the fewest numbers that serve all of them.
+    """Return the keys that the queries of tiles see, by the fewest numbers that serve all of them.
 
     Args:
         tiles: one or more tiles of a step; no pair of a query and a key is in two of them.

@@ -65,7 +65,7 @@ class Quantised:
 # would be rounded to nothing. So keys are multiplied by a random orthogonal matrix before they are
 # quantised, which spreads outliers over all channels, and by its transpose after (Shah et al.,
 # 2024, arXiv 2407.08608). The matrix is a diagonal of signs, then a Hadamard matrix. Values keep
-# their channels: each has a scale of its own in a block, after the block's mean was subtracted.
+# their channels: in a block, each channel has its scale, after its mean was subtracted.
 def quantise_keys(x: Tensor, format: Format, block_size: int = BLOCK_SIZE) -> Quantised:
     """Quantise keys: rotated, with one float32 scale for all channels of a block.
 
@@ -142,8 +142,8 @@ def quantise_pair(
     (torch.Size([1, 2, 9, 8]), torch.Size([1, 2, 1, 4]))
     """
     if not has_pair_kernel(key, value, block_size):
-        how = format, block_size
-        return quantise_keys(key, *how), quantise_values(value, *how)
+        numbers = quantise_keys(key, format, block_size)
+        return numbers, quantise_values(value, format, block_size)
     from dtensor_ring.quantised import quantise_triton
 
     _check_sizes(key, block_size)
@@ -205,6 +205,7 @@ def dequantise(q: Quantised, dtype: torch.dtype) -> Tensor:
 
     x = q.data.float() * of_tokens(q.scales)
     if q.means is None:
+        # The transform is its own inverse, and so are the signs: they come off in reverse order.
         return (_hadamard(x) * _signs(x)).to(dtype)
     return (x + of_tokens(q.means)).to(dtype)
 

@@ -259,6 +259,7 @@ class QuantisedTokens(KeptTokens):
 
     def append(self, x: Tensor) -> QuantisedTokens:
         open = torch.cat([self.open, x], SEQUENCE)
+        # Only a full block is rounded: its scale is that of all of its tokens.
         num_full = open.shape[SEQUENCE] // self.block_size * self.block_size
         if not num_full:
             return replace(self, open=open)
@@ -266,6 +267,7 @@ class QuantisedTokens(KeptTokens):
         parts = open[:, :, :num_full].split(self._at_once, SEQUENCE)
         new = [quantise(part, self.format, self.block_size) for part in parts]
         closed = _changed(lambda same: torch.cat(same, SEQUENCE), self.closed, *new)
+        # A clone, as a view would keep the memory of the rounded tokens.
         return replace(self, closed=closed, open=open[:, :, num_full:].clone())
 
     def select(self, rows: Tensor) -> QuantisedTokens:

@@ -290,8 +290,10 @@ def _quantise_rows(
     else:
         count = tl.minimum(num_tokens - block * BLOCK_SIZE, BLOCK_SIZE)
         mean = tl.sum(numbers.to(tl.float64), 0, keep_dims=True) * (1.0 / count.to(tl.float64))
+        # The mean is subtracted as it is kept, in 16 bits, so that adding it restores the number.
         mean = mean.to(tl.float32).to(tl.bfloat16)
         numbers = tl.where(is_row, numbers - mean.to(tl.float32), 0.0)
+        # The scale divides as it is kept, too.
         scale = _over(_largest(numbers, 0), LARGEST).to(tl.bfloat16)
         scale = _positive(scale.to(tl.float32))
         tl.store(scales + at * UNIT + dims, scale.to(tl.bfloat16), mask=is_dim)

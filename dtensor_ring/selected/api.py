@@ -232,8 +232,10 @@ def selected_attention(
     call_check.check_options(query, call)
     if route is not None and not (isinstance(route, str) and route in KEY_ROUTES):
         raise ValueError(f"route must be one of {', '.join(KEY_ROUTES)}, or None, got {route!r}")
-    how = *values, route, pool_size
-    out, lse = called_by_user(selected_op, query, rows, selected, *how, *flatten(call))
+    begin, end = values
+    out, lse = called_by_user(
+        selected_op, query, rows, selected, begin, end, route, pool_size, *flatten(call)
+    )
     return (out, lse) if return_lse else out
 
 
@@ -251,6 +253,7 @@ def _rows(key: Tensor, value: Tensor | int) -> tuple[Tensor, tuple[int, int]]:
                 f"value must have the batch, heads, tokens and dtype of key, {tuple(key.shape)} "
                 f"{key.dtype}, got {tuple(value.shape)} {value.dtype}"
             )
+        # Side by side, so that one read of a row brings a key with its value.
         return torch.cat((key, value), -1), (key.shape[3], key.shape[3] + value.shape[3])
     return key, (0, as_count("value", value, 1, key.shape[3]))
 

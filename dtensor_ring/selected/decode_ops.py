@@ -119,10 +119,11 @@ def _merged_lists(
     shape, k = scores.shape, scores.shape[-1]
     split = scores.nbytes, positions.nbytes
     mine = torch.cat([x.contiguous().view(-1).view(torch.uint8) for x in (scores, positions)])
-    everyone = _exchanged(mine, *place, transport)
+    rank, world_size = place
+    everyone = _exchanged(mine, rank, world_size, transport)
     of_scores, of_positions = everyone.split(split, 1)
     scores, positions = (
-        x.contiguous().view(dtype).view(place[1], *shape).movedim(0, -2).flatten(-2)
+        x.contiguous().view(dtype).view(world_size, *shape).movedim(0, -2).flatten(-2)
         for x, dtype in ((of_scores, scores.dtype), (of_positions, positions.dtype))
     )
     if of_blocks:  # several ranks may list one: its best score is to come first

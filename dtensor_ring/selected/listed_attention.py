@@ -3,9 +3,6 @@
 A chunk of queries gathers the keys of its queries, so its memory is (queries of a chunk) x (keys of
 a list), whatever the length of the sequence. Memory is the same for the gradients. This is the
 reference, for any device and dtype, and what runs where no package's kernel does.
-
-Whether a package's kernel computes a call follows from its facts alone. Messages are the same with
-both, so ranks need not agree.
 """
 
 from __future__ import annotations
@@ -140,6 +137,7 @@ def _chunks(residents: Residents, selected: Tensor, wide: torch.dtype) -> Iterat
         if residents.places is not None:
             where = residents.places[where].long()
         is_none = where < 0
+        # A missing key reads row 0 in its place, and `is_none` hides its score.
         where = where.masked_fill(is_none, 0)
         rows = _at(residents.rows, where)
         if residents.apart is not None:
@@ -240,6 +238,8 @@ class Lists(NamedTuple):
     is_backward: bool = False
 
 
+# Note [Kernels by facts]: whether a package's kernel computes a call follows from its facts alone.
+# Messages are the same with one and without, so ranks need not agree.
 def lists_of(
     query: Tensor, residents: Residents, selected: Tensor, scale: float, saved: Saved | None = None
 ) -> Lists:
@@ -360,6 +360,7 @@ def _latents(query: Tensor, residents: Residents, selected: Tensor) -> Latents:
     lists = selected[:, 0]
     if residents.places is not None:
         lists = residents.places[lists.long()]
+    # Lists are padded to the width that the package reads at once; -1 is no key.
     lists = pad(lists, (0, -lists.shape[-1] % WIDTH), value=-1)
     return Latents(
         q=by_token[..., VALUE:],

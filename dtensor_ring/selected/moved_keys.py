@@ -91,7 +91,9 @@ class SelectedKeys:
             parts[self._rank].copy_(own)
             # Columns have no duplicates: a request for as many as this rank has is for all of them.
             self._exchange(parts, [own if len(x) == len(own) else own[x] for x in given])
-        return Moved(Residents(rows, self._places(wanted, spans), *self._shape), spans, given)
+        head_dim, values = self._shape
+        residents = Residents(rows, self._places(wanted, spans), head_dim, values)
+        return Moved(residents, spans, given)
 
     def summed(self, moved: Moved, grad: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the gradient of this rank's keys and values, `(B, Nkv, C, D)`, over all ranks.
@@ -124,6 +126,7 @@ class SelectedKeys:
     def _requests(self, selected: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         """Exchange requests: return the columns that this rank needs of each, and gives to each."""
         own, ranks = self._num_own, range(self._positions.world_size)
+        # A request has a bit for each column of its owner, so its size needs no message.
         asked = [
             selected.new_empty(request_bytes(0 if x == self._rank else own), dtype=torch.uint8)
             for x in ranks
@@ -163,6 +166,7 @@ class SelectedKeys:
         numbers = _numbers_on(positions, device)
         for peer, (begin, end) in enumerate(spans):
             of_peer = columns_of(numbers, positions.span(peer))
+            # A rank holds all of its own rows, and only those of others that were asked for.
             at = of_peer if peer == self._rank else of_peer[wanted[peer]]
             places[at] = torch.arange(begin, end, dtype=torch.int32, device=device)
         return places
@@ -173,14 +177,14 @@ class SelectedKeys:
         self._num_rounds += 1
         self._transport.at(label)
         # Named here, so that memory stays until the wait.
-        sides = [self._messages(side) for side in (received, sent)]
-        works = self._transport.start(*sides)
+        receives, sends = (self._messages(side) for side in (received, sent))
+        works = self._transport.start(receives, sends)
         self._transport.at(label)
         try:
             for work in works:
                 work.wait()
         except BaseException:
-            hold_until_complete(works, [message.flat for side in sides for message in side])
+            hold_until_complete(works, [message.flat for message in (*receives, *sends)])
             raise
 
     def _messages(self, by_rank: Sequence[Tensor]) -> list[P2P]:

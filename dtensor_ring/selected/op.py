@@ -125,11 +125,15 @@ def request_of_keys(request: PlanRequest, pool_size: int) -> PlanRequest:
 
 
 def _slices(request: PlanRequest) -> Any:
-    """Return what queries see, as slices."""
-    lengths = request.seq_len, request.key_seq_len
-    of_documents = request.documents, request.key_documents
-    asked = request.mask, request.world_size, lengths, *of_documents, request.slices
-    return checked_slices(*asked)
+    """Return the slices that queries see."""
+    return checked_slices(
+        request.mask,
+        request.world_size,
+        (request.seq_len, request.key_seq_len),
+        request.documents,
+        request.key_documents,
+        request.slices,
+    )
 
 
 def _fake_select(
@@ -263,7 +267,8 @@ def check_listed(query: Tensor, rows: Tensor, listed: Listed, call: Call) -> Non
     Raises:
         ValueError: says what was given.
     """
-    check_inputs(query, *listed.key_and_value(query, rows), call.scores.sinks)
+    key, value = listed.key_and_value(query, rows)
+    check_inputs(query, key, value, call.scores.sinks)
     check_selected(query, listed.selected, rows.shape[1])
 
 
@@ -308,7 +313,7 @@ def _fake_backward(
 
 
 def _of_listed(listed: Listed) -> dict[str, object]:
-    """Return what ranks compare of the lists; the positions themselves differ."""
+    """Return the facts of the lists that ranks compare; the positions themselves differ."""
     _, groups, _, width = listed.selected.shape
     values = listed.value_begin, listed.value_end
     found: dict[str, object] = {"selected": (groups, width), "values": values}

@@ -214,6 +214,7 @@ def _pools_of(run: Run, seq_len: int, size: int) -> list[Run]:
     else:
         firsts, lasts = np.array([run.start]), np.array([run.last])
     begins = firsts // size * size
+    # The last pool of a sequence may be short, and ends with it.
     ends = np.where(lasts == seq_len - 1, seq_len, (lasts + 1) // size * size)
     has_any = ends > begins
     pairs = zip(begins[has_any].tolist(), (ends - begins)[has_any].tolist(), strict=True)

@@ -57,6 +57,7 @@ def pool_tokens(
     check_pooled(tensor, gates)
     both = tensor if gates is None else torch.cat((tensor, gates), -1)
     whole = whole_pools(both, mesh, size, layout=layout, seq_len=seq_len)
+    # Means of 16-bit tokens are summed in 32 bits.
     whole = whole.to(torch.promote_types(whole.dtype, torch.float32))
     if gates is None:
         return whole.mean(2).to(tensor.dtype)

@@ -2,10 +2,6 @@
 
 Index keys go the way of the keys of any attention: a plan says which columns travel at which hop,
 and which tiles a rank scores.
-
-A list of best keys is kept in the order of positions. Two lists merge exactly: the best k of both
-are the best k of all keys, and of equal scores the lower position wins. So the result depends
-neither on the number of ranks, nor on the order in which keys arrive.
 """
 
 from __future__ import annotations
@@ -92,6 +88,9 @@ def _packed(x: Tensor, is_in: Tensor, k: int, none: float) -> Tensor:
     return found.scatter_(-1, slots, x)[..., :k]
 
 
+# Note [Lists merge exactly]: a list of best keys is kept in the order of positions. Two lists merge
+# exactly: the best k of both are the best k of all keys, and of equal scores the lower position
+# wins. So the result depends neither on the number of ranks, nor on the order in which keys arrive.
 class BestKeys:
     """The best k keys, or blocks of keys, that each local query has seen so far.
 
@@ -328,7 +327,10 @@ def tokens_of_blocks(
                 seen &= lags <= piece.left
             if piece.right is not None:
                 seen &= -lags <= piece.right
+            # A block is chosen whole, yet a query sees only those of its tokens that are in its
+            # slices.
             is_seen[there] |= seen
     is_seen &= (blocks >= 0).repeat_interleave(size, -1)
+    # What is not seen becomes the greatest number, so that sorting puts it last.
     at = at.masked_fill_(~is_seen, NO_KEY).sort(-1).values
     return at.masked_fill_(at == NO_KEY, -1)

@@ -110,7 +110,8 @@ def exclusive_scan(maps: Sequence[StateMap], axis: SequenceAxis | DeviceMesh) ->
         other ranks waits for its backward.
 
     Raises:
-        TypeError: if `maps` holds anything but maps, or `axis` is none.
+        TypeError: if `maps` holds anything but maps, or `axis` is neither a SequenceAxis nor
+            a DeviceMesh.
         ValueError: if `maps` is empty, if maps differ in kind or shape, or if the layout has
             another number of runs.
         RingError: on every rank, if calls of ranks differ, or a rank ended or raised.

@@ -156,7 +156,7 @@ def quantised_pair(shard: Pair, dtype: torch.dtype) -> tuple[Quantised, Quantise
 
 @cache
 def _why_no_numbers(dtype: torch.dtype, device: torch.device) -> str | None:
-    """Return what a device says if it cannot convert to a dtype; `None` if it can."""
+    """Return the error of a device that cannot convert to a dtype; `None` if it can."""
     try:
         torch.zeros(1, device=device).to(dtype).float()
     except (NotImplementedError, RuntimeError, TypeError) as error:
@@ -347,7 +347,7 @@ class QuantisedRotation(ShardRotation):
 def shard_rotation(
     transport: Transport, plan: Plan, shard: Pair, kv_dtype: Any, rounded: Tensor | None
 ) -> ShardRotation:
-    """Return what moves keys and values in a dtype, see `QuantisedRotation`."""
+    """Return the rotation of keys and values in a dtype, see `QuantisedRotation`."""
     if kv_dtype in BY_DTYPE:
         return QuantisedRotation(transport, plan, shard, kv_dtype, rounded)
     return ShardRotation(transport, plan, shard, kv_dtype)

@@ -276,6 +276,7 @@ class Rotation:
             self._add_messages(receives, x, packet, sender=x.peer)
         for x, packet in zip(hop.sends, outgoing, strict=True):
             self._add_messages(sends, x, packet, sender=self._rank)
+        # Receives are given first: of two ranks that both send first, gloo lets only one send.
         self._works = self._transport.start(receives, sends)
 
     def _add_messages(
@@ -373,6 +374,7 @@ class ShardRotation(Rotation):
     def _packed(self, source: int, cols: Cols, label: Label) -> Packet:
         if source != self._rank:
             return self._part(source, cols, label)
+        # A large message of neighbouring columns leaves from the shard itself, without a copy.
         if goes_apart(self._num_bytes(cols)) and self._dtype == self._shard[0].dtype:
             lying = Packet.lying(self._shard, cols)
             if lying is not None:

@@ -116,6 +116,7 @@ class ContextParallelGRPOMixin(ContextParallelMixin):
         trainer: Any = self
         if not trainer.args.use_transformers_continuous_batching or images is not None:
             raise ValueError(NO_GENERATION)
+        # One seed for all ranks of cp, which must choose the same tokens.
         seed = self._share(lambda: int(torch.randint(2**62, ())))
         how = replace(trainer.continuous_batching_config, return_logprobs=True, seed=seed)
         model = self.accelerator.unwrap_model(trainer.model)

@@ -58,7 +58,8 @@ def pool_documents(
     spans = _spans(hidden, attention_mask, cu_seq_lens)
     if pooling == "last":
         return hidden[spans.rows, spans.ends - 1]
-    total = _sums(*_own(hidden), spans, hidden.shape[1])
+    states, positions = _own(hidden)
+    total = _sums(states, positions, spans, hidden.shape[1])
     if isinstance(hidden, DTensor):
         total = sum_over_sequence(total, hidden.device_mesh)
     return (total / (spans.ends - spans.begins)[:, None]).to(hidden.dtype)
@@ -85,6 +86,7 @@ def _spans(hidden: Tensor, mask: Tensor | None, cu_seq_lens: Tensor | None) -> D
         raise ValueError(
             f"attention_mask must be {(num_rows, seq_len)}, (B, S), got {tuple(mask.shape)}"
         )
+    # A row begins with its first token that is no padding.
     begins = mask.to(hidden.device, torch.int8).argmax(1)
     return DocumentSpans(rows, begins, begins + mask.to(hidden.device, torch.int64).sum(1))
 

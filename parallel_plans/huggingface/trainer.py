@@ -288,6 +288,7 @@ class ContextParallelTrainer(Trainer):
         group = self._data_mesh.get_group() if self._data_mesh else None
 
         def gather(x: Tensor) -> Tensor:
+            # A scalar, such as a loss, gathers as one row.
             x = torch.atleast_1d(x).contiguous()
             parts = [torch.empty_like(x) for _ in range(group.size())] if group else [x]
             if group:

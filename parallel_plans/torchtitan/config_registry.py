@@ -172,6 +172,7 @@ def _extend(config: Trainer.Config, factor: int) -> None:
         longer = replace(
             rope,
             max_seq_len=rope.max_seq_len * factor,
+            # NTK-aware: the lowest frequency turns as far over the longer sequence as before.
             theta=rope.theta * factor ** (rope.dim / (rope.dim - 2)),
         )
         setattr(parent, name, longer)

@@ -225,6 +225,7 @@ class RingMTPLoss(MTPLoss):
             self.fn(x, typed_like(labels, own), **how)
             for x, own in zip(pred[1:], self.ahead, strict=True)
         ]
+        # For this call only: the next batch brings its own.
         self.ahead = None
         with spmd.no_typecheck():
             loss = loss + torch.stack(of_heads).sum() / len(of_heads) * self.mtp_scale

@@ -82,15 +82,16 @@ class Cudnn(Kernel):
     def backward(
         self, saved: Saved, q: Tensor, k: Tensor, v: Tensor, launch: Launch, scores: Scores
     ) -> Gradients:
-        tensors = q, k, v
         if is_thin(q, k):
-            return flash_or_reference(q, v).backward(saved, *tensors, launch, scores)
+            return flash_or_reference(q, v).backward(saved, q, k, v, launch, scores)
         # Use the query's memory order: see Note [cuDNN's attention] on PyTorch's cache.
         grad_out, out = (in_order(x, order_of(q), x.dtype) for x in (saved.grad_out, saved.out))
         unused = torch.empty((), dtype=torch.int64, device=q.device)
         return aten._scaled_dot_product_cudnn_attention_backward.default(
             grad_out,
-            *tensors,
+            q,
+            k,
+            v,
             out,
             saved.lse.contiguous().unsqueeze(3),
             unused,

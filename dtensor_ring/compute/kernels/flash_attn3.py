@@ -190,6 +190,7 @@ def _options(band: Band) -> dict[str, object]:
     return {
         "softmax_scale": band.scale,
         "is_causal": band.is_causal,
+        # The package writes -1 for a side without a bound.
         "window_size_left": -1 if left is None else left,
         "window_size_right": -1 if right is None else right,
         "softcap": band.softcap,

@@ -53,17 +53,16 @@ class Reference(Kernel):
         if launch.by_block:
             return _forward_by_head(q, k, v, launch.mask, scores)
         if launch.segments is None:
-            how = scores, launch.dropout, launch.lags
-            return _forward(q, k, v, _seen(launch, q), *how)
+            return _forward(q, k, v, _seen(launch, q), scores, launch.dropout, launch.lags)
         num_rows, heads = q.shape[:2]
         wide = torch.promote_types(q.dtype, torch.float32)
         # Rows without keys keep (0, -inf).
         lse = q.new_full((heads, num_rows), -torch.inf, dtype=wide)
         out = q.new_zeros(num_rows, heads, v.shape[2])
         for rows, cols in launch.segments.tiles():
-            tile = _by_head(q[rows]), _by_head(k[cols]), _by_head(v[cols])
+            query, key, value = _by_head(q[rows]), _by_head(k[cols]), _by_head(v[cols])
             dropout = _dropout_of(launch, rows, cols)
-            tile_out, tile_lse = _forward(*tile, launch.mask, scores, dropout)
+            tile_out, tile_lse = _forward(query, key, value, launch.mask, scores, dropout)
             out[rows], lse[:, rows] = tile_out[0].transpose(0, 1), tile_lse[0]
         return out, lse
 
@@ -73,14 +72,14 @@ class Reference(Kernel):
         if launch.by_block:
             return _backward_by_head(saved, q, k, v, launch.mask, scores)
         if launch.segments is None:
-            how = scores, launch.dropout, launch.lags
-            return _backward(saved, q, k, v, _seen(launch, q), *how)
+            seen = _seen(launch, q)
+            return _backward(saved, q, k, v, seen, scores, launch.dropout, launch.lags)
         # Rows without keys, and keys without rows, get no gradient from any segment.
         grads = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
         for rows, cols in launch.segments.tiles():
-            tile = _by_head(q[rows]), _by_head(k[cols]), _by_head(v[cols])
-            dropout = _dropout_of(launch, rows, cols)
-            parts = _backward(_of_tile(saved, rows), *tile, launch.mask, scores, dropout)
+            query, key, value = _by_head(q[rows]), _by_head(k[cols]), _by_head(v[cols])
+            here, dropout = _of_tile(saved, rows), _dropout_of(launch, rows, cols)
+            parts = _backward(here, query, key, value, launch.mask, scores, dropout)
             for grad, part, region in zip(grads, parts, (rows, cols, cols), strict=True):
                 grad[region] = part[0].transpose(0, 1)
         return grads
@@ -91,7 +90,7 @@ def _seen(launch: Launch, query: Tensor) -> Seen:
 
 
 def _dropout_of(launch: Launch, rows: slice, cols: slice) -> Dropout | None:
-    """Return what a segment drops, in the shapes of a tile."""
+    """Return the dropout of a segment, in the shapes of a tile."""
     if launch.dropout is None:
         return None
     part = launch.dropout.part(rows, cols)
@@ -161,6 +160,7 @@ def _backward_by_head(
 ) -> Gradients:
     """Return the gradients of a tile, each batch row and key head by itself."""
     grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    # One head at a time, so that only its scores are in memory.
     for rows, cols in _heads(q, k):
         slopes = None if saved.grad_lse is None else _own(saved.grad_lse, rows)
         grad_out, out, lse = (_own(x, rows) for x in (saved.grad_out, saved.out, saved.lse))
@@ -259,7 +259,7 @@ def _backward(
 
 
 def _of_tile(saved: Saved, rows: slice) -> Saved:
-    """Return what was saved for a segment's rows, in the shapes of a tile."""
+    """Return the saved tensors of a segment's rows, in the shapes of a tile."""
     slopes = None if saved.grad_lse is None else saved.grad_lse[:, rows].unsqueeze(0)
     lse = saved.lse[:, rows].unsqueeze(0)
     return Saved(_by_head(saved.grad_out[rows]), _by_head(saved.out[rows]), lse, slopes)

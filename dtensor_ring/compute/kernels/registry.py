@@ -127,7 +127,7 @@ class CheckedKernel(Kernel):
 
 
 def _expected_results(query: Tensor, value: Tensor, is_tile: bool) -> list[Expected]:
-    """Return what `out` and `lse` of these queries must be."""
+    """Return the form that `out` and `lse` of these queries must have."""
     *rows, _ = query.shape
     wide = torch.promote_types(query.dtype, torch.float32)
     # Heads come first in the lse of segments, as in that of a tile.
@@ -139,7 +139,7 @@ def _expected_results(query: Tensor, value: Tensor, is_tile: bool) -> list[Expec
 
 
 def _expected_gradients(query: Tensor, key: Tensor, value: Tensor) -> list[Expected]:
-    """Return what the gradients must be: each is like its tensor."""
+    """Return the form that gradients must have: that of their tensors."""
     inputs = {"query": query, "key": key, "value": value}
     return [
         Expected(f"gradient of {name}", tuple(x.shape), x.dtype, x.device)

@@ -226,6 +226,7 @@ class _OnDevice:
         x, self._tensor = self._tensor, None
         assert x is not None, "it was taken before"
         self._wait()
+        # A change in place may have come before the copy had read the tensor.
         if x._version != self._version:
             raise RuntimeError(
                 f"a tensor {tuple(x.shape)} was changed in place while it was copied to host "
@@ -283,6 +284,7 @@ class HostMemory:
         is_large = x.is_floating_point() and x.nbytes >= self.min_bytes
         if not is_large or not self.copies.takes(x) or not _is_dense(x):
             return x
+        # Parameters stay on the device anyway, so their copies would free nothing.
         if _is_one_of(parameters, x):
             return x
         host, wait = self.copies.to_host(x)

@@ -1,12 +1,4 @@
-"""Runs modules over tiles of a rank's tokens, computed again in backward, and finds such modules.
-
-A model says nowhere which of its modules are MLPs, and families name and nest them differently. So
-the model runs on a few tokens. `probing/probe.py` has shown that tokens interact in attention and
-in states of layers only. A module without such parts that takes and returns tensors with one entry
-for each token may then run over tiles of tokens. It is worth it if the module keeps more bytes for
-its backward than its input has: MLPs, blocks of experts, norms that compute in float32; not linear
-layers, nor fused norms.
-"""
+"""Runs modules over tiles of a rank's tokens, computed again in backward; finds such modules."""
 
 from __future__ import annotations
 
@@ -114,6 +106,7 @@ def _in_tiles(run: Callable[..., Any], leaves: list[Any], spec: TreeSpec, size: 
 
     outputs = []
     for tile in zip(*parts, strict=True):
+        # Backward computes a tile again, so that no more than one tile's activations are kept.
         if torch.is_grad_enabled():
             outputs.append(checkpoint(run_tile, *tile, use_reentrant=False))
         else:
@@ -166,6 +159,12 @@ def _is_by_token(x: Tensor) -> bool:
     return x.ndim > 1 and has_rows and num_tokens_of(x) == NUM_TOKENS
 
 
+# Note [Modules worth tiles]: a model says nowhere which of its modules are MLPs, and families name
+# and nest them differently. So the model runs on a few tokens. `probing/probe.py` has shown that
+# tokens interact in attention and in states of layers only. A module without such parts that takes
+# and returns tensors with one entry for each token may then run over tiles of tokens. It is worth
+# it if the module keeps more bytes for its backward than its input has: MLPs, blocks of experts,
+# norms that compute in float32; not linear layers, nor fused norms.
 def tokenwise_modules(decoder: Any) -> list[str]:
     """Return names of the outermost modules of a decoder that are worth running over tiles.
 
@@ -183,6 +182,7 @@ def _worth_it(decoder: nn.Module, calls: dict[nn.Module, ModuleCall]) -> list[st
     mixing = {*attention_layers(decoder), *stateful_layers(decoder)}
     found: list[str] = []
     for name, module in decoder.named_modules():
+        # A module within one that runs in tiles runs in its tiles already.
         is_inside = any(name.startswith(f"{outer}.") for outer in found)
         if is_inside or module not in calls or not mixing.isdisjoint(module.modules()):
             continue
@@ -223,6 +223,7 @@ def _is_worth_it(module: nn.Module, call: ModuleCall) -> bool:
         output = module(*args, **kwargs)
     given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     made = [x for x in tree_leaves(output) if isinstance(x, Tensor)]
+    # What goes in, comes out or is a weight is kept with tiles, too.
     others = {_storage(x) for x in (*given, *made, *module.parameters(), *module.buffers())}
     num_bytes = sum(x.untyped_storage().nbytes() for key, x in kept.items() if key not in others)
     return num_bytes > sum(x.nbytes for x in given)

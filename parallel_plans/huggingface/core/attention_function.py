@@ -172,8 +172,9 @@ def _with_pools(
 ) -> Tensor:
     """Return attention to tokens and to pools with one softmax, `(B, N, L, H)`."""
     # Sinks take part in that to tokens, which a query always sees.
-    found = [inputs.attend_with_lse(*states, **how)]
-    of_pools = pools.attend(states[0], ring.pools or inputs, how["scale"])
+    query, key, value = states
+    found = [inputs.attend_with_lse(query, key, value, **how)]
+    of_pools = pools.attend(query, ring.pools or inputs, how["scale"])
     if of_pools is not None:
         found.append(of_pools)
     return merge_attention(found)[0]

@@ -1,11 +1,4 @@
-"""Makes the bias that an attention adds by distance a table, which a ring takes.
-
-In some models, such as Inkling, each token has a bias for each distance to earlier tokens, computed
-from its hidden state. A module computes it, and looks it up for all pairs of the tokens that it
-sees. On a rank these are not the pairs of the sequence, and they are many. So under a plan the
-module is asked for each distance once, `(B, N, L, E)`: the attention hands this table on, and ring
-attention looks up the pairs.
-"""
+"""Makes the bias that an attention adds by distance a table, which a ring takes."""
 
 from __future__ import annotations
 
@@ -48,6 +41,11 @@ def _parameters(module: nn.Module) -> Any:
     return signature(type(module).forward).parameters
 
 
+# Note [Tables for a bias]: in some models, such as Inkling, each token has a bias for each distance
+# to earlier tokens, computed from its hidden state. A module computes it, and looks it up for all
+# pairs of the tokens that it sees. On a rank these are not the pairs of the sequence, and they are
+# many. So under a plan the module is asked for each distance once, `(B, N, L, E)`: the attention
+# hands this table on, and ring attention looks up the pairs.
 def make_tables(model: nn.Module) -> list[nn.Module]:
     """Make these modules return tables, and mark the attentions that get them; return the modules.
 

@@ -184,6 +184,7 @@ def check_ones_and_zeros(attention_mask: Any) -> None:
     is_mask = isinstance(attention_mask, Tensor) and attention_mask.ndim == 2
     if not is_mask or attention_mask.dtype == torch.bool:
         return
+    # A compiled graph cannot read numbers on the host, so there the check is one of its ops.
     is_traced = torch.compiler.is_compiling()
     if not is_traced and not has_content(attention_mask):
         return

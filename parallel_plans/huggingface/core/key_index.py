@@ -161,6 +161,8 @@ def runs_of(layout: Layout, num_ranks: int, seq_len: int) -> Tensor:
         [
             run
             for x in layout.runs(rank, num_ranks, seq_len)
+            # Tensors of runs hold starts and lengths only, so a strided run is listed token by
+            # token.
             for run in (
                 [(x.start, x.length)]
                 if x.stride == 1
@@ -198,7 +200,7 @@ def columns_in(runs: Tensor, begin: int, end: int) -> slice:
 def joined_choices(
     parts: list[tuple[RowDocument, slice, Tensor]], shape: Sequence[int], device: torch.device
 ) -> Tensor:
-    """Return what the queries of a rank choose, int32 `(B, L, K)`, -1 for none.
+    """Return the keys that the queries of a rank choose, int32 `(B, L, K)`, -1 for none.
 
     Args:
         parts: documents, which queries of this rank are theirs, and what these choose, counted from

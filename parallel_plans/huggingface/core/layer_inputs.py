@@ -182,7 +182,7 @@ class ShardedInputs:
         return select_keys(index.query, keys, index.weights, mesh=self.axis.mesh, **how)
 
     def _select_by_document(self, index: KeyIndex, bounds: Tensor) -> Tensor:
-        """Return what `select` does, where pools begin with each document."""
+        """Select keys where pools begin with each document, see `select`."""
         mesh, rank = self.axis.mesh, self.axis.mesh.get_local_rank()
         runs = self.runs
         if runs is None:
@@ -190,9 +190,9 @@ class ShardedInputs:
         key_runs = runs if self.key_runs is None else self.key_runs
         parts = []
         for document in documents_of_rows(bounds, len(index.query)):
-            rows, *place = document
-            queries, keys = (columns_in(x[rank], *place) for x in (runs, key_runs))
-            inside = {"runs": runs_in(runs, *place), "key_runs": runs_in(key_runs, *place)}
+            rows, begin, end = document
+            queries, keys = (columns_in(x[rank], begin, end) for x in (runs, key_runs))
+            inside = {"runs": runs_in(runs, begin, end), "key_runs": runs_in(key_runs, begin, end)}
             inputs = ShardedInputs(self.axis, None, DocumentBounds(), **inside)
             chosen = inputs.select(index.part(rows, queries, keys))
             parts.append((document, queries, chosen))
@@ -331,7 +331,7 @@ class DecodeInputs:
         return decode_select_keys(index.query, keys, index.weights, **how)
 
     def _select_by_document(self, index: KeyIndex, bounds: Tensor) -> Tensor:
-        """Return what `select` does, where pools begin with the last document of each row."""
+        """Select keys where pools begin with the last document of each row, see `select`."""
         rank = 0 if self.mesh is None else self.mesh.get_local_rank()
         # New tokens continue the last document, so no other one is chosen from.
         end, parts, every = self.num_keys, [], slice(None)

@@ -32,6 +32,7 @@ def keep_local_attention(model: nn.Module) -> dict[nn.Module, Any]:
         for module in model.modules()
         if hasattr(module, "config") and _is_local(module)
     }
+    # Modules that shared a config share its copy.
     own = {id(config): deepcopy(config) for config in before.values()}
     for config in own.values():
         config._attn_implementation = OWN

@@ -29,8 +29,8 @@ class PrecomputedMask:
     def slices(self, origin: int = 0) -> Slices:
         """Return the ranges as slices of positions from `origin`, made once for all layers."""
         if origin not in self._slices:
-            ranges = ((x[:, origin:] - origin).clamp(min=0) for x in self._ranges)
-            self._slices[origin] = Slices.per_query(*ranges)
+            begins, ends = ((x[:, origin:] - origin).clamp(min=0) for x in self._ranges)
+            self._slices[origin] = Slices.per_query(begins, ends)
         return self._slices[origin]
 
 

@@ -1,11 +1,4 @@
-"""Finds a model's language model and head, and puts back what a plan replaced in its modules.
-
-A head may read the sequence as a whole. The plan shards the backbone under it. The model's own
-forward then runs on the whole batch, with its own labels and its own loss, and reads gathered
-outputs. A linear head runs on the tokens of a rank, as its logits are a few numbers per token.
-Other heads get the gathered hidden states, for example one that takes the first token through a
-layer of its own.
-"""
+"""Finds a model's language model and head, and puts back what a plan replaced in its modules."""
 
 from __future__ import annotations
 
@@ -86,6 +79,11 @@ def linear_head(model: nn.Module, backbone: nn.Module) -> nn.Linear | None:
     return parts[0] if len(parts) == 1 and isinstance(parts[0], nn.Linear) else None
 
 
+# Note [Heads under a plan]: a head may read the sequence as a whole. The plan shards the backbone
+# under it. The model's own forward then runs on the whole batch, with its own labels and its own
+# loss, and reads gathered outputs. A linear head runs on the tokens of a rank, as its logits are a
+# few numbers per token. Other heads get the gathered hidden states, for example one that takes the
+# first token through a layer of its own.
 def join_behind(head: nn.Linear, join: Join) -> None:
     """Run the head on the tokens of this rank, and gather its outputs from all ranks."""
     plain: Any = type(head).forward
@@ -225,6 +223,8 @@ def _restored(model: nn.Module) -> list[nn.Module]:
     for module in modules:
         forward = vars(module).get("forward")
         if forward is not vars(module)[STOCK].forward:
+            # Another library wrapped it since, and would call the plan's forward after it was
+            # removed.
             raise ValueError(
                 f"{origin(forward)} was put over the plan's forward; take it off first"
             )
@@ -267,5 +267,6 @@ def _carry(config: Any, other: Any) -> None:
         known = vars(other).get(name, Absent)
         if hasattr(value, "to_dict"):
             _carry(value, known)
+        # The implementation is put back by the caller.
         elif not name.startswith("_attn_implementation") and value != known:
             vars(other)[name] = deepcopy(value)

@@ -1,12 +1,4 @@
-"""Reads the attention patterns of a model from the masks that it requests.
-
-Transformers composes the mask of each layer type as a function of (batch, head, query, key) and
-passes it to the mask interface of the attention implementation. Our interface returns the name of
-the pattern, which then reaches attention in place of a mask. The meaning of each name is found
-once, when the plan is applied: the model runs on two tokens, and its mask functions are compared
-with our masks on both sides of every boundary. If masks with one name differ, as where each layer
-has a window of its own, the meaning is kept by layer.
-"""
+"""Reads the attention patterns of a model from the masks that it requests."""
 
 from __future__ import annotations
 
@@ -126,6 +118,12 @@ def is_pattern(x: Any) -> bool:
     return isinstance(x, tuple) and len(x) == 4 and x[0] == MARKER
 
 
+# Note [Patterns by name]: transformers composes the mask of each layer type as a function of
+# (batch, head, query, key) and passes it to the mask interface of the attention implementation. Our
+# interface returns the name of the pattern, which then reaches attention in place of a mask. The
+# meaning of each name is found once, when the plan is applied: the model runs on two tokens, and
+# its mask functions are compared with our masks on both sides of every boundary. If masks with one
+# name differ, as where each layer has a window of its own, the meaning is kept by layer.
 def read_patterns(model: Any, sees_by_place: bool = False) -> LayerMasks:
     """Return the mask of each pattern of the model, or why a ring cannot compute it.
 
@@ -422,6 +420,7 @@ def run_with(
     """
     from transformers import AttentionInterface, AttentionMaskInterface
 
+    # Transformers finds both by name, so they are registered and not passed.
     AttentionInterface.register(PROBE, attend)
     AttentionMaskInterface.register(PROBE, make_mask)
     model.set_attn_implementation(PROBE)

@@ -57,10 +57,12 @@ def are_whole(
     for number, block in enumerate(() if positions is None else blocks(positions)):
         end = begin + block.shape[1]
         places = torch.arange(begin, end, device=block.device)
+        # With padding on the left, positions count from a row's first token.
         if padding is not None:
             places = places - padding.to(block.device).unsqueeze(-1)
         is_right = (block == places) | (places < 0)
         begin = end
+        # The positions of padding may be anything: no query sees it.
         if is_padding is not None:
             is_right = is_right | ~is_padding[number].bool()
         found.append(is_right.all())

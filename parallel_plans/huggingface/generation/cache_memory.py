@@ -275,10 +275,10 @@ class CacheMemory:
         self._layout = _layout_of_runs(axis)
         self._new: NewTokens | None = None
         full = [i for i in kept if not sizes[i]]
-        how = self._layout, block
-        self._shards = ShardedCache(axis.mesh, len(full), *how, kv_dtype) if full else None
+        mesh, layout = axis.mesh, self._layout
+        self._shards = ShardedCache(mesh, len(full), layout, block, kv_dtype) if full else None
         self._layers = dict(zip(full, self._shards or (), strict=True))
-        self._index = ShardedCache(axis.mesh, len(indexed), *how) if indexed else None
+        self._index = ShardedCache(mesh, len(indexed), layout, block) if indexed else None
         self._indexes = dict(zip(indexed, self._index or (), strict=True))
         self._sharded = tuple(x for x in (self._shards, self._index) if x is not None)
         self._windows = {i: WindowCache(size, kv_dtype) for i in kept if (size := sizes[i])}
@@ -408,7 +408,7 @@ class CacheMemory:
         return pair, self._index.whole(self._indexes[layer].number)[0].squeeze(1)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what all layers keep, whole on every rank, on the CPU."""
+        """Return the content of all layers, whole on every rank, on the CPU."""
         state: dict[str, Any] = {"seq_len": self.seq_len, "batch": self.batch}
         state["kv_dtype"] = str(self._kv_dtype)
         for name, cache in self._parts().items():
@@ -432,6 +432,7 @@ class CacheMemory:
                 f"the state has cache_dtype {state.get('kv_dtype')}, and the plan of this model "
                 f"has {self._kv_dtype}; apply the plan with the cache_dtype of the state"
             )
+        # Read, and so checked, before the first change: a wrong state leaves the cache as it was.
         pairs = windows_of(state, self._windows)
         for name, cache in self._parts().items():
             cache.load_state_dict(of_part(state, name))
@@ -456,6 +457,7 @@ class CacheMemory:
         """
         if self.states and 0 < num_tokens < self.seq_len:
             raise ValueError(f"cannot take {num_tokens} tokens away from the states of layers")
+        # All windows are asked before one is cropped, so that an error leaves the cache as it was.
         for window in self._windows.values():
             window.check_crop(num_tokens, self.seq_len)
         for window in self._windows.values():

@@ -276,7 +276,7 @@ class KeptLayer(CacheLayerMixin):
 
     @property
     def indexer_position_ids(self) -> None:
-        """Where a model would find the positions of all tokens; a rank has those of its own."""
+        """Without the positions of all tokens, for which a model looks here: no rank has them."""
 
     @indexer_position_ids.setter
     def indexer_position_ids(self, positions: Tensor) -> None:

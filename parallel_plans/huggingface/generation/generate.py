@@ -223,6 +223,7 @@ def _states(
     if sharding.passing is None:
         yield
         return
+    # A mask that hides nothing is no mask.
     mask = None if mask is None or bool(mask.all()) else mask[:, new.past :]
     tokens = StepTokens(
         mesh=new.axis.mesh,

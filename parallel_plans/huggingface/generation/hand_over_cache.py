@@ -105,9 +105,11 @@ def hand_over_cache(
         ),
     )
     layers, content = _agreed(told)
+    # A rank without a source or a target takes part: all ranks make the same calls.
     for name, _ in layers.parts:
         here, there = (None if x is None else x._parts()[name] for x in memories)
         hand_over(here, there, mesh)
+    # Windows and states are whole on every rank, so they are copied and not split.
     if any(content.windows) or content.states:
         found = copy_whole(None if given is None else _tensors(given), taken is not None, mesh)
         if taken is not None and found is not None:

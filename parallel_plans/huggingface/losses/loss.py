@@ -257,7 +257,7 @@ def _of_class(new: type[nn.Module], module: nn.Module) -> type[nn.Module]:
 
 
 def _numbers_of(model: Any) -> KnownNumbers:
-    """Return the numbers that may decide what a model does to its logits, as they are now."""
+    """Return the current numbers of a model that may change its logits."""
     return tuple(
         (i, name, x)
         for i, owner in enumerate(_owners(model))
@@ -351,6 +351,7 @@ def find_logits_transform(model: Any) -> LogitsTransform | None:
     ladders: list[Tensor] = []
 
     def replace(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        # A ladder in place of logits shows what follows the head, whatever the weights are.
         options = {"device": output.device, "dtype": torch.float64}
         ladder = torch.linspace(-LADDER, LADDER, output.numel(), **options)
         ladders.append(ladder.view(output.shape))

@@ -67,6 +67,7 @@ class HookCheck:
         hook = hooks[number]
 
         def watched(module: nn.Module, *given: Any) -> Any:
+            # A compiled graph keeps what it traces, and this hook is watched once only.
             if torch.compiler.is_compiling():
                 return hook(module, *given)
             _put_back(hooks, number, watched)

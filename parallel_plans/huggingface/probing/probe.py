@@ -1,15 +1,4 @@
-"""Runs a model on a few tokens, to check that its tokens interact in attention only.
-
-A model's code does not show this, so the model is probed with an attention in which each token sees
-only itself. The output of a token must then not depend on the other tokens. Shards of four tokens
-are compared with all eight, module by module. This finds convolutions, shifts of tokens, means over
-a batch, positions that a model counts itself, and factors that depend on the length or the largest
-position. It does not find effects that begin at a greater length, in training only, or with special
-tokens; in 16 bits, nor those that depend on the number of tokens in all rows.
-
-The ring replaces a model's own attention function, and a name replaces its masks. So layers must
-use the masks as they are, and the function must hide no keys by itself: both are checked, too.
-"""
+"""Runs a model on a few tokens, to check that its tokens interact in attention only."""
 
 from __future__ import annotations
 
@@ -126,6 +115,13 @@ NEIGHBOURS = ((0, 1, 2, 3), (4, 5, 6, 7))
 ModuleOutputs = dict[tuple[str, int], Tensor]
 
 
+# Note [What a probe finds]: a model's code does not show this, so the model is probed with an
+# attention in which each token sees only itself. The output of a token must then not depend on the
+# other tokens. Shards of four tokens are compared with all eight, module by module. This finds
+# convolutions, shifts of tokens, means over a batch, positions that a model counts itself, and
+# factors that depend on the length or the largest position. It does not find effects that begin at
+# a greater length, in training only, or with special tokens; in 16 bits, nor those that depend on
+# the number of tokens in all rows.
 def check_token_mixing(model: Any) -> StateSpecs:
     """Refuse a model in which tokens interact outside of attention and of states of layers.
 
@@ -155,6 +151,8 @@ def check_token_mixing(model: Any) -> StateSpecs:
     return states.specs(len(layers))
 
 
+# The ring replaces a model's own attention function, and a name replaces its masks. So layers must
+# use the masks as they are, and the function must hide no keys by itself.
 def check_attention(model: Any) -> None:
     """Refuse a model whose layers hide keys by other means than the masks that it asks for.
 

@@ -87,6 +87,7 @@ def small_config(config: Any, num_of_kind: int = 1, **changes: Any) -> Any:
         for name, x in vars(config).items()
         if hasattr(x, "model_type") and name not in changes
     }
+    # A layer of each kind is enough, as others of that kind run the same code.
     layers = _kept_layers(config, large, num_of_kind)
     small = {name: _small(name, x, large, layers) for name, x in large.items()}
     if SECTIONS in getattr(config, "ignore_keys_at_rope_validation", ()):

@@ -1,11 +1,4 @@
-"""Layers that attend to pools of tokens beside a window of tokens, with one softmax over both.
-
-A compressor of such a layer pools the tokens of the sequence, and the layer joins these keys to
-those of its tokens. Under a plan the compressor returns a description in their place: rows of this
-rank's tokens, and what makes a key of the rows of a pool. The joined keys stay a pair until
-attention, which knows which tokens each rank has. An index may choose among the pools; without one
-a query sees all that end before it.
-"""
+"""Layers that attend to pools of tokens beside a window of tokens, with one softmax over both."""
 
 from __future__ import annotations
 
@@ -161,6 +154,11 @@ def _makes_as_described(compressor: Any, of_queries: Any) -> bool:
     return torch.allclose(made, keys, rtol=1e-3, atol=1e-3) and torch.equal(bias[0, 0] == 0, seen)
 
 
+# Note [Pools beside a window]: a layer's compressor pools the tokens of the sequence, and the layer
+# joins these keys to those of its tokens. Under a plan the compressor returns a
+# description in their place: rows of this rank's tokens, and what makes a key of the rows of a
+# pool. The joined keys stay a pair until attention, which knows which tokens each rank has. An
+# index may choose among the pools; without one a query sees all that end before it.
 def describe_pools(model: nn.Module) -> list[tuple[nn.Module, str]]:
     """Make the compressors of a model describe their pools; return modules and what was changed."""
     compressors = [x.compressor for x in compressing_layers(model)]

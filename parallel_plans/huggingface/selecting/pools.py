@@ -1,11 +1,4 @@
-"""Indexers whose keys are pools of tokens: each pool is scored as one, and chosen as its tokens.
-
-Such an indexer finds its pools itself, among the keys of all tokens and a mask of all pairs. Under
-a plan its projections run as they are, on this rank's tokens, and what it computes of them is the
-description of a selection: queries, a row of numbers for each token, and what makes the key of a
-pool of such rows. Which of these forms an indexer has is told by its parts, and a small choice of
-its own code must be that of the form, else it is refused when the plan is made.
-"""
+"""Indexers whose keys are pools of tokens: each pool is scored as one, and chosen as its tokens."""
 
 from __future__ import annotations
 
@@ -113,6 +106,7 @@ def rotation_of(indexer: Any) -> Callable[..., Tensor]:
     Raises:
         ValueError: if there is none, neither in that of a class that it extends.
     """
+    # A class may inherit the code of its indexer from the file of another model.
     files = (sys.modules.get(kind.__module__) for kind in type(indexer).__mro__)
     found = (getattr(file, ROTATION, None) for file in files)
     rotation = next(filter(None, found), None)
@@ -184,6 +178,12 @@ def form_of(indexer: Any) -> PoolForm | None:
     return next((x for x in FORMS if all(hasattr(indexer, name) for name in x.parts)), None)
 
 
+# Note [Forms of an indexer]: an indexer finds its pools itself, among the keys of all tokens and a
+# mask of all pairs. Under a plan its projections run as they are, on this rank's tokens, and
+# what it computes of them is the description of a selection: queries, a row of numbers for each
+# token, and what makes the key of a pool of such rows. Which of these forms an indexer has is told
+# by its parts, and a small choice of its own code must be that of the form, else it is refused when
+# the plan is made.
 @torch.no_grad()
 def check_pools(indexers: list[Any]) -> None:
     """Refuse an indexer whose own code chooses other pools than it describes.
@@ -214,12 +214,12 @@ def _chooses_as_described(indexer: Any, form: PoolForm) -> bool:
     chosen = form.tokens(plain(probe, **given, **without_cache))[-size:]
     pools = chosen[:, : 4 * size].unflatten(1, (4, size))
     # Of equal scores stock code may take any.
-    best = (scores * pools[..., 0]).sum(1), scores.topk(2).values.sum(1)
+    chosen_sum, best_sum = (scores * pools[..., 0]).sum(1), scores.topk(2).values.sum(1)
     # Queries always see the tokens before them that no pool has yet.
     after = torch.ones_like(chosen[:, 4 * size :]).tril(-1)
     return (
         bool((pools.sum(1) == 2).all() and (pools == pools[..., :1]).all())
-        and torch.allclose(*best, rtol=1e-2, atol=1e-4)
+        and torch.allclose(chosen_sum, best_sum, rtol=1e-2, atol=1e-4)
         and torch.equal(chosen[:, 4 * size :], after)
     )
 

@@ -137,4 +137,5 @@ class Selection:
         chosen = self.positions(inputs, seen)
         if has_latents(module):
             return attend_to_latents(module, states[:2], chosen, inputs, scores)
-        return inputs.attend_selected(*states, chosen, **scores)
+        query, key, value = states
+        return inputs.attend_selected(query, key, value, chosen, **scores)

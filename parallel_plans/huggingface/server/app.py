@@ -78,7 +78,7 @@ class Service:
         return [found]
 
     def asks(self, asked: Asked, prompts: list[list[int]], request_id: str) -> list[AskedTokens]:
-        """Return what the engine is asked for.
+        """Return the requests for the engine.
 
         Raises:
             HttpError: if a prompt is too long, or options contradict one another.
@@ -97,6 +97,7 @@ class Service:
                     "context_length_exceeded",
                 )
             name, seed = f"{request_id}-{number}", asked.seed
+            # Each prompt of a request has a seed of its own, and so has each of its `n` answers.
             seed = None if seed is None else seed + number * asked.n
             found.append(AskedTokens(name, prompt, asked.options(num_new), seed))
         return found

@@ -184,7 +184,7 @@ class AskedChat(AskedText):
 
 
 def refused(errors: list[Any], supported: type[AskedText]) -> HttpError:
-    """Return what a client is told whose request has these errors of pydantic.
+    """Return the answer to a request that has these errors of pydantic.
 
     Args:
         errors: the errors, of which the first is told.

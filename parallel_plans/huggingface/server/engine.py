@@ -98,7 +98,7 @@ class StepCommands:
 
     @classmethod
     def of(cls, data: bytes) -> StepCommands:
-        """Return what `to_bytes` has written."""
+        """Return the commands that `to_bytes` has written."""
         if not data:
             return cls()
         found = json.loads(data)
@@ -110,6 +110,7 @@ def broadcast_bytes(group: dist.ProcessGroup, data: bytes) -> bytes:
     frame = torch.zeros(FRAME, dtype=torch.uint8)
     room = FRAME - NUM_LENGTH
     if group.rank() == 0:
+        # One frame holds the length and most messages, so that a step takes one broadcast.
         head = len(data).to_bytes(NUM_LENGTH, "little") + data[:room]
         frame[: len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
     dist.broadcast(frame, group=group, group_src=0)
@@ -204,6 +205,7 @@ class Frontend:
         """Return what came in since the last step; wait if there is nothing else to do."""
         commands = StepCommands()
         if not batch.has_requests() and self._end_at is None:
+            # A wait with a limit: the other ranks must hear of this one before their time limit.
             with suppress(Empty):
                 self._take(self._inbox.get(timeout=HEARTBEAT), commands)
         with suppress(Empty):

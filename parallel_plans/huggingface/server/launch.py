@@ -104,6 +104,7 @@ def watched(ranks: list[Any]) -> int:
             process = left.pop(sentinel)
             process.join()
             if process.exitcode and end == float("inf"):
+                # The first failure ends the rest: without that rank they cannot go on.
                 end = time.monotonic() + GRACE_SECONDS
                 print(f"{process.name} ended with {_how(process.exitcode)}", file=sys.stderr)
         if not ended:

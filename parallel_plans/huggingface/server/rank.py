@@ -34,7 +34,7 @@ from parallel_plans.huggingface.serving.continuous_batch import ContinuousBatch
 # Seconds after which groups fail, once clients were told that a rank hangs: what notices it first
 # may end the process, as NCCL's watchdog does.
 SPARE_SECONDS = 5
-# Seconds between two looks at what the engine does.
+# Seconds between two checks of the engine.
 WATCH_EVERY = 0.5
 # Minutes that ranks wait for the one that is the last to have loaded its weights.
 LOADING_MINUTES = 60
@@ -106,6 +106,7 @@ def bound_socket(host: str, port: int) -> socket.socket:
     """
     family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     made = socket.socket(family, kind)
+    # So that a server can start where another has just ended.
     made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         made.bind(address)
@@ -164,6 +165,7 @@ def loaded(options: ServerOptions) -> tuple[Any, Any]:
     if device is not None:
         torch.accelerator.set_device_index(dist.get_node_local_rank(fallback_rank=dist.get_rank()))
     kind = "cpu" if device is None else device.type
+    # Ranks may load for minutes, longer than the limit that steps have.
     dtype, loading = options.dtype or "auto", _cpu_group(timedelta(minutes=LOADING_MINUTES))
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype).eval().to(kind)
     tokenizer = AutoTokenizer.from_pretrained(options.model)

@@ -73,6 +73,7 @@ class StreamText:
         if found:
             self.is_stopped, self._held = True, ""
             return held[: min(found)]
+        # An end of the text that begins a stop string is held until more text decides.
         num_free = len(held) - max((_overlap(held, stop) for stop in self._stops), default=0)
         self._held = held[num_free:]
         return held[:num_free]

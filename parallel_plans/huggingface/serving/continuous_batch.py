@@ -87,7 +87,7 @@ class ContinuousBatch:
 
     @property
     def counts(self) -> ServingCounts:
-        """Return what the steps did so far."""
+        """Return the counts of all steps so far."""
         return ServingCounts() if self._parts is None else self._parts[0].counts
 
     @property
@@ -191,6 +191,7 @@ class ContinuousBatch:
             ValueError: on every rank, if ranks differ, or the id is unknown or of a request that
                 ended.
         """
+        # All ranks must cancel the same request before the same step.
         check_agreement(self._group, {"request to cancel": repr(request_id)}, SAME_REQUESTS)
         if request_id not in self._requests:
             raise ValueError(
@@ -213,7 +214,8 @@ class ContinuousBatch:
         """
         if self._requests:
             try:
-                self._compute(*self._made_parts)
+                scheduler, forward = self._made_parts
+                self._compute(scheduler, forward)
             except BaseException:
                 # Nobody knows which layers have written: all requests compute their keys again.
                 self._scheduler.release()

@@ -66,7 +66,7 @@ class Drafters:
         return self._sizes[0] // self._sizes[1]
 
     def of(self, options: DraftOptions, pool: BlockPool) -> Drafter | None:
-        """Return what proposes tokens for requests with these options; `None` if nothing does.
+        """Return the drafter of requests with these options; `None` if nothing proposes tokens.
 
         Args:
             options: what is said about drafts.
@@ -82,7 +82,10 @@ class Drafters:
         if isinstance(assistant := options.assistant, nn.Module):
             planned = checked_assistant(assistant, self._model, self._axis, self._plan_of)
             where = self._axis_of(planned)
-            found: Drafter | None = ModelDrafter(planned, options, pool, *self._sizes, where)
+            max_tokens, max_requests = self._sizes
+            found: Drafter | None = ModelDrafter(
+                planned, options, pool, max_tokens, max_requests, where
+            )
         else:
             found = options.drafter(self._model.get_input_embeddings().weight.shape[0])
         self._made.append((options, found))
@@ -129,7 +132,7 @@ class BegunDraft:
         return torch.cat([ids, ids.new_tensor(self.tokens).unsqueeze(0)], 1)
 
     def draft(self) -> Draft:
-        """Return what was proposed."""
+        """Return the proposed tokens, with their scores if they have any."""
         return Draft(self.tokens, torch.cat(self.rows) if self.rows else None)
 
 
@@ -181,6 +184,7 @@ class ModelDrafter(Drafter):
             self._next(running)
             running = [x for x in running if len(x.tokens) < x.limit]
             for x in running:
+                # A block that others share is copied before the draft writes to it.
                 self._forward.copy(self._pool.append(x.sequence, x.tokens[-1:]))
         found = {x.request.number: x.draft() for x in begun}
         return [found.get(x.number, Draft()) for x in requests]

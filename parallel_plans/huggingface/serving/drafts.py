@@ -53,7 +53,7 @@ class DraftOptions:
     def take(
         cls, options: dict[str, Any], config: Any, of_model: Any
     ) -> tuple[DraftOptions, dict[str, Any], Any]:
-        """Return what is said about drafts, and the options and the config without it.
+        """Return the options of drafts, and those of the call and the config without them.
 
         Args:
             options: options of the call.
@@ -90,7 +90,7 @@ class DraftOptions:
     def of_config(self, config: Any) -> tuple[int, bool, float]:
         """Return how many tokens are proposed, whether that number changes, and the confidence.
 
-        What is not given is as the config of an assistant says, or as it is in transformers.
+        The config of an assistant says what is not given, or else the defaults of transformers do.
         """
         given = {NUMBER: self.number, SCHEDULE: self.schedule, CONFIDENCE: self.confidence}
         known: dict[str, Any] = {
@@ -101,7 +101,7 @@ class DraftOptions:
         return number, known[SCHEDULE] in ADAPTIVE, 0.4 if confidence is None else confidence
 
     def drafter(self, num_entries: int) -> Drafter | None:
-        """Return what proposes tokens, but for a model; `None` if nothing does.
+        """Return the drafter, unless it is a model; `None` if nothing proposes tokens.
 
         Raises:
             TypeError: if the assistant is not a function.
@@ -175,7 +175,7 @@ def looked_up(tokens: array[int], ngram: int, count: int) -> list[int]:
 
 @dataclass(eq=False)
 class FunctionDrafter(Drafter):
-    """Proposes what a function does.
+    """Proposes the tokens that a function returns.
 
     Attributes:
         function: the function.
@@ -217,6 +217,7 @@ def propose_all(requests: Sequence[ServedRequest], share: int, unit: int | None)
         share: the largest number of tokens of a request in a step.
         unit: the number of tokens that are rounded to eight bits together; `None` for no rounding.
     """
+    # Requests of one drafter propose together, in one forward of its model.
     by_drafter: dict[int, list[ServedRequest]] = {}
     for request in requests:
         if request.choice.drafter is None:

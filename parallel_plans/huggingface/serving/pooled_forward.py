@@ -191,9 +191,16 @@ class PooledMemory:
         """Allocate the memory for keys and values of a `kind`."""
         heads, head_dim, value_dim, dtype = self.kind = kind
         rank, self.kept = self.axis.mesh.get_local_rank(), (heads, head_dim)
-        sizes = *self.kept, self.num_layers, rank, value_dim
         self.cache = PagedCache(
-            self.pool, *sizes, dtype=dtype, device=device, kv_dtype=self.kv_dtype
+            self.pool,
+            heads,
+            head_dim,
+            self.num_layers,
+            rank,
+            value_dim,
+            dtype=dtype,
+            device=device,
+            kv_dtype=self.kv_dtype,
         )
 
 
@@ -301,9 +308,9 @@ class PrefilledTokens(PooledStep):
 
     def append(self, cache: PagedCache, number: int, key: Tensor, value: Tensor) -> Pair:
         prefill = self._prefill = self._prefill or PagedPrefill(cache, self._chunks)
-        new = key.narrow(2, 0, self._length), value.narrow(2, 0, self._length)
-        prefill.write(number, *new)
-        keys, values = prefill.gather(number, *new)
+        new_keys, new_values = (x.narrow(2, 0, self._length) for x in (key, value))
+        prefill.write(number, new_keys, new_values)
+        keys, values = prefill.gather(number, new_keys, new_values)
         if keys.shape[2]:
             return keys, values
         # Models that expand latents cannot view an empty tensor; attention ignores this column.
@@ -338,8 +345,9 @@ class MixedTokens(PooledStep):
         self.positions = torch.cat([x.positions for x in steps])
 
     def append(self, cache: PagedCache, number: int, key: Tensor, value: Tensor) -> Pair:
-        new = zip(self._steps, *(x.split(self._lengths, 2) for x in (key, value)), strict=True)
-        pairs = [step.append(cache, number, *pair) for step, *pair in new]
+        new_keys, new_values = (x.split(self._lengths, 2) for x in (key, value))
+        new = zip(self._steps, new_keys, new_values, strict=True)
+        pairs = [step.append(cache, number, k, v) for step, k, v in new]
         self._num_keys = [keys.shape[2] for keys, _ in pairs]
         keys, values = (torch.cat(x, 2) for x in zip(*pairs, strict=True))
         return keys, values
@@ -348,9 +356,10 @@ class MixedTokens(PooledStep):
         self, number: int, query: Tensor, key: Tensor, value: Tensor, mask: Mask, **scores: Any
     ) -> Tensor:
         # The layer has seen the keys of both parts in one tensor.
-        pairs = (x.split(self._num_keys, 2) for x in (key, value))
-        parts = zip(self._steps, query.split(self._lengths, 2), *pairs, strict=True)
-        return torch.cat([x.attend(number, *given, mask, **scores) for x, *given in parts], 2)
+        keys, values = (x.split(self._num_keys, 2) for x in (key, value))
+        parts = zip(self._steps, query.split(self._lengths, 2), keys, values, strict=True)
+        found = [step.attend(number, q, k, v, mask, **scores) for step, q, k, v in parts]
+        return torch.cat(found, 2)
 
 
 @dataclass(frozen=True)

@@ -184,6 +184,7 @@ def _independent(copies: Sequence[SlotCopy]) -> Iterator[list[SlotCopy]]:
     """Yield copies that can be made at once: none reads or writes what one before it writes."""
     found, written = list[SlotCopy](), set[int]()
     for copy in copies:
+        # A copy that reads what an earlier one writes has to wait for it.
         if not written.isdisjoint(copy):
             yield found
             found, written = [], set()
@@ -292,6 +293,7 @@ class PrefilledStates:
         """Keep the states after these tokens, once all layers ran; all ranks must call it."""
         names = [(number, key) for number, layer in self._like.items() for key in layer]
         like = [self._like[number][key] for number, key in names]
+        # All states go in one exchange, in a dtype that holds each of them.
         wide = torch.float32
         for x in like:
             wide = torch.promote_types(wide, x.dtype)

@@ -137,6 +137,7 @@ class Scheduler:
 
     def chunks(self) -> list[tuple[ServedRequest, int]]:
         """Return the requests that prefill in this step, and how many tokens of each."""
+        # Tokens that are decoded come first; prompts share what is left of a step.
         found, left = [], self._max_tokens - self._num_decoded()
         for request in self.prefilling:
             sequence = self.source(request)

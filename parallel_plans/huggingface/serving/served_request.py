@@ -195,6 +195,7 @@ def _check_options(options: dict[str, Any]) -> None:
                 f"GenerationConfig, and {', '.join(FUNCTIONS)}; got {given!r}"
             )
     for criterion in options.get(CRITERIA) or ():
+        # Each rank has another clock.
         if "MaxTime" in type(criterion).__name__:
             raise ValueError("time would stop ranks at different tokens; use max_new_tokens")
 
@@ -392,7 +393,7 @@ class HasChoice(Protocol):
 
 
 def processed(requests: Sequence[HasChoice], scores: Tensor) -> Tensor:
-    """Return what the requests' processors make of their scores `(B, V)`, which they may change."""
+    """Return scores `(B, V)` after the requests' processors, which may change them in place."""
     groups: dict[Hashable, list[int]] = defaultdict(list)
     for row, request in enumerate(requests):
         key = request.choice.batch_key

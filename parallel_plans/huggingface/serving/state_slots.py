@@ -137,6 +137,7 @@ class KnownStates(StateSlots):
         if found:
             slot = self._used(found[-1])
             begin = (sequence.nodes.index(found[-1]) + 1) * self.dealing.block
+        # The state is known up to `begin` only, so the tokens after it are computed again.
         if begin < num_cached:
             self.crop(sequence, begin)
             self.append(sequence, tokens[begin:])
@@ -178,11 +179,13 @@ class KnownStates(StateSlots):
     def _keep(self, sequence: PooledSequence, node: Any) -> None:
         """Keep the state of a sequence, which is at the end of this block."""
         number = sequence.number
+        # Its state is known further on now, so the last one stays only if others want it.
         before = self._known.pop(self._last.pop(number, None), None)
         if before is not None:
             self._give_back(before)
         if node not in self._known:
             while len(self._known) >= self._max_known:
+                # The state that was used longest ago makes room.
                 self._give_back(self._known.popitem(last=False)[1])
             self._known[node] = self._take()
             self._copies.append(SlotCopy(self.slot(sequence), self._known[node]))

@@ -47,6 +47,7 @@ class ToldTokens:
         for request, is_end, before, (_, num, _, num_next) in rows:
             new = request.tokens[before:].tolist()
             logprobs = request.logprobs[-len(new) :] if request.logprobs else [0.0] * len(new)
+            # A float64 travels as the int64 of its bits, so that the message has one dtype.
             bits = torch.tensor(logprobs, dtype=torch.float64).view(torch.int64).tolist()
             drafted = [] if is_end else [*request.drafted]
             found += [int(is_end), *_filled(new, num), *_filled(bits, num)]

@@ -286,6 +286,7 @@ class TwoGroupBatch(ContinuousBatch):
                 forward.run([(scheduler.source(x), number) for x, number in chunks], [])
             finally:
                 forward.memory.written = None
+        # A step without new tokens may still move those of earlier steps.
         elif moving is not None:
             for layer in range(forward.memory.num_layers):
                 moving.send(layer)
@@ -325,6 +326,7 @@ class TwoGroupBatch(ContinuousBatch):
         self._two_pools.decoded(requests)
         left = [x for x, has_ended in zip(requests, ends, strict=True) if not has_ended]
         propose_all(left, self._drafters.share, self._unit)
+        # All ranks that decode have the same tokens, so one of them tells the others.
         if self._beside.rank() == decoding[0]:
             told.write(ends)
             others = {*range(self._beside.size())} - {*decoding}

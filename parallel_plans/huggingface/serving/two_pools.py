@@ -52,7 +52,7 @@ class TwoPoolScheduler(Scheduler):
         return 0  # by other ranks, at the same time
 
     def moved(self, chunks: Iterable[tuple[ServedRequest, int]]) -> list[MovedTokens]:
-        """Return what moves in this step, if these tokens are prefilled in it."""
+        """Return the tokens that move in this step, if these are prefilled in it."""
         new = {request.number: num_tokens for request, num_tokens in chunks}
         found = []
         for request in self.prefilling:
@@ -88,6 +88,7 @@ class TwoPoolScheduler(Scheduler):
         source = self.prefill_pool.add(tokens)
         try:
             super()._hold(request, tokens)
+        # Both pools hold a request, or none does.
         except OutOfBlocks:
             self.prefill_pool.free(source)
             raise

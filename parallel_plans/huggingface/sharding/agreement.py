@@ -268,6 +268,7 @@ def checksum_words(parts: Parts, reads_floats: bool) -> list[int]:
     found = [parts.text, str([*parts.numbers.values()])]
     for x in parts.tensors.values():
         found.append(f"{x.dtype} {tuple(x.shape)}")
+        # Rounded numbers may differ in the last bits between ranks that computed the same.
         if not _is_rounded(x):
             found.append(str(checksum_of(x)))
         elif reads_floats:
@@ -290,7 +291,7 @@ def _are_close(one: tuple[float, float], other: tuple[float, float]) -> bool:
 
 
 def facts(model: nn.Module, group: ProcessGroup) -> dict[str, str]:
-    """Return what the ranks' models must have in common, for `check_agreement`."""
+    """Return the facts that the ranks' models must have in common, for `check_agreement`."""
     buffers = [x for x in model.buffers() if _is_plain(x)]
     numbers = {"config": numbers_of_config(model), "modules": numbers_of_modules(model)}
     return {"weights": checksum(_comparable(model, group)), "buffers": checksum(buffers)} | numbers
@@ -348,6 +349,7 @@ def _comparable(model: nn.Module, group: ProcessGroup) -> list[Tensor]:
     others, found = set(dist.get_process_group_ranks(group)) - {dist.get_rank()}, []
     for x in model.parameters():
         if isinstance(x, DTensor):
+            # A weight that is sharded over ranks of the ring differs between them.
             if others & set(x.device_mesh.mesh.flatten().tolist()):
                 continue
             x = x.to_local()

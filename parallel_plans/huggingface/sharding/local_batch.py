@@ -1,9 +1,4 @@
-"""Batches that come sharded: each rank has its own tokens, in the order of the axis's layout.
-
-No rank has the whole batch. What depends on the token before or after another one, where documents
-start and what a token should predict, is found in contiguous order: there only the first and the
-last tokens of a rank have their neighbours elsewhere. An exchange brings tokens into this order.
-"""
+"""Batches that come sharded: each rank has its own tokens, in the order of the axis's layout."""
 
 from __future__ import annotations
 
@@ -149,6 +144,10 @@ class Shared(NamedTuple):
     checksums: Tensor | None = None
 
 
+# Note [Found in contiguous order]: no rank has the whole batch. What depends on the token before or
+# after another one, where documents start and what a token should predict, is found in contiguous
+# order: there only the first and the last tokens of a rank have their neighbours elsewhere. An
+# exchange brings tokens into this order.
 class LocalBatches:
     """Receives the shards of batches, compares them, and finds what one shard does not show.
 
@@ -244,6 +243,7 @@ class LocalBatches:
 
     def _share(self, batch: ModelBatch, seq_len: int) -> tuple[ModelBatch, Shared]:
         order = SequenceOrder(self._axis.mesh, self._axis.layout, seq_len)
+        # The label of a token is the next token, which another rank may hold.
         if batch.label_shift:
             assert batch.labels is not None
             batch = replace(batch, labels=_next_labels(batch.labels, order), label_shift=0)
@@ -262,7 +262,7 @@ class LocalBatches:
     def _found(
         self, batch: ModelBatch, order: SequenceOrder, padding: Tensor | None
     ) -> dict[str, Any]:
-        """Return what this rank has to tell the others of its tokens."""
+        """Return the facts of this rank's tokens that the other ranks need."""
         told: dict[str, Any] = {}
         values, by_positions = padding, padding is None
         if by_positions and batch.cu_seq_lens_q is None:
@@ -273,6 +273,7 @@ class LocalBatches:
                     values, order.contiguous(batch.seq_idx.long()), order.begin
                 )
         if values is not None:
+            # Whether the first token of a shard begins a document depends on the token before it.
             before = order.of_neighbour(values[:, -1:], -1)
             told["starts"] = find_starts(values, by_positions, order.begin, before)
         if padding is not None:

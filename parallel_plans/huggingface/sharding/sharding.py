@@ -148,6 +148,7 @@ class Sharding:
             batch = replace(batch, num_items=num_labels(batch))
         plan = self.plan(batch)
         if agreed is not None:
+            # It is zero: in a graph, what depends on the tokens comes after the check.
             plan = replace(plan, indices=plan.indices + agreed)
         batch = replace(batch, positions=self.positions(batch))
         self.set_largest(batch.positions, plan.indices, plan.seq_len)
@@ -286,8 +287,8 @@ class Sharding:
             router, how[ROUTER_LOGITS] = router_spec(model, weights), True
         kept = self.keep_logits(how, plan.layout, plan.seq_len, plan.sharded_length)
         in_head = not has_logits and loss_head(model) is not None
-        labels = (None, batch.labels) if in_head else (batch.labels, None)
-        return how, OutputSpec(plan, *labels, batch.num_items, has_logits, router, kept)
+        own, of_head = (None, batch.labels) if in_head else (batch.labels, None)
+        return how, OutputSpec(plan, own, of_head, batch.num_items, has_logits, router, kept)
 
     def keep_logits(
         self, how: dict[str, Any], layout: Layout, seq_len: int, sharded_length: int

@@ -344,6 +344,7 @@ class AxisStatePassing:
             ValueError: if checkpointing repeats the call, and batches that await backward differ.
         """
         assert self._last is not None, "no batch was begun yet"
+        # In backward a checkpointed layer runs again, maybe not for the last batch.
         in_backward = torch._C._current_graph_task_id() != -1
         others = [x for x in self._alive if x is not self._last and not x.same_batch(self._last)]
         if in_backward and others:

@@ -58,7 +58,8 @@ class Share(NamedTuple):
         begins = [sum(counts[:i]) for i in range(world_size + 1)]
         totals = tuple(sum(sizes[begins[i] : begins[i + 1]]) for i in range(world_size))
         begin, end = begins[rank : rank + 2]
-        return cls(*((begin, end) if begin < end else (0, 1)), sizes, totals)
+        begin, end = (begin, end) if begin < end else (0, 1)
+        return cls(begin, end, sizes, totals)
 
 
 class EmbeddingSize(NamedTuple):
@@ -162,6 +163,7 @@ class ImageSharding:
         total, most = sum(share.totals), max(share.totals)
         pixels = images.arguments["pixel_values"]
         num_patches = prod(pixels.shape[:-1]) if pixels.ndim < 4 else self._patches(pixels)
+        # Two FLOPs for each weight and patch forward, and four more backward.
         flops = (6 if torch.is_grad_enabled() else 2) * self._num_weights * num_patches
         num_bytes = 2 * found.num_bytes * total * found.tokens
         return flops * (total - most) > FLOPS_PER_BYTE * num_bytes * total

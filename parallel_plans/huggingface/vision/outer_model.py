@@ -5,9 +5,6 @@ embeddings, positions, and masks. A rank may run the encoder on some of the imag
 (`image_sharding.py`). The language model shards its inputs, and returns the hidden states of this
 rank's tokens, on which the head then runs. With a cache it returns, on every rank, the hidden
 states of all new tokens whose logits are asked for.
-
-Embeddings of all tokens would take more than a rank's part of all else. An eager forward hands on
-their ids instead, see `LateEmbeddings`.
 """
 
 from __future__ import annotations
@@ -227,8 +224,10 @@ def _inner_forward(plain: Any, sharding: Sharding, outer: OuterModel) -> Any:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         arguments, call = sharding.arguments(self, args, kwargs), outer.running_call(self)
         if call.cache is not None:
-            asked = arguments | call.token_arguments, call.tokens
-            return call_with_cache(kept, self, sharding, call.cache, *asked, "last_hidden_state")
+            arguments = arguments | call.token_arguments
+            return call_with_cache(
+                kept, self, sharding, call.cache, arguments, call.tokens, "last_hidden_state"
+            )
         batch, spec = sharding.inputs(call.model, arguments | call.token_arguments)
         if call.is_image is not None and not torch.compiler.is_compiling():
             check_cuts(call.is_image, spec.plan.documents)
@@ -241,6 +240,8 @@ def _inner_forward(plain: Any, sharding: Sharding, outer: OuterModel) -> Any:
     return forward
 
 
+# Note [Ids in place of embeddings]: embeddings of all tokens would take more than a rank's part of
+# all else. An eager forward hands on their ids instead, see `LateEmbeddings`.
 def _embedding_forward(plain: Any, outer: OuterModel) -> Any:
     """Return the forward of the embedding of tokens, which looks up those of a batch late."""
 

@@ -305,16 +305,18 @@ class Packer:
         """Assign parts `(M, pieces, 2)` to the least busy neighbours; return whether they fit."""
         num_parts, num_pieces, _ = parts.shape
         lengths = (parts[..., 1] - parts[..., 0]).sum(1)
-        found = self._work.areas(*parts.reshape(-1, 2).T).reshape(num_parts, num_pieces)
+        of_parts = self._work.areas(*parts.reshape(-1, 2).T).reshape(num_parts, num_pieces)
         starts = np.arange(0, self._world_size, -(-self._world_size * num_parts // MAX_CANDIDATES))
         candidates = (starts[:, None] + np.arange(num_parts)) % self._world_size
         fits = np.flatnonzero((self._room[candidates] >= lengths).all(1))
         if not fits.size:
             return False
         # The busiest of its ranks decides for a candidate, as the others wait for it.
-        loads = (np.array(self._loads, found.dtype)[candidates[fits]] + found.sum(1)).max(1)
+        loads = (np.array(self._loads, of_parts.dtype)[candidates[fits]] + of_parts.sum(1)).max(1)
         ranks = candidates[fits[np.argmin(loads)]]
-        for rank, part, areas in zip(ranks.tolist(), parts.tolist(), found.tolist(), strict=True):
+        for rank, part, areas in zip(
+            ranks.tolist(), parts.tolist(), of_parts.tolist(), strict=True
+        ):
             for (begin, end), area in zip(part, areas, strict=True):
                 self._assign(begin, end, rank, area)
         return True

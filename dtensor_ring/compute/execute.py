@@ -140,17 +140,17 @@ def _join_neighbours(
     groups: list[Group], gaps: Sequence[tuple[int, int]], level: int
 ) -> list[Group]:
     """Join neighbours whose segments have at most `level` blocks, where this lowers the cost."""
-    found: list[Group] = []
+    joined_groups: list[Group] = []
     for group in groups:
         # A join changes what a join with the group before it costs, so that one is asked again.
-        while found:
-            candidate = found[-1].joined(group, gaps[group.span[0] - 1])
-            if candidate.longest > level or candidate.cost > found[-1].cost + group.cost:
+        while joined_groups:
+            candidate = joined_groups[-1].joined(group, gaps[group.span[0] - 1])
+            if candidate.longest > level or candidate.cost > joined_groups[-1].cost + group.cost:
                 break
-            found.pop()
+            joined_groups.pop()
             group = candidate
-        found.append(group)
-    return found
+        joined_groups.append(group)
+    return joined_groups
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ CHOICES = ("maximum", "minimum", "fmax", "fmin", "clamp", "where", "masked_fill"
 COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge", "isclose")
 LOGIC = ("logical_and", "logical_or", "logical_xor", "and", "or", "xor")
 OTHERS = ("fmod", "pow", "lerp", "atan2")
-ELEMENTWISE = {*ARITHMETIC, *REVERSED, *CHOICES, *COMPARISONS, *LOGIC, *OTHERS}
+ELEMENTWISE = (*ARITHMETIC, *REVERSED, *CHOICES, *COMPARISONS, *LOGIC, *OTHERS)
 
 
 def aligned(

@@ -309,16 +309,16 @@ def machine_of(here: Annotation, device: str) -> Machine:
     config = here.config
     if config is not None and config.machine is not None:
         return config.machine
-    found = here.machines.get("")
-    if found is None:
-        found = here.machines[""] = data_sheet_of(device)
+    data_sheet = here.machines.get("")
+    if data_sheet is None:
+        data_sheet = here.machines[""] = data_sheet_of(device)
         if dist.get_rank() == here.ranks[0]:
             _LOG.warning(
                 'strategy "auto" goes by the data sheet of %s; measure this machine by python -m '
                 "dtensor_ring calibrate machine.json, and pass machine=",
-                found.name,
+                data_sheet.name,
             )
-    return found
+    return data_sheet
 
 
 def data_sheet_of(device: str) -> Machine:

@@ -171,11 +171,11 @@ class MovedQuantisedPages(MovedPages):
             into.copy_(self._memory._content(which, units)[numbers, :, places])
 
     def put(self, layer: int, packed: Sequence[Tensor]) -> None:
-        found = list(packed)
+        tensors = list(packed)
         rows = self._units(layer, self._full)
         for q in self._memory._closed:
             for x in _tensors(q):
-                x[rows] = found.pop(0)
+                x[rows] = tensors.pop(0)
         memory = self._memory
         # These units are full now; if one was open before, its slot is free.
         memory._release(self._full + layer * memory._num_units)
@@ -183,7 +183,7 @@ class MovedQuantisedPages(MovedPages):
             return
         numbers, places = self._places()
         content = []
-        for x, new in zip(memory._open, found, strict=True):
+        for x, new in zip(memory._open, tensors, strict=True):
             whole = x.new_zeros(len(self._open), *x.shape[1:])
             whole[numbers, :, places] = new
             content.append(whole)

@@ -113,16 +113,16 @@ def column_moves(source: Side, target: Side) -> tuple[ShardMove, ...]:
     cols = [x.cols[i] + bounds - x.starts[i] for x, i in ((before, here), (after, there))]
     cells = np.stack([*cols, ends - bounds], 1)
     shards = np.stack([before.shards[here], after.shards[there]], 1)
-    found = []
+    moves = []
     for one, other in np.unique(shards, axis=0).tolist():
         joined = _joined(cells[(shards == (one, other)).all(1)])
         targets = target.ranks[other]
         (origin,) = source.ranks[one]
-        found += [
+        moves += [
             ShardMove(origin, rank, joined, (index, len(targets)))
             for index, rank in enumerate(targets)
         ]
-    return tuple(found)
+    return tuple(moves)
 
 
 class _SideRuns(NamedTuple):

@@ -215,7 +215,7 @@ def _attend(
     is_there = is_row[:, None] & (dims < HEAD_DIM)
     # Strides are in units, so the compiler knows how rows are aligned.
     queries = tl.load(query + at[:, None] * UNIT + dims, mask=is_there, other=0.0)
-    sums, found = _attended(
+    sums, row_lse = _attended(
         *(queries, key_blocks, value_blocks, tables + entry * num_pages, kv_heads, head),
         *(first, tl.minimum(first + split_keys, length), scale, SOFTCAP),
         *(BLOCK, HEAD_DIM, VALUE_DIM, ROWS, KEYS, DIMS, VALUE_DIMS),
@@ -231,7 +231,7 @@ def _attend(
     dims = tl.arange(0, VALUE_DIMS)[None, :]
     is_there = is_row[:, None] & (dims < VALUE_DIM)
     tl.store(out + at[:, None] + dims, sums.to(out.dtype.element_ty), mask=is_there)
-    tl.store(lse + at_lse, found, mask=is_row)
+    tl.store(lse + at_lse, row_lse, mask=is_row)
 
 
 @triton.jit

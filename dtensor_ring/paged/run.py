@@ -73,16 +73,16 @@ def pages_of(reads: BlockReads, tables: np.ndarray, block: int) -> np.ndarray:
         tables: by batch row, the blocks of the row's sequence on this rank, `(B, P)`.
         block: tokens of a block.
     """
-    found = [tables[:0, :0].ravel()]
+    blocks_read = [tables[:0, :0].ravel()]
     for x in reads.whole:
         ends = x.firsts + -(-x.num_keys // block)
         numbers = np.arange(tables.shape[1])
         is_read = (x.firsts[:, None] <= numbers) & (numbers < ends[:, None])
-        found.append(tables[x.rows][is_read])
+        blocks_read.append(tables[x.rows][is_read])
     if reads.edges is not None:
         edges = reads.edges
-        found.append(np.take_along_axis(tables[edges.rows], edges.cols // block, 1).ravel())
-    return np.unique(np.concatenate(found))
+        blocks_read.append(np.take_along_axis(tables[edges.rows], edges.cols // block, 1).ravel())
+    return np.unique(np.concatenate(blocks_read))
 
 
 class PagedStep:
@@ -246,16 +246,16 @@ class PagedPlan:
             whole_blocks: whether the paged kernel reads whole blocks only.
             from_pages: whether it gets copies of all `pages`, in any form.
         """
-        found = self._steps.get((mask, whole_blocks, from_pages))
-        if found is None:
+        step = self._steps.get((mask, whole_blocks, from_pages))
+        if step is None:
             block, pages = self._pool.dealing.block, self.pages if from_pages else None
             reads = self._reads(mask, whole_blocks)
             if pages is None and self._kv_dtype is not None:
                 # Blocks in eight bits are dequantised before a step, so only those that are read.
                 pages = pages_of(reads, self._tables, block)
-            found = PagedStep(reads, self._tables, block, self._rows_of, pages)
-            self._steps[mask, whole_blocks, from_pages] = found
-        return found
+            step = PagedStep(reads, self._tables, block, self._rows_of, pages)
+            self._steps[mask, whole_blocks, from_pages] = step
+        return step
 
     def _rows_of(self, sequences: np.ndarray, queries: Span) -> QueryRows:
         if self._is_ragged:

@@ -340,7 +340,7 @@ def _end(table: ShardTable) -> int:
 
 def _cut(shard: Sequence[Run], block: int, seq_len: int) -> tuple[Run, ...]:
     """Cut the runs of a shard at the multiples of a block."""
-    found = []
+    blocks = []
     for run in shard:
         if not _is_aligned(run, block, seq_len):
             raise ValueError(
@@ -348,8 +348,8 @@ def _cut(shard: Sequence[Run], block: int, seq_len: int) -> tuple[Run, ...]:
                 "ring_attention or the attention of the axis, which exchange such shards first"
             )
         ends = range(run.start, run.start + run.length, block)
-        found += [Run(start, min(block, run.start + run.length - start)) for start in ends]
-    return tuple(found)
+        blocks += [Run(start, min(block, run.start + run.length - start)) for start in ends]
+    return tuple(blocks)
 
 
 def _is_aligned(run: Run, block: int, seq_len: int) -> bool:

@@ -200,7 +200,7 @@ def ring_select(
         transport: what moves the messages.
     """
     batch, heads, num_queries, _ = own.query.shape
-    found = BestKeys((batch, heads if own.weights is None else 1, num_queries), choice.k, own.query)
+    best = BestKeys((batch, heads if own.weights is None else 1, num_queries), choice.k, own.query)
     # Index keys have no values: a packet holds keys of this width, and nothing beside them.
     with ShardRotation(transport, plan, (key, key[..., :0])) as shards:
         for step in plan.steps:
@@ -209,9 +209,9 @@ def ring_select(
             at = columns_in(positions.of(step.source), step.cols)
             with label("tile"):
                 for tile in step.tiles:
-                    score_tile(found, own, keys, tile, choice, at[slice(*tile.cols)])
+                    score_tile(best, own, keys, tile, choice, at[slice(*tile.cols)])
             shards.end_step(step, label)
-    return found.result()
+    return best.result()
 
 
 def score_tile(

@@ -48,9 +48,9 @@ def are_whole(
         >>> are_whole(torch.tensor([[1, 1, 0]]), torch.tensor([[0, 1, 1]]))
         tensor(True)
     """
-    found = []
+    checks = []
     if mask is not None and padding is None and not begin and mask.numel():
-        found = [mask[:, 0].bool().all()]
+        checks = [mask[:, 0].bool().all()]
     if positions is not None and positions.ndim == 3:
         positions = positions[0] if len(positions) == AXES_WITH_TEXT else None
     is_padding = None if mask is None else blocks(mask)
@@ -65,8 +65,8 @@ def are_whole(
         # The positions of padding may be anything: no query sees it.
         if is_padding is not None:
             is_right = is_right | ~is_padding[number].bool()
-        found.append(is_right.all())
-    return torch.stack(found).all() if found else torch.ones((), dtype=torch.bool)
+        checks.append(is_right.all())
+    return torch.stack(checks).all() if checks else torch.ones((), dtype=torch.bool)
 
 
 def check_whole_rows(mask: Tensor | None, positions: Tensor | None, begin: int = 0) -> None:

@@ -64,17 +64,17 @@ def forward(
     is_known = is_ignored | ((labels >= 0) & (labels < len(weight)))
     torch._assert_async(is_known.all(), f"labels are from 0 to {len(weight) - 1}, or -100")
     largest = hidden.new_full(labels.shape, -torch.inf, dtype=_wide(hidden))
-    total, found = torch.zeros_like(largest), torch.zeros_like(largest)
+    total, label_scores = torch.zeros_like(largest), torch.zeros_like(largest)
     for start, _, scores in _tiles(hidden, weight, bias, *scaling):
         column, is_here = _columns(labels, start, scores)
-        found = torch.where(is_here, scores.gather(1, column).squeeze(1), found)
+        label_scores = torch.where(is_here, scores.gather(1, column).squeeze(1), label_scores)
         before, largest = largest, torch.maximum(largest, scores.amax(1))
         # A row of -inf so far stays a sum of zeros, not of NaN.
         shift = largest.masked_fill(largest == -torch.inf, 0)
         here = scores.sub_(shift.unsqueeze(1)).exp_().sum(1)
         total.mul_((before - shift).exp_()).add_(here)
     lse = largest + total.log_()
-    return (lse - found).masked_fill_(is_ignored, 0), lse
+    return (lse - label_scores).masked_fill_(is_ignored, 0), lse
 
 
 def backward(

@@ -83,7 +83,7 @@ class Service:
         Raises:
             HttpError: if a prompt is too long, or options contradict one another.
         """
-        found = []
+        asked_tokens = []
         for number, prompt in enumerate(prompts):
             room = self.max_length - len(prompt)
             num_new = asked.num_asked or max(room, 1)
@@ -99,8 +99,8 @@ class Service:
             name, seed = f"{request_id}-{number}", asked.seed
             # Each prompt of a request has a seed of its own, and so has each of its `n` answers.
             seed = None if seed is None else seed + number * asked.n
-            found.append(AskedTokens(name, prompt, asked.options(num_new), seed))
-        return found
+            asked_tokens.append(AskedTokens(name, prompt, asked.options(num_new), seed))
+        return asked_tokens
 
     def check_model(self, asked: AskedText) -> None:
         """Check the name of the model.

@@ -121,17 +121,17 @@ class AskedText(Strict):
         """
         asked = {name: getattr(self, name) for name in ("temperature", "top_p", "top_k", "min_p")}
         asked = {name: value for name, value in asked.items() if value is not None}
-        found: dict[str, Any] = {"max_new_tokens": num_tokens}
+        generation: dict[str, Any] = {"max_new_tokens": num_tokens}
         if self.repetition_penalty is not None:
-            found["repetition_penalty"] = self.repetition_penalty
+            generation["repetition_penalty"] = self.repetition_penalty
         if self.temperature == 0:
             if self.n > 1:
                 message = "n: temperature=0 has one answer only, leave one of them out"
                 raise HttpError(400, f"{message}, got n={self.n}", "n")
-            return found | {"do_sample": False}
+            return generation | {"do_sample": False}
         if asked or self.n > 1:
-            found |= {"do_sample": True, **asked}
-        return found | ({"num_return_sequences": self.n} if self.n > 1 else {})
+            generation |= {"do_sample": True, **asked}
+        return generation | ({"num_return_sequences": self.n} if self.n > 1 else {})
 
     def check_stream(self) -> None:
         """Check what is asked of a stream.

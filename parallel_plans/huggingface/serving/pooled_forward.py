@@ -446,16 +446,16 @@ def check_servable(model: Any) -> None:
     Raises:
         ValueError: naming what the model has.
     """
-    found = None
+    reason = None
     if any(True for _ in length_dependent(model)):
-        found = "a rotary embedding whose factors depend on the longest sequence of a batch"
+        reason = "a rotary embedding whose factors depend on the longest sequence of a batch"
     elif model.config.get_text_config(decoder=True) is not model.config:
-        found = "a model around its language model, as for images"
+        reason = "a model around its language model, as for images"
     elif counter_of(model) is not None and not hasattr(model.config, "max_position_embeddings"):
-        found = "positions that it counts by itself"
-    if found is not None:
+        reason = "positions that it counts by itself"
+    if reason is not None:
         raise ValueError(
-            f"{type(model).__name__} has {found}, which generate_batch over a sharded pool does "
+            f"{type(model).__name__} has {reason}, which generate_batch over a sharded pool does "
             "not support; call generate"
         )
 

@@ -182,16 +182,16 @@ class StateMemory:
 
 def _independent(copies: Sequence[SlotCopy]) -> Iterator[list[SlotCopy]]:
     """Yield copies that can be made at once: none reads or writes what one before it writes."""
-    found, written = list[SlotCopy](), set[int]()
+    at_once, written = list[SlotCopy](), set[int]()
     for copy in copies:
         # A copy that reads what an earlier one writes has to wait for it.
         if not written.isdisjoint(copy):
-            yield found
-            found, written = [], set()
-        found.append(copy)
+            yield at_once
+            at_once, written = [], set()
+        at_once.append(copy)
         written.add(copy.target)
-    if found:
-        yield found
+    if at_once:
+        yield at_once
 
 
 class _Piece(NamedTuple):

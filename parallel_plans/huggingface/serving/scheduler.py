@@ -138,16 +138,16 @@ class Scheduler:
     def chunks(self) -> list[tuple[ServedRequest, int]]:
         """Return the requests that prefill in this step, and how many tokens of each."""
         # Tokens that are decoded come first; prompts share what is left of a step.
-        found, left = [], self._max_tokens - self._num_decoded()
+        chosen, left = [], self._max_tokens - self._num_decoded()
         for request in self.prefilling:
             sequence = self.source(request)
             num_tokens = min(len(sequence) - sequence.num_written, left)
             if num_tokens and self.states is not None:
                 num_tokens = self.states.num_until(sequence, num_tokens)
             if num_tokens:
-                found.append((request, num_tokens))
+                chosen.append((request, num_tokens))
                 left -= num_tokens
-        return found
+        return chosen
 
     def _num_decoded(self) -> int:
         """Return how many tokens of a step are not of prompts."""

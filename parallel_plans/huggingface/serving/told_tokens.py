@@ -42,7 +42,7 @@ class ToldTokens:
 
     def write(self, ends: Sequence[bool]) -> None:
         """Write what the requests have got, whose next drafts are those of the next step."""
-        found = list[int]()
+        numbers = list[int]()
         rows = zip(self._requests, ends, self._lengths, self._sizes, strict=True)
         for request, is_end, before, (_, num, _, num_next) in rows:
             new = request.tokens[before:].tolist()
@@ -50,9 +50,9 @@ class ToldTokens:
             # A float64 travels as the int64 of its bits, so that the message has one dtype.
             bits = torch.tensor(logprobs, dtype=torch.float64).view(torch.int64).tolist()
             drafted = [] if is_end else [*request.drafted]
-            found += [int(is_end), *_filled(new, num), *_filled(bits, num)]
-            found += _filled(drafted, num_next)
-        self.message.copy_(torch.tensor(found, dtype=torch.int64))
+            numbers += [int(is_end), *_filled(new, num), *_filled(bits, num)]
+            numbers += _filled(drafted, num_next)
+        self.message.copy_(torch.tensor(numbers, dtype=torch.int64))
 
     def note(self) -> tuple[list[bool], list[Draft]]:
         """Add the tokens that were told to the requests; return which end, and the next drafts."""

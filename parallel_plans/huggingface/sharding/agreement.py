@@ -346,7 +346,7 @@ def checksum_of_weights(model: nn.Module, group: ProcessGroup) -> str:
 
 def _comparable(model: nn.Module, group: ProcessGroup) -> list[Tensor]:
     """Return this rank's weights that should be equal on each rank of the group."""
-    others, found = set(dist.get_process_group_ranks(group)) - {dist.get_rank()}, []
+    others, weights = set(dist.get_process_group_ranks(group)) - {dist.get_rank()}, []
     for x in model.parameters():
         if isinstance(x, DTensor):
             # A weight that is sharded over ranks of the ring differs between them.
@@ -354,8 +354,8 @@ def _comparable(model: nn.Module, group: ProcessGroup) -> list[Tensor]:
                 continue
             x = x.to_local()
         if _is_plain(x):
-            found.append(x)
-    return found
+            weights.append(x)
+    return weights
 
 
 def _is_plain(x: Tensor) -> bool:

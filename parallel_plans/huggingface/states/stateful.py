@@ -222,16 +222,16 @@ def _of_tokens(layer: nn.Module, arguments: dict[str, Any]) -> dict[str, Tensor]
     Raises:
         ValueError: if the layer takes another tensor, whose order is unknown.
     """
-    found = {name: x for name, x in arguments.items() if isinstance(x, Tensor)}
-    hidden = next(iter(found.values()))
-    for name, x in found.items():
+    tensors = {name: x for name, x in arguments.items() if isinstance(x, Tensor)}
+    hidden = next(iter(tensors.values()))
+    for name, x in tensors.items():
         if x.ndim != 3 or x.shape[:2] != hidden.shape[:2] or x.dtype != hidden.dtype:
             raise ValueError(
                 f"{type(layer).__name__} carries a state, and takes {name} for its tokens beside "
                 f"its input, which is not sharded with that: {tuple(x.shape)} {x.dtype}, and the "
                 f"input is {tuple(hidden.shape)} {hidden.dtype}"
             )
-    return found
+    return tensors
 
 
 def _without_tokens(x: Any) -> Any:

@@ -155,8 +155,8 @@ class ImageSharding:
 
     def _pays(self, images: Images, share: Share) -> bool:
         """Return whether sharding pays, see Note [When images are sharded]."""
-        found = self._embeddings
-        if found is None or found.rows(share.sizes) is None:
+        embeddings = self._embeddings
+        if embeddings is None or embeddings.rows(share.sizes) is None:
             return False
         if self._shards is not None:
             return self._shards
@@ -165,7 +165,7 @@ class ImageSharding:
         num_patches = prod(pixels.shape[:-1]) if pixels.ndim < 4 else self._patches(pixels)
         # Two FLOPs for each weight and patch forward, and four more backward.
         flops = (6 if torch.is_grad_enabled() else 2) * self._num_weights * num_patches
-        num_bytes = 2 * found.num_bytes * total * found.tokens
+        num_bytes = 2 * embeddings.num_bytes * total * embeddings.tokens
         return flops * (total - most) > FLOPS_PER_BYTE * num_bytes * total
 
     def _patches(self, pixels: Tensor) -> int:

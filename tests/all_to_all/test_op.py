@@ -18,7 +18,7 @@ from dtensor_ring.all_to_all.plan import head_shard_of
 from dtensor_ring.planning.layout import Layout
 from dtensor_ring.planning.run_table import RunTable
 from tests.played_group import PlayedGroup, play_group
-from tests.pool import Pool
+from tests.pool import Pool, on_ranks
 from tests.rings import runs_of
 
 TABLE = RunTable([[(0, 1), (18, 2)], [(1, 7)], [(8, 10)], []])
@@ -170,11 +170,8 @@ def test_fake_kernels_promise_what_the_real_ones_return(name: str) -> None:
     play_group(case.world_size, run)
 
 
-def test_opcheck(pool: Pool) -> None:
-    pool.run(1, _opcheck)
-
-
-def _opcheck() -> None:
+@on_ranks(1)
+def test_opcheck() -> None:
     with warnings.catch_warnings():
         # opcheck looks at .grad of copies that are no leaves, whatever it is given.
         warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")

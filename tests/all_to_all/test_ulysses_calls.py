@@ -29,7 +29,7 @@ from dtensor_ring.all_to_all import ulysses as ulysses_module
 from dtensor_ring.all_to_all.ulysses import RingTensors
 from dtensor_ring.transport.transport import ProcessGroupTransport
 from tests.dense import dense_attention, largest
-from tests.pool import Pool
+from tests.pool import Pool, on_ranks
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
@@ -163,12 +163,9 @@ def test_every_way_sends_what_is_said(pool: Pool, strategy: str, ways: list[str]
         assert busiest == [said.forward.sent + of_lse, said.backward.sent], way
 
 
-def test_what_was_exchanged_lives_as_long_as_lse(pool: Pool) -> None:
+@on_ranks(2)
+def test_what_was_exchanged_lives_as_long_as_lse() -> None:
     """Not longer, with and without a backward; and only where there will be one."""
-    pool.run(2, _lives)
-
-
-def _lives() -> None:
     mesh = init_device_mesh("cpu", (2,))
     SequenceAxis(mesh, "zigzag", strategy="ulysses")
     inputs = [shard_sequence(torch.randn(1, 2, 8, 4), mesh, 2) for _ in range(3)]
@@ -221,12 +218,9 @@ def _sent(strategy: str, ways: list[str], shapes: list[tuple[int, ...]]) -> dict
     return found
 
 
-def test_too_few_heads_are_refused(pool: Pool) -> None:
+@on_ranks(4)
+def test_too_few_heads_are_refused() -> None:
     """On all ranks, before anything is sent; heads that another axis shards do not count."""
-    pool.run(4, _too_few_heads)
-
-
-def _too_few_heads() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "cp"))
     SequenceAxis(mesh["cp"], "zigzag", strategy="ulysses")
     for num_heads, num_key_heads in ((0, 0), (4, 0), (4, 3)):

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from dtensor_ring import ShardedCache
 from tests.decode.caches import BLOCK, LAYERS, World, empty, own, tokens
-from tests.pool import Pool
+from tests.pool import on_ranks
 
 
 def fresh_mesh() -> DeviceMesh:
@@ -167,11 +167,8 @@ REFUSALS: dict[str, tuple[Callable[[ShardedCache], Any], type[Exception], str]] 
 }
 
 
-def test_refused(pool: Pool) -> None:
-    pool.run(1, refused)
-
-
-def refused() -> None:
+@on_ranks(1)
+def test_refused() -> None:
     """And nothing is changed: what was there, and the next append step, are right."""
     for name, (call, kind, message) in REFUSALS.items():
         cache = _begun()
@@ -187,11 +184,8 @@ def refused() -> None:
                 assert torch.equal(x, torch.cat([y, z], 2)), name
 
 
-def test_an_append_that_failed_is_taken_back(pool: Pool) -> None:
-    pool.run(1, taken_back)
-
-
-def taken_back() -> None:
+@on_ranks(1)
+def test_an_append_that_failed_is_taken_back() -> None:
     cache = _begun()
     before = [x.clone() for x in own(cache[0])]
     _append(cache, lambda x: x)
@@ -202,11 +196,8 @@ def taken_back() -> None:
     assert cache[1].keys.shape[2] == 6
 
 
-def test_an_append_that_failed_leaves_nothing(pool: Pool) -> None:
-    pool.run(1, left_over)
-
-
-def left_over() -> None:
+@on_ranks(1)
+def test_an_append_that_failed_leaves_nothing() -> None:
     """No memory, no promise of it, and no number of sequences, if it was the first."""
     for layout, num_before, fits in (("zigzag", 6, 2), ("zigzag", 0, 3), ("contiguous", 1, 2)):
         world = World(3, layout)
@@ -229,11 +220,8 @@ def left_over() -> None:
         assert max(world.caches[0][0].capacities) <= num_before + BLOCK
 
 
-def test_rows_of_all_layers_or_of_none(pool: Pool) -> None:
-    pool.run(1, short_of_memory)
-
-
-def short_of_memory() -> None:
+@on_ranks(1)
+def test_rows_of_all_layers_or_of_none() -> None:
     world = World(1)
     (cache,), calls, copied = world.caches, count(), Tensor.index_select
 

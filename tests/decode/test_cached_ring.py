@@ -21,7 +21,7 @@ from tests.dense import dense_attention
 from tests.drawn import documents_of, masks
 from tests.meshes import random_inputs
 from tests.played import play
-from tests.pool import Pool
+from tests.pool import Pool, on_ranks
 from tests.rings import Case, Ring, local, runs_of
 from tests.slices import slices
 from tests.test_played import Played, of_rank
@@ -262,11 +262,8 @@ REFUSALS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
 }
 
 
-def test_refused(pool: Pool) -> None:
-    pool.run(1, _refused)
-
-
-def _refused() -> None:
+@on_ranks(1)
+def test_refused() -> None:
     mesh = init_device_mesh("cpu", (1,))
     axis = SequenceAxis(mesh, "zigzag")
     for name, (change, kind, message) in REFUSALS.items():

@@ -19,7 +19,7 @@ from dtensor_ring.dtensor import call_check
 from dtensor_ring.dtensor.call_check import check_agreement
 from dtensor_ring.transport.transport import P2P, Transport, Work
 from tests.dense import dense_attention
-from tests.pool import Pool
+from tests.pool import Pool, on_ranks
 
 SEQ_LEN = 12
 BEGINNING = "the ranks of a ring must make the same call, they differ in "
@@ -156,11 +156,8 @@ def check_result(mesh: DeviceMesh, as_dtensors: bool, options: dict[str, Any]) -
         torch.testing.assert_close(actual.double(), whole.chunk(size, 2)[rank], atol=1e-5, rtol=0)
 
 
-def test_autocast_of_one_rank(pool: Pool) -> None:
-    pool.run(2, _check_autocast)
-
-
-def _check_autocast() -> None:
+@on_ranks(2)
+def test_autocast_of_one_rank() -> None:
     mesh, x = init_device_mesh("cpu", (2,)), torch.ones(1, 2, 4, 8)
     reported = "dtype: torch.bfloat16 on .0., torch.float32 on .1.$"
     with (
@@ -171,11 +168,8 @@ def _check_autocast() -> None:
 
 
 @pytest.mark.parametrize("as_dtensors", [False, True], ids=["plain", "DTensors"])
-def test_rings_side_by_side_may_differ(pool: Pool, as_dtensors: bool) -> None:
-    pool.run(4, _check_side_by_side, as_dtensors, timeout=60)
-
-
-def _check_side_by_side(as_dtensors: bool) -> None:
+@on_ranks(4, timeout=60)
+def test_rings_side_by_side_may_differ(as_dtensors: bool) -> None:
     """Each ring has documents of its own; then one of them goes wrong, the other does not care."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
     ring, in_ring = mesh.get_local_rank("dp"), mesh.get_local_rank("cp")
@@ -188,11 +182,8 @@ def _check_side_by_side(as_dtensors: bool) -> None:
         attend([torch.ones(1, 2, 4, 8)] * 3, mesh["cp"], as_dtensors, {"softcap": float(in_ring)})
 
 
-def test_long_descriptions_are_cut(pool: Pool) -> None:
-    pool.run(2, _check_long)
-
-
-def _check_long() -> None:
+@on_ranks(2)
+def test_long_descriptions_are_cut() -> None:
     """A long one from its begin, unless they differ only far behind it."""
     group, rank = init_device_mesh("cpu", (2,)).get_group(), dist.get_rank()
     many, late = (str([0] * 100 + ends) for ends in ([12], [11, 12]))
@@ -204,11 +195,8 @@ def _check_long() -> None:
         assert str(caught.value) == f"{BEGINNING}ends: {reported}"
 
 
-def test_placements_on_other_axes(pool: Pool) -> None:
-    pool.run(4, _check_placements)
-
-
-def _check_placements() -> None:
+@on_ranks(4)
+def test_placements_on_other_axes() -> None:
     """Shards of one shape, of which one rank takes its batch for all of it."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
     is_odd = mesh.get_local_rank("cp") == 0
@@ -221,11 +209,8 @@ def _check_placements() -> None:
         ring_attention(x, x, x)
 
 
-def test_compiled_calls_are_not_compared(pool: Pool) -> None:
-    pool.run(1, _check_compiled)
-
-
-def _check_compiled() -> None:
+@on_ranks(1)
+def test_compiled_calls_are_not_compared() -> None:
     mesh, x = init_device_mesh("cpu", (1,)), torch.ones(1, 2, 4, 8)
     compiled = torch.compile(attend, backend="eager", fullgraph=True)
     reported = "validate=True compares ranks in eager calls only; compile without it"
@@ -258,11 +243,8 @@ def _meet() -> str:
     return str(caught.value)
 
 
-def test_shards_of_another_length(pool: Pool) -> None:
-    pool.run(4, _check_odd_shards)
-
-
-def _check_odd_shards() -> None:
+@on_ranks(4)
+def test_shards_of_another_length() -> None:
     """9 tokens on 4 ranks are 3, 3, 3 and none."""
     mesh, rank = init_device_mesh("cpu", (4,)), dist.get_rank()
     local, shape = torch.randn(1, 2, 2 if rank else 3, 8), torch.Size((1, 2, 9, 8))
@@ -276,11 +258,8 @@ def _check_odd_shards() -> None:
         ring_attention(x, x, x, validate=True)
 
 
-def test_kernels_of_other_ranks(pool: Pool) -> None:
-    pool.run(2, _check_kernels)
-
-
-def _check_kernels() -> None:
+@on_ranks(2)
+def test_kernels_of_other_ranks() -> None:
     """A package that is installed on some ranks only."""
     mesh, x = init_device_mesh("cpu", (2,)), torch.randn(1, 2, 4, 8)
     here = {"reference": None} | ({} if dist.get_rank() else {"cpu_flash": None})
@@ -292,11 +271,8 @@ def _check_kernels() -> None:
         ring_attention(x, x, x, mesh=mesh, validate=True)
 
 
-def test_axes_that_are_configured_differently(pool: Pool) -> None:
-    pool.run(2, _check_policies)
-
-
-def _check_policies() -> None:
+@on_ranks(2)
+def test_axes_that_are_configured_differently() -> None:
     mesh, x = init_device_mesh("cpu", (2,)), torch.randn(1, 2, 4, 8)
     policy = TransferPolicy(grad_dtype=torch.bfloat16) if dist.get_rank() == 0 else None
     SequenceAxis(mesh, "zigzag", policy=policy)

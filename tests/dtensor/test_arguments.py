@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from dtensor_ring import ZigZag, ring_attention, shard_sequence
 from dtensor_ring.dtensor.annotation import annotation_of
-from tests.pool import Pool
+from tests.pool import on_ranks
 
 
 def _as_dtensors(x: Tensor, mesh: DeviceMesh) -> dict[str, Any]:
@@ -221,11 +221,8 @@ REFUSALS: dict[str, tuple[Callable[[Tensor, DeviceMesh], dict[str, Any]], Any, s
 }
 
 
-def test_refusals(pool: Pool) -> None:
-    pool.run(2, _check_refusals)
-
-
-def _check_refusals() -> None:
+@on_ranks(2)
+def test_refusals() -> None:
     mesh, wrong = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "cp")), {}
     for name, (changes, error, message) in REFUSALS.items():
         annotation_of(mesh["cp"].get_group()).config = None  # that a call before has left

@@ -14,7 +14,7 @@ from dtensor_ring import Mask, SequenceAxis, TransferPolicy, ring_attention
 from dtensor_ring.planning.run_table import as_layout
 from tests.dense import dense_attention
 from tests.meshes import eager_and_compiled, random_inputs
-from tests.pool import Pool
+from tests.pool import Pool, on_ranks
 from tests.transport.test_rotation import recorded
 
 SEQ_LEN = 12
@@ -101,11 +101,8 @@ def _sums_of_gradients(grad_dtype: torch.dtype | None) -> tuple[set[torch.dtype]
     return {message.dtype for hop in hops for message in hop}, error.item()
 
 
-def test_float64_takes_larger_numbers(pool: Pool) -> None:
-    pool.run(1, _check_float64)
-
-
-def _check_float64() -> None:
+@on_ranks(1)
+def test_float64_takes_larger_numbers() -> None:
     mesh = init_device_mesh("cpu", (1,))
     query, key, value = (x.double() for x in random_inputs()[:3])
     out = ring_attention(query * 1e-300, key, value, mesh=mesh, scale=1e300, softcap=1e200)
@@ -113,11 +110,8 @@ def _check_float64() -> None:
     torch.testing.assert_close(out, expected)
 
 
-def test_a_scale_that_float32_rounds_to_0(pool: Pool) -> None:
-    pool.run(1, _check_tiny_scale)
-
-
-def _check_tiny_scale() -> None:
+@on_ranks(1)
+def test_a_scale_that_float32_rounds_to_0() -> None:
     inputs = random_inputs()[:3]
     out = ring_attention(*inputs, mesh=init_device_mesh("cpu", (1,)), scale=1e-300)
     expected = dense_attention(*inputs, Mask.causal(), scale=0.0).out

@@ -19,14 +19,11 @@ from dtensor_ring import (
     unshard_sequence,
 )
 from tests.dtensor.test_axis import POLICY
-from tests.pool import Pool
+from tests.pool import on_ranks
 
 
-def test_objects_of_one_axis(pool: Pool) -> None:
-    pool.run(2, _check_objects)
-
-
-def _check_objects() -> None:
+@on_ranks(2)
+def test_objects_of_one_axis() -> None:
     """What a new object leaves out is taken from the last one; each keeps its own."""
     mesh = init_device_mesh("cpu", (2,))
     axis = SequenceAxis(mesh, BlockCyclic(4), kernel="reference", policy=POLICY)
@@ -47,11 +44,8 @@ def _check_objects() -> None:
     assert axis.policy == POLICY
 
 
-def test_tensors_of_two_objects(pool: Pool) -> None:
-    pool.run(2, _check_two_objects)
-
-
-def _check_two_objects() -> None:
+@on_ranks(2)
+def test_tensors_of_two_objects() -> None:
     """Each goes by its own, in any order of the calls; mixed, both are named."""
     mesh, whole = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)), torch.randn(1, 2, 24, 8)
     how: list[dict[str, Any]] = [{"layout": "zigzag"}, {"layout": "striped", "policy": POLICY}]
@@ -83,11 +77,8 @@ REFUSALS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
 }
 
 
-def test_refusals(pool: Pool) -> None:
-    pool.run(1, _check_refusals)
-
-
-def _check_refusals() -> None:
+@on_ranks(1)
+def test_refusals() -> None:
     mesh = init_device_mesh("cpu", (1,))
     for options, error, match in REFUSALS.values():
         with pytest.raises(error, match=match):
@@ -120,11 +111,8 @@ WRONG: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
 }
 
 
-def test_wrong_calls(pool: Pool) -> None:
-    pool.run(1, _check_wrong_calls)
-
-
-def _check_wrong_calls() -> None:
+@on_ranks(1)
+def test_wrong_calls() -> None:
     axis = SequenceAxis(init_device_mesh("cpu", (1,)))
     for x, options, error, match in WRONG.values():
         with pytest.raises(error, match=match):

@@ -27,7 +27,7 @@ from tests.meshes import (
     place,
     random_inputs,
 )
-from tests.pool import Pool
+from tests.pool import Pool, on_ranks
 
 CAUSAL, FULL = Mask.causal(), Mask.full()
 
@@ -276,11 +276,8 @@ REFUSALS = {
 }
 
 
-def test_refusals(pool: Pool) -> None:
-    pool.run(4, _check_refusals)
-
-
-def _check_refusals() -> None:
+@on_ranks(4)
+def test_refusals() -> None:
     mesh = annotated_mesh((2, 2), (SEQUENCE, REPLICATE), "zigzag")
     for case in REFUSALS.values():
         _check_refusal(mesh, case)

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Partial, Shard
 from dtensor_ring import Mask, merge_attention, ring_attention, unshard_sequence
 from tests.dense import dense_attention
 from tests.meshes import BATCH, HEADS, REPLICATE, SEQUENCE, annotated_mesh, place, random_inputs
-from tests.pool import Pool
+from tests.pool import Pool, on_ranks
 
 CAUSAL, FULL = Mask.causal(), Mask.full()
 TOLERANCES = {torch.float64: 1e-13, torch.float32: 2e-5, torch.bfloat16: 6e-2, torch.float16: 8e-3}
@@ -238,11 +238,8 @@ def test_refusals(name: str) -> None:
         merge_attention(parts)
 
 
-def test_refusals_of_dtensors(pool: Pool) -> None:
-    pool.run(1, _refusals_of_dtensors)
-
-
-def _refusals_of_dtensors() -> None:
+@on_ranks(1)
+def test_refusals_of_dtensors() -> None:
     mesh = init_device_mesh("cpu", (1,))
 
     def placed(where: Any) -> Any:

@@ -23,7 +23,7 @@ from dtensor_ring import (
     shard_sequence,
     unshard_sequence,
 )
-from tests.pool import Pool
+from tests.pool import Pool, on_ranks
 
 LAYOUTS = ("contiguous", "striped", "zigzag")
 
@@ -100,11 +100,8 @@ def whole_size(shape: list[int]) -> int:
 
 
 @pytest.mark.parametrize("layout", [*LAYOUTS, Balanced(CAUSAL, 8, 4, (0, 6, 8), block=1)])
-def test_gradients(pool: Pool, layout: Balanced | str) -> None:
-    pool.run(4, _check_gradients, layout)
-
-
-def _check_gradients(layout: Balanced | str) -> None:
+@on_ranks(4)
+def test_gradients(layout: Balanced | str) -> None:
     mesh, again = init_device_mesh("cpu", (4,)), of_batch(layout)
     weight = torch.randn(2, 8, 3)
     whole = torch.randn(2, 8, 3, requires_grad=True)
@@ -120,11 +117,8 @@ def _check_gradients(layout: Balanced | str) -> None:
     torch.testing.assert_close(whole.grad, expected)
 
 
-def test_two_batches_on_one_mesh(pool: Pool) -> None:
-    pool.run(2, _check_two_batches)
-
-
-def _check_two_batches() -> None:
+@on_ranks(2)
+def test_two_batches_on_one_mesh() -> None:
     mesh, whole = init_device_mesh("cpu", (2,)), torch.randn(16)
     layouts = [Balanced(CAUSAL, 16, 2, (0, end, 16), block=2) for end in (10, 12)]
     first, second = (shard_sequence(whole, mesh, 0, layout) for layout in layouts)
@@ -134,11 +128,8 @@ def _check_two_batches() -> None:
         assert torch.equal(unshard_sequence(sharded, 0, layout), whole)
 
 
-def test_refusals_of_a_batch(pool: Pool) -> None:
-    pool.run(4, _check_refusals_of_a_batch)
-
-
-def _check_refusals_of_a_batch() -> None:
+@on_ranks(4)
+def test_refusals_of_a_batch() -> None:
     mesh, whole = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp")), torch.arange(16)
     layout, longer = (Balanced(CAUSAL, seq_len, 2, block=2) for seq_len in (16, 18))
     zigzag = shard_sequence(whole, mesh["dp"], 0, "zigzag")
@@ -154,11 +145,8 @@ def _check_refusals_of_a_batch() -> None:
             function(*args)
 
 
-def test_unaligned_default_is_contiguous(pool: Pool) -> None:
-    pool.run(2, _check_default)
-
-
-def _check_default() -> None:
+@on_ranks(2)
+def test_unaligned_default_is_contiguous() -> None:
     mesh = init_device_mesh("cpu", (2,))
     sharded = shard_sequence(torch.arange(6), mesh, 0)
     assert sequence_layout(mesh) is None
@@ -166,12 +154,9 @@ def _check_default() -> None:
     assert torch.equal(unshard_sequence(sharded, 0), torch.arange(6))
 
 
-def test_all_lengths_compile_twice(pool: Pool) -> None:
+@on_ranks(2)
+def test_all_lengths_compile_twice() -> None:
     """From the second length on it is a symbol of the graph."""
-    pool.run(2, _check_lengths)
-
-
-def _check_lengths() -> None:
     mesh, counter = init_device_mesh("cpu", (2,)), CompileCounter()
     SequenceAxis(mesh, "zigzag")
     shard = torch.compile(shard_sequence, fullgraph=True, backend=counter)
@@ -181,11 +166,8 @@ def _check_lengths() -> None:
     assert counter.frame_count <= 2
 
 
-def test_unshard_on_more_axes(pool: Pool) -> None:
-    pool.run(4, _check_more_axes)
-
-
-def _check_more_axes() -> None:
+@on_ranks(4)
+def test_unshard_on_more_axes() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
     SequenceAxis(mesh["cp"], "zigzag")
     whole = torch.randn(4, 9, 2)
@@ -213,11 +195,8 @@ def placed(local: Tensor, mesh: Any, placements: Any, whole: Tensor) -> DTensor:
     )
 
 
-def test_refusals(pool: Pool) -> None:
-    pool.run(4, _check_refusals)
-
-
-def _check_refusals() -> None:
+@on_ranks(4)
+def test_refusals() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
     tokens = torch.arange(9)
     with pytest.raises(

@@ -34,7 +34,7 @@ from dtensor_ring.ops.options import Batch, Call, Place, default_scale, flatten
 from dtensor_ring.ops.ring_op import ring_op
 from dtensor_ring.transport.transport import DEFAULT_POLICY
 from tests.dense import dense_attention, largest
-from tests.pool import Pool
+from tests.pool import Pool, on_ranks
 from tests.rings import Case, Ring, fake_group
 from tests.slices import shown
 
@@ -202,11 +202,8 @@ def test_slices_of_one_shape_compile_once(pool: Pool) -> None:
         assert largest(errors) < 1e-5, errors
 
 
-def test_slices_that_are_no_tensor_do_not_compile(pool: Pool) -> None:
-    pool.run(1, _compile_with_an_object)
-
-
-def _compile_with_an_object() -> None:
+@on_ranks(1)
+def test_slices_that_are_no_tensor_do_not_compile() -> None:
     x = shard_sequence(torch.randn(1, 2, 16, 8), init_device_mesh("cpu", (1,)), 2)
     compiled = torch.compile(ring_attention, backend="eager", fullgraph=True)
     reported = (

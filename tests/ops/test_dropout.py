@@ -20,7 +20,7 @@ from dtensor_ring import unshard_sequence as unshard
 from dtensor_ring.planning.layout import BlockCyclic, Striped, ZigZag
 from tests.dense import dense_attention, dropout_factors
 from tests.ops.test_op import errors_of
-from tests.pool import Pool
+from tests.pool import Pool, on_ranks
 from tests.rings import Case, Ring
 
 CAUSAL, FULL = Mask.causal(), Mask.full()
@@ -62,11 +62,8 @@ def test_equals_dense_attention_with_the_same_mask(pool: Pool, world_size: int) 
 # Of DTensors on a mesh of more axes: batch rows and heads are counted in the whole batch.
 @pytest.mark.parametrize("strategy", ["ring", "ulysses"])
 @pytest.mark.parametrize("other", [Shard(0), Shard(1)], ids=["batch", "heads"])
-def test_counts_in_the_whole_batch(pool: Pool, strategy: str, other: Shard) -> None:
-    pool.run(4, _check_whole_batch, strategy, other)
-
-
-def _check_whole_batch(strategy: str, other: Shard) -> None:
+@on_ranks(4)
+def test_counts_in_the_whole_batch(strategy: str, other: Shard) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("other", "cp"))
     SequenceAxis(mesh["cp"], "contiguous", strategy=strategy)
     whole = _inputs()
@@ -120,11 +117,8 @@ def _attended(strategy: str) -> list[Tensor]:
     return results
 
 
-def test_recomputation_drops_the_same_weights(pool: Pool) -> None:
-    pool.run(2, _check_recomputation)
-
-
-def _check_recomputation() -> None:
+@on_ranks(2)
+def test_recomputation_drops_the_same_weights() -> None:
     mesh = init_device_mesh("cpu", (2,))
     axis = SequenceAxis(mesh, "striped")
     seen: list[Tensor] = []
@@ -143,11 +137,8 @@ def _check_recomputation() -> None:
         seen.clear()
 
 
-def test_compiled(pool: Pool) -> None:
-    pool.run(2, _check_compiled)
-
-
-def _check_compiled() -> None:
+@on_ranks(2)
+def test_compiled() -> None:
     """One graph, whose seeds come from the random state, alike on all ranks, anew in each call."""
     mesh = init_device_mesh("cpu", (2,))
     axis = SequenceAxis(mesh, "zigzag")
@@ -224,11 +215,8 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_refused(pool: Pool, name: str) -> None:
-    pool.run(2, _check_refused, name)
-
-
-def _check_refused(name: str) -> None:
+@on_ranks(2)
+def test_refused(name: str) -> None:
     options, error, message = REFUSED[name]
     mesh = init_device_mesh("cpu", (2,))
     SequenceAxis(mesh, "zigzag")
@@ -237,11 +225,8 @@ def _check_refused(name: str) -> None:
         ring_attention(x, x, x, mesh=mesh, **options)
 
 
-def test_ranks_with_other_rates_are_refused(pool: Pool) -> None:
-    pool.run(2, _check_rates_differ)
-
-
-def _check_rates_differ() -> None:
+@on_ranks(2)
+def test_ranks_with_other_rates_are_refused() -> None:
     mesh = init_device_mesh("cpu", (2,))
     SequenceAxis(mesh, "zigzag")
     x = torch.randn(1, 2, 8, 8)

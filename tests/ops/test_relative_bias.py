@@ -24,7 +24,7 @@ from dtensor_ring import (
 )
 from dtensor_ring.planning.layout import BlockCyclic, Striped, ZigZag
 from tests.ops.test_op import errors_of
-from tests.pool import Pool
+from tests.pool import Pool, on_ranks
 from tests.rings import Case, Ring
 
 CAUSAL, FULL = Mask.causal(), Mask.full()
@@ -83,7 +83,11 @@ def _expected(whole: list[Tensor], mask: Mask, scale: float) -> tuple[Tensor, Te
     return scores.softmax(-1)[..., :-1] @ value, scores.logsumexp(-1)
 
 
-def _check_public(kind: str, strategy: str) -> None:
+@pytest.mark.parametrize("strategy", ["ring", "ulysses"])
+@pytest.mark.parametrize("kind", ["shards", "dtensors", "axis"])
+@on_ranks(2)
+def test_public_functions(kind: str, strategy: str) -> None:
+    """With a sink of each query, which is not of each head."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     axis, mask = SequenceAxis(mesh, "zigzag", strategy=strategy), Mask.sliding(9)
     whole = [x.requires_grad_() for x in _whole()]
@@ -120,14 +124,8 @@ def _check_public(kind: str, strategy: str) -> None:
         torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("strategy", ["ring", "ulysses"])
-@pytest.mark.parametrize("kind", ["shards", "dtensors", "axis"])
-def test_public_functions(pool: Pool, kind: str, strategy: str) -> None:
-    """With a sink of each query, which is not of each head."""
-    pool.run(2, _check_public, kind, strategy)
-
-
-def _check_decoding() -> None:
+@on_ranks(2)
+def test_decoding() -> None:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     axis, mask = SequenceAxis(mesh, "zigzag"), Mask.sliding(9)
     whole = _whole()
@@ -143,11 +141,9 @@ def _check_decoding() -> None:
         decode_attention(query, key, value, query_starts=torch.tensor([13, 12]), **how)
 
 
-def test_decoding(pool: Pool) -> None:
-    pool.run(2, _check_decoding)
-
-
-def _check_refused() -> None:
+@on_ranks(1)
+def test_refused() -> None:
+    """Also a query that is wider by mistake."""
     mesh = init_device_mesh("cpu", (1,))
     query, key, value, bias, sinks = _whole()
     wide = torch.cat([query, bias], -1)
@@ -178,12 +174,8 @@ def _check_refused() -> None:
         axis.attention(query, key, value, relative_bias=bias)
 
 
-def test_refused(pool: Pool) -> None:
-    """Also a query that is wider by mistake."""
-    pool.run(1, _check_refused)
-
-
-def _check_compiled() -> None:
+@on_ranks(2)
+def test_compiled_in_one_graph() -> None:
     mesh = init_device_mesh("cpu", (2,))
     axis = SequenceAxis(mesh, "zigzag")
     local = [axis.shard(x, 2).to_local().requires_grad_() for x in _whole()]
@@ -198,7 +190,3 @@ def _check_compiled() -> None:
         results.append([out, *torch.autograd.grad(out.sum(), local)])
     for x, y in zip(*results, strict=True):
         torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
-
-
-def test_compiled_in_one_graph(pool: Pool) -> None:
-    pool.run(2, _check_compiled)

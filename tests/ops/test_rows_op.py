@@ -13,7 +13,7 @@ from torch.library import opcheck
 
 from dtensor_ring import RingError
 from dtensor_ring.ops.axis_ops import gather_rows_op, sum_ranks_op, sum_rows_op
-from tests.pool import Pool
+from tests.pool import Pool, on_ranks
 
 WIDTH = 3
 
@@ -75,7 +75,8 @@ def test_a_part_that_is_too_short_is_reported_to_all(pool: Pool) -> None:
         assert "a part of 1 rows came where 2 were announced" in text
 
 
-def check_ops() -> None:
+@on_ranks(1)
+def test_ops() -> None:
     # opcheck looks at .grad of copies that are no leaves, whatever it is given.
     warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
     x = torch.randn(2, WIDTH, requires_grad=True)
@@ -83,10 +84,6 @@ def check_ops() -> None:
     opcheck(sum_rows_op, (x, [2], *place()))
     for given in (x, x.detach(), x.sum(), torch.ones(3, dtype=torch.int32)):
         opcheck(sum_ranks_op, (given, dist.group.WORLD.group_name))
-
-
-def test_ops(pool: Pool) -> None:
-    pool.run(1, check_ops)
 
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -123,26 +120,14 @@ def test_sum_over_ranks(pool: Pool, world_size: int, dtype: torch.dtype) -> None
     assert all(torch.equal(x, y) for found in others for x, y in zip(first, found, strict=True))
 
 
-def check_other_dtypes() -> None:
+@on_ranks(3)
+def test_sum_over_ranks_of_other_dtypes() -> None:
     rank, name = place()
     for dtype, expected in ((torch.bool, torch.int64), (torch.int32, torch.int64)):
         total = sum_ranks_op(torch.tensor([True, rank > 0]).to(dtype), name)
         assert (total.dtype, total.tolist()) == (expected, [3, 2])
     local = torch.tensor([1 + 2j]).mul(rank).conj()
     assert sum_ranks_op(local, name).tolist() == [3 - 6j]
-
-
-def test_sum_over_ranks_of_other_dtypes(pool: Pool) -> None:
-    pool.run(3, check_other_dtypes)
-
-
-def check_unused_gradient() -> None:
-    """A rank that did not use a sum takes part in the backward of the others."""
-    rank, name = place()
-    local = torch.ones(2, requires_grad=True)
-    total, other = sum_ranks_op(local, name), torch.zeros(2, requires_grad=True)
-    Select.apply(total, other, rank == 0).sum().backward()
-    assert local.grad.tolist() == [1.0, 1.0]
 
 
 class Select(torch.autograd.Function):
@@ -158,5 +143,11 @@ class Select(torch.autograd.Function):
         return grads[0] if ctx.is_used else None, grads[0], None
 
 
-def test_unused_gradient_of_a_sum(pool: Pool) -> None:
-    pool.run(2, check_unused_gradient)
+@on_ranks(2)
+def test_unused_gradient_of_a_sum() -> None:
+    """A rank that did not use a sum takes part in the backward of the others."""
+    rank, name = place()
+    local = torch.ones(2, requires_grad=True)
+    total, other = sum_ranks_op(local, name), torch.zeros(2, requires_grad=True)
+    Select.apply(total, other, rank == 0).sum().backward()
+    assert local.grad.tolist() == [1.0, 1.0]

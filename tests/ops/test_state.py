@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from dtensor_ring.agreement.call_record import RingError
 from dtensor_ring.ops.axis_ops import attached, receive_op, send_op
 from dtensor_ring.transport.transport import ProcessGroupTransport, set_transport
-from tests.pool import Pool
+from tests.pool import Pool, on_ranks
 
 LAYERS, ROWS, NUMBERS = 3, 2, 5
 
@@ -109,8 +109,10 @@ def test_gradcheck(pool: Pool) -> None:
     assert pool.run(2, gradcheck) == [True] * 2
 
 
-def check_ops() -> None:
+@on_ranks(1)
+def test_ops() -> None:
     # opcheck looks at .grad of copies that are no leaves, whatever it is given.
+    """On one rank, which receives zeros and sends to nobody."""
     warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
     group = dist.group.WORLD.group_name
     x = torch.randn(ROWS, NUMBERS, requires_grad=True)
@@ -118,11 +120,6 @@ def check_ops() -> None:
     opcheck(send_op, (x, 1, group))
     half = torch.ones(ROWS, 3, dtype=torch.bfloat16)
     assert receive_op(half, ROWS, NUMBERS, 1, group).dtype == torch.float32
-
-
-def test_ops(pool: Pool) -> None:
-    """On one rank, which receives zeros and sends to nobody."""
-    pool.run(1, check_ops)
 
 
 def messages() -> tuple[int, int]:

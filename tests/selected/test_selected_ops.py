@@ -35,7 +35,7 @@ from dtensor_ring.selected.plan import key_positions, request_bytes
 from dtensor_ring.transport import transport
 from dtensor_ring.transport.transport import P2P, BufferPool, ProcessGroupTransport
 from tests.ops.test_fakes import description
-from tests.pool import Pool
+from tests.pool import Pool, on_ranks
 from tests.rings import Case, Ring, fake_group
 from tests.selected.indexers import dense
 from tests.test_memory import Counted
@@ -85,11 +85,8 @@ def on_one_process(seq_len: int = SEQ_LEN) -> tuple[Tensor, Tensor]:
     return selected, out
 
 
-def test_opcheck(pool: Pool) -> None:
-    pool.run(1, _opcheck)
-
-
-def _opcheck() -> None:
+@on_ranks(1)
+def test_opcheck() -> None:
     warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
     case, x = Case(Ring(Balanced(CAUSAL, 8, 1), 1, 8, CAUSAL), torch.float32), inputs(8)
     options = flatten(case.call())
@@ -166,11 +163,8 @@ def _compiled() -> tuple[list[str], list[str], float]:
 
 
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
-def test_dtensors_and_shards_equal_one_process(pool: Pool, layout: str) -> None:
-    pool.run(2, _check_placed, layout)
-
-
-def _check_placed(layout: str) -> None:
+@on_ranks(2)
+def test_dtensors_and_shards_equal_one_process(layout: str) -> None:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
     axis, x = SequenceAxis(mesh["cp"], layout), inputs()
     mine, (positions, out) = axis.positions(SEQ_LEN), on_one_process()
@@ -194,11 +188,8 @@ def _check_placed(layout: str) -> None:
         assert torch.equal(one, other.to_local())
 
 
-def test_runs_of_a_batch(pool: Pool) -> None:
-    pool.run(2, _check_runs)
-
-
-def _check_runs() -> None:
+@on_ranks(2)
+def test_runs_of_a_batch() -> None:
     mesh = init_device_mesh("cpu", (2,))
     layout = Balanced(CAUSAL, SEQ_LEN, 2, block=3)
     SequenceAxis(mesh, "balanced")
@@ -210,11 +201,8 @@ def _check_runs() -> None:
     torch.testing.assert_close(out.double(), expected[:, :, mine], atol=1e-5, rtol=0)
 
 
-def test_a_turn_of_ranks_with_different_numbers_of_keys(pool: Pool) -> None:
-    pool.run(2, _check_turn)
-
-
-def _check_turn() -> None:
+@on_ranks(2)
+def test_a_turn_of_ranks_with_different_numbers_of_keys() -> None:
     """The last 8 tokens, all on one rank; a list is nearly as long as the keys of a rank."""
     mesh, rank = init_device_mesh("cpu", (2,)), dist.get_rank()
     SequenceAxis(mesh, "zigzag")
@@ -272,11 +260,8 @@ WRONG_LISTS = {
 }
 
 
-def test_bad_calls(pool: Pool) -> None:
-    pool.run(1, _check_bad_calls)
-
-
-def _check_bad_calls() -> None:
+@on_ranks(1)
+def test_bad_calls() -> None:
     mesh, x = init_device_mesh("cpu", (1,)), inputs()
     index = {name: x[name] for name in ("index_query", "index_key", "weights")}
     for text, wrong in WRONG.items():
@@ -289,12 +274,9 @@ def _check_bad_calls() -> None:
             selected_attention(**{**latents, "selected": right, "mesh": mesh} | wrong)
 
 
-def test_narrow_keys_are_widened_where_they_arrive(pool: Pool) -> None:
+@on_ranks(2)
+def test_narrow_keys_are_widened_where_they_arrive() -> None:
     """The keys of a model in 16 bits, whose indexer has its queries in float32."""
-    pool.run(2, _check_narrow)
-
-
-def _check_narrow() -> None:
     mesh, rank, x = init_device_mesh("cpu", (2,)), dist.get_rank(), inputs(2 * SEQ_LEN)
     SequenceAxis(mesh, "contiguous")
     own = slice(rank * SEQ_LEN, (rank + 1) * SEQ_LEN)

@@ -22,7 +22,7 @@ from dtensor_ring.states.op import scan_op
 from dtensor_ring.states.plan import owners_of, steps_of
 from dtensor_ring.states.run import Maps, scan
 from tests.played import PlayedTransport, play
-from tests.pool import Pool
+from tests.pool import Pool, on_ranks
 
 SHAPE = (2, 3, 4, 5)
 """Rows, heads and numbers of a state."""
@@ -218,7 +218,8 @@ def test_refused(error: type[Exception], match: str, made: Any) -> None:
         made()
 
 
-def check_op() -> None:
+@on_ranks(1)
+def test_op() -> None:
     """Schema, fake kernel and gradients; three maps of one rank are joined without messages."""
     warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
     name = dist.group.WORLD.group_name
@@ -237,10 +238,6 @@ def check_op() -> None:
         few = [x[:, :1, :1].detach().requires_grad_() for x in maps.values()]
         assert torch.autograd.gradcheck(scanned, few)
         assert torch.autograd.gradgradcheck(scanned, few)
-
-
-def test_op(pool: Pool) -> None:
-    pool.run(1, check_op)
 
 
 def compiled_error() -> float:

@@ -14,14 +14,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dtensor_ring.transport import transport as process_group
 from dtensor_ring.transport.transport import P2P, ProcessGroupTransport, set_transport, transport_of
-from tests.pool import Pool
+from tests.pool import Pool, on_ranks
 
 
-def test_gloo_sends_nothing_of_a_gpu(pool: Pool) -> None:
-    pool.run(2, _prepare_for_a_gpu)
-
-
-def _prepare_for_a_gpu() -> None:
+@on_ranks(2)
+def test_gloo_sends_nothing_of_a_gpu() -> None:
     with pytest.raises(ValueError, match=r"on CUDA and their group is gloo's, .*\"nccl\"\)"):
         ProcessGroupTransport(dist.group.WORLD).prepare(torch.device("cuda"))
 
@@ -78,11 +75,8 @@ def _start_on_a_gpu() -> list[str]:
     return started
 
 
-def test_the_transport_of_a_group(pool: Pool) -> None:
-    pool.run(1, _check_transport_of)
-
-
-def _check_transport_of() -> None:
+@on_ranks(1)
+def test_the_transport_of_a_group() -> None:
     group = dist.group.WORLD
     assert isinstance(transport_of(group), ProcessGroupTransport)
     mine = ProcessGroupTransport(group)

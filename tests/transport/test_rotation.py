@@ -25,7 +25,7 @@ from dtensor_ring.transport.rotation import ShardRotation
 from dtensor_ring.transport.transport import P2P, ProcessGroupTransport, Work
 from tests.columns import indices_of
 from tests.played import PlayedTransport, play
-from tests.pool import Pool
+from tests.pool import Pool, on_ranks
 from tests.rings import Ring
 
 CAUSAL, FULL = Mask.causal(), Mask.full()
@@ -243,11 +243,8 @@ class Counting(ProcessGroupTransport):
         self.freed.add(buffer.data_ptr())
 
 
-def test_buffers_go_back_when_a_kernel_raises(pool: Pool) -> None:
-    pool.run(2, _raise_in_a_step)
-
-
-def _raise_in_a_step() -> None:
+@on_ranks(2)
+def test_buffers_go_back_when_a_kernel_raises() -> None:
     """Those that messages may still write to do not; the next ring finds its messages."""
     last, first = Counting(dist.group.WORLD), Counting(dist.group.WORLD)
     with pytest.raises(RuntimeError, match="a kernel"):

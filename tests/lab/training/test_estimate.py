@@ -46,7 +46,7 @@ from parallel_plans.huggingface import (
     ring_checkpoint_contexts,
 )
 from parallel_plans.models import load, read_config
-from tests.pool import Pool
+from tests.pool import Pool, on_ranks
 from tests.rings import Case, Ring, fake_group
 from tests.scripts import run_script
 from tests.test_public import ROOT
@@ -404,12 +404,10 @@ def _estimated(path: Path, capsys: pytest.CaptureFixture[str], *options: str) ->
 
 
 @pytest.mark.parametrize("kv_dtype", [None, "int8"])
-def test_messages_of_a_policy(pool: Pool, kv_dtype: str | None) -> None:
-    pool.run(1, _check_messages, TransferPolicy(kv_dtype=kv_dtype))
-
-
-def _check_messages(policy: TransferPolicy) -> None:
+@on_ranks(1)
+def test_messages_of_a_policy(kv_dtype: str | None) -> None:
     """What an attention without memory counts is what a comparison counts, to the byte."""
+    policy = TransferPolicy(kv_dtype=kv_dtype)
     ring = Ring(Contiguous(), 2, 400, Mask.causal())
     case = Case(ring, torch.bfloat16, head_dims=(64, 64), policy=policy)
     with fake_group(2, rank=1):

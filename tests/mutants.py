@@ -102,11 +102,7 @@ MUTANTS = [
     ("planning/ranges.py", "cuts[at + 1] - ids * line", "cuts[at + 1] + ids * line"),
     ("planning/builders.py", ".right != 0:", ".right == 0:"),
     ("compute/merge.py", "(so_far - lse).sigmoid_()", "(so_far + lse).sigmoid_()"),
-    (
-        "compute/merge.py",
-        "weight.max().item() <= MAX_WEIGHT",
-        "weight.max().item() >= MAX_WEIGHT",
-    ),
+    ("compute/merge.py", "weight.max().item() <= MAX_WEIGHT", "weight.max().item() >= MAX_WEIGHT"),
     ("compute/merge.py", "later[-1][0] <= first:", "later[-1][0] < first:"),
     ("compute/merge.py", "if span[1] > first]", "if span[1] >= first]"),
     ("compute/merge.py", "target.dtype == wide and not", "target.dtype == wide or not"),

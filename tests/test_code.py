@@ -333,11 +333,7 @@ def test_a_class_has_a_name_of_its_own() -> None:
     assert [name for name, count in counts.items() if count > 1] == ["Documents"]
 
 
-NAMING = (
-    "dtensor_ring",
-    "dtensor_ring.planning.layout",
-    "dtensor_ring.balanced.balanced",
-)
+NAMING = ("dtensor_ring", "dtensor_ring.planning.layout", "dtensor_ring.balanced.balanced")
 """Modules that name layouts: `Balanced` tries two of them."""
 NAMED = re.compile(r"(?i)\b(contiguous|striped|zigzag)\b")
 

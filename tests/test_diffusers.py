@@ -107,14 +107,7 @@ def test_without_parallelism_the_stock_attention_runs() -> None:
     assert torch.equal(out, expected)
 
 
-@pytest.mark.parametrize(
-    "given",
-    [
-        {"is_causal": True},
-        {"dropout_p": 0.1},
-        {"return_lse": True},
-    ],
-)
+@pytest.mark.parametrize("given", [{"is_causal": True}, {"dropout_p": 0.1}, {"return_lse": True}])
 def test_what_a_ring_cannot_do_is_said(given: dict[str, Any]) -> None:
     from types import SimpleNamespace
 

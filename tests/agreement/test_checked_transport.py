@@ -90,10 +90,7 @@ def test_calls_in_another_order(pool: Pool) -> None:
 
 def _call_in_another_order() -> Found:
     mesh, (one, other) = init_device_mesh("cpu", (2,)), (inputs(), inputs())
-    calls = [
-        lambda: ring_attention(*one, mesh=mesh),
-        lambda: ring_attention(*other, mesh=mesh),
-    ]
+    calls = [lambda: ring_attention(*one, mesh=mesh), lambda: ring_attention(*other, mesh=mesh)]
     if dist.get_rank():
         calls.reverse()
     return error_of(lambda: [call() for call in calls])

@@ -187,11 +187,7 @@ WRONG = {
     "three dims": ([(4, 6, 2)], {}, r"one or more \(B, N, L, H\), got \(4, 6, 2\)"),
     "two lengths": ([(2, 4, 6, 2), (2, 4, 5, 2)], {}, "one batch size and one length"),
     "two batches": ([(2, 4, 6, 2), (1, 4, 6, 2)], {}, "one batch size and one length"),
-    "other lengths": (
-        [(2, 4, 5, 2)],
-        {},
-        r"rank 0 of 2 must have 4 heads .*of 6 tokens",
-    ),
+    "other lengths": ([(2, 4, 5, 2)], {}, r"rank 0 of 2 must have 4 heads .*of 6 tokens"),
     "other heads": ([(2, 3, 6, 2)], {}, "must have 4 heads"),
     "heads": ([(2, 5, 6, 2)], {"num_heads": (5,)}, "must be a multiple"),
     "ranks": ([(2, 4, 6, 2)], {"heads": 3}, r"these do: \[1, 2\]"),

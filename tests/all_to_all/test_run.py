@@ -84,10 +84,7 @@ def test_an_error_of_all_ranks_leaves_the_group_as_it_is() -> None:
     """All ranks fail before they send, as without memory; the next call is as ever."""
     case = CASES["zigzag to zigzag, 2 of 4"]
     for turn in range(1, 4):
-        with (
-            patch.object(run, "pack", side_effect=MemoryError("none")),
-            pytest.raises(MemoryError),
-        ):
+        with patch.object(run, "pack", side_effect=MemoryError("none")), pytest.raises(MemoryError):
             all_to_all_op(case.before(dist.get_rank()), *_options(case))
         _check_turn(case, turn)
 

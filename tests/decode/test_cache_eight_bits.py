@@ -30,11 +30,7 @@ def test_what_is_kept() -> None:
     @example([("dealt", 30), ("crop", 9), ("single", 9), ("crop", 2)], 2, ("zigzag", "int8"))
     @example([("dealt", 30), ("dealt", 12), ("crop", 12), ("single", 1)], 2, ("contiguous", "fp8"))
     @settings(deadline=None, max_examples=30, database=None)
-    @given(
-        STEPS,
-        st.integers(1, 4),
-        st.sampled_from([("zigzag", "int8"), ("contiguous", "fp8")]),
-    )
+    @given(STEPS, st.integers(1, 4), st.sampled_from([("zigzag", "int8"), ("contiguous", "fp8")]))
     def check(steps: list[tuple[str, Any]], world_size: int, how: tuple[str, str]) -> None:
         world = RoundedWorld(world_size, *how)
         for what, number in steps:

@@ -73,8 +73,7 @@ DIFFERENCES = {
         {"cu_seqlens": ints(0, 5, SEQ_LEN).long()},
     ),
     "no cu_seqlens": Difference(
-        "cu_seqlens: none on [0], [0, 12] on {others}",
-        usual={"cu_seqlens": ints(0, SEQ_LEN)},
+        "cu_seqlens: none on [0], [0, 12] on {others}", usual={"cu_seqlens": ints(0, SEQ_LEN)}
     ),
     "key_cu_seqlens": Difference(
         "key_cu_seqlens: [0, 9] on [0], [0, 12] on {others}",
@@ -95,13 +94,9 @@ DIFFERENCES = {
         "scale: 0.5 on [0], 0.35355339059327373 on {others}",
         {"mask": Mask.full(), "scale": 0.5},
     ),
-    "batch": Difference(
-        "batch: 1 on [0], 2 on {others}",
-        odd_tensors=lambda x: x[:1],
-    ),
+    "batch": Difference("batch: 1 on [0], 2 on {others}", odd_tensors=lambda x: x[:1]),
     "dtype": Difference(
-        "dtype: torch.bfloat16 on [0], torch.float32 on {others}",
-        odd_tensors=Tensor.bfloat16,
+        "dtype: torch.bfloat16 on [0], torch.float32 on {others}", odd_tensors=Tensor.bfloat16
     ),
     "requires_grad": Difference(
         "gradients: True on [0], False on {others}", odd_tensors=Tensor.requires_grad_

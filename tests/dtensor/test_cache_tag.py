@@ -46,8 +46,7 @@ def _stock(query: Tensor, key: Tensor, value: Tensor) -> Any:
 
 # torch has a tag for each thread, which need not be that of the annotation.
 @pytest.mark.parametrize(
-    ("attend", "seq_len", "in_thread"),
-    [(_ring, 13, False), (_stock, 15, True)],
+    ("attend", "seq_len", "in_thread"), [(_ring, 13, False), (_stock, 15, True)]
 )
 def test_layouts_have_graphs_of_their_own(
     pool: Pool, attend: Callable[..., Any], seq_len: int, in_thread: bool

@@ -206,11 +206,7 @@ ORDERS = {"heads first": (0, 1, 2, 3), "token-major": (0, 2, 1, 3)}
 
 
 @pytest.mark.parametrize(
-    ("order", "backend"),
-    [
-        *product(ORDERS, [""]),
-        ("token-major", "inductor"),
-    ],
+    ("order", "backend"), [*product(ORDERS, [""]), ("token-major", "inductor")]
 )
 def test_memory_order_of_the_query_is_kept(pool: Pool, order: str, backend: str) -> None:
     pool.run(4, _check_order, ORDERS[order], backend)

@@ -152,8 +152,7 @@ def test_compiled() -> None:
     torch.manual_seed(2)
     # A seed that is given says what is dropped in graphs, too.
     given = torch.compile(
-        lambda *x: axis.attention(*x[:3], dropout_p=RATE, dropout_seed=x[3]),
-        fullgraph=True,
+        lambda *x: axis.attention(*x[:3], dropout_p=RATE, dropout_seed=x[3]), fullgraph=True
     )
     out = given(*inputs, torch.tensor(5))
     dense = dense_attention(*whole, CAUSAL, factors=dropout_factors(RATE, 5, (2, 4, 16, 16)))

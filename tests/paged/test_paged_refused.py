@@ -49,16 +49,8 @@ REFUSED: dict[str, tuple[Callable[..., Any], type, str]] = {
         ValueError,
         "5 of 5 tokens .* its last 1 cannot be written, append the next tokens first",
     ),
-    "layer": (
-        lambda c, s: PagedBatch(c, [s]).attend(1, QUERY),
-        ValueError,
-        "layer must be from 0",
-    ),
-    "too many": (
-        lambda c, s: PagedBatch(c, [s], 6),
-        ValueError,
-        "num_tokens must be from 1 to 5",
-    ),
+    "layer": (lambda c, s: PagedBatch(c, [s]).attend(1, QUERY), ValueError, "layer must be from 0"),
+    "too many": (lambda c, s: PagedBatch(c, [s], 6), ValueError, "num_tokens must be from 1 to 5"),
     "too many of one": (
         lambda c, s: PagedBatch(c, [s], [6]),
         ValueError,
@@ -72,11 +64,7 @@ REFUSED: dict[str, tuple[Callable[..., Any], type, str]] = {
     "none": (lambda c, s: PagedBatch(c, [s], 0), ValueError, "num_tokens must be from 1 to 5"),
     "twice": (lambda c, s: PagedBatch(c, [s, s]), ValueError, "sequences must differ"),
     "no list": (lambda c, s: PagedBatch(c, s), TypeError, "sequences must be a list"),
-    "no sequence": (
-        lambda c, s: PagedBatch(c, [3]),
-        TypeError,
-        "sequence must be one that add",
-    ),
+    "no sequence": (lambda c, s: PagedBatch(c, [3]), TypeError, "sequence must be one that add"),
     "freed": (lambda c, s: [c.pool.free(s), PagedBatch(c, [s])], ValueError, "freed already"),
     "query": (attend(1, 2, 2, 8), ValueError, r"query must be \(1, 2, 1, 8\) torch.float32"),
     "heads": (attend(1, 3, 1, 8), ValueError, "query must have a multiple of the 2 heads"),

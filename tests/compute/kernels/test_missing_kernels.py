@@ -288,10 +288,7 @@ def test_a_warning_is_no_reason_not_to_load(
 
 @pytest.mark.parametrize(("active", "is_served"), [(None, True), ("FA2", True), ("FA4", False)])
 def test_another_implementation_in_place_of_atens(
-    active: str | None,
-    is_served: bool,
-    gpu: Callable[..., None],
-    monkeypatch: pytest.MonkeyPatch,
+    active: str | None, is_served: bool, gpu: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gpu(9, 0)
     monkeypatch.setattr(torch.nn.attention, "current_flash_attention_impl", lambda: active)

@@ -364,11 +364,7 @@ def edited(**changes: Any) -> str:
         ("", ("--offload", "checkpoints"), "offload of checkpoints needs checkpoint 'full'"),
         ("", ("--offload", "gradients"), "offload takes checkpoints and optimizer"),
         ("", ("--longest", "--checkpoint", "full"), "so leave --checkpoint out"),
-        (
-            "",
-            ("--longest", "--seq-len", "63"),
-            "63 tokens cannot be divided over the 2 ran",
-        ),
+        ("", ("--longest", "--seq-len", "63"), "63 tokens cannot be divided over the 2 ran"),
         ("", ("--longest", "--machine", "h1000"), "machine 'h1000' is neither a file"),
         (MODERN_BERT, ("--longest",), "sees tokens ahead"),
     ],

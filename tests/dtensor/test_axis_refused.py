@@ -20,6 +20,7 @@ from dtensor_ring import (
 )
 from tests.dtensor.test_axis import POLICY
 from tests.pool import on_ranks
+from tests.refusals import Refused, check_refused
 
 
 @on_ranks(2)
@@ -62,28 +63,30 @@ def test_tensors_of_two_objects() -> None:
             mix()
 
 
-REFUSALS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
-    "layout": ({"layout": "spiral"}, ValueError, "unknown layout 'spiral'; known layouts: contig"),
-    "strategy": ({"strategy": "tree"}, ValueError, "unknown strategy 'tree'; known .*ring"),
-    "groups": (
-        {"strategy": "ulysses:2"},
-        ValueError,
-        "do not divide the 1 of the axis; these.*ring",
-    ),
-    "kernel": ({"kernel": "fast"}, ValueError, "unknown kernel 'fast'; known kernels: flash_attn"),
-    "policy": ({"policy": torch.bfloat16}, TypeError, "policy must be a TransferPolicy, such as"),
-    "mesh": ({"mesh": "cp"}, TypeError, "mesh must be a DeviceMesh, got str"),
-    "transport": ({"transport": 42}, TypeError, "a subclass of Transport, got 42"),
+REFUSALS: Refused = {
+    ValueError: {
+        "unknown layout 'spiral'; known layouts: contig": {"layout": "spiral"},
+        "unknown strategy 'tree'; known .*ring": {"strategy": "tree"},
+        "do not divide the 1 of the axis; these.*ring": {"strategy": "ulysses:2"},
+        "unknown kernel 'fast'; known kernels: flash_attn": {"kernel": "fast"},
+    },
+    TypeError: {
+        "policy must be a TransferPolicy, such as": {"policy": torch.bfloat16},
+        "mesh must be a DeviceMesh, got str": {"mesh": "cp"},
+        "a subclass of Transport, got 42": {"transport": 42},
+    },
 }
 
 
 @on_ranks(1)
 def test_refusals() -> None:
     mesh = init_device_mesh("cpu", (1,))
-    for options, error, match in REFUSALS.values():
-        with pytest.raises(error, match=match):
-            SequenceAxis(**{"mesh": mesh, **options})
+
+    def run(options: dict[str, Any]) -> None:
         assert "transport" in options or sequence_layout(mesh) is None, "nothing was recorded"
+        SequenceAxis(**{"mesh": mesh, **options})
+
+    check_refused(REFUSALS, run)
 
 
 @pytest.mark.parametrize(
@@ -104,19 +107,19 @@ def test_policies_that_are_none(name: str, dtype: Any, error: type[Exception], m
         TransferPolicy(**{name: dtype})
 
 
-WRONG: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
-    "a number": (5, {}, TypeError, "query must be a tensor or a DTensor, got int"),
-    "two dims": (torch.zeros(2, 2), {}, ValueError, r"be \(B, N, L, H\), got shape \(2, 2\)"),
-    "no mask": (torch.zeros(1, 1, 2, 2), {"mask": 3}, TypeError, r"must be a dtensor_ring\.M"),
+WRONG: Refused = {
+    TypeError: {
+        "query must be a tensor or a DTensor, got int": (5, {}),
+        r"must be a dtensor_ring\.M": (torch.zeros(1, 1, 2, 2), {"mask": 3}),
+    },
+    ValueError: {r"be \(B, N, L, H\), got shape \(2, 2\)": (torch.zeros(2, 2), {})},
 }
 
 
 @on_ranks(1)
 def test_wrong_calls() -> None:
     axis = SequenceAxis(init_device_mesh("cpu", (1,)))
-    for x, options, error, match in WRONG.values():
-        with pytest.raises(error, match=match):
-            axis.attention(x, x, x, **options)
+    check_refused(WRONG, lambda x: axis.attention(*[x[0]] * 3, **x[1]))
     x = axis.shard(torch.zeros(1, 1, 2, 2), 2)
     with pytest.raises(ValueError, match="seq_len is for local shards"):
         axis.attention(x, x, x, seq_len=2)

@@ -15,7 +15,6 @@ from dtensor_ring.planning.run_table import as_layout
 from tests.dense import dense_attention
 from tests.meshes import eager_and_compiled, random_inputs
 from tests.pool import Pool, on_ranks
-from tests.transport.test_rotation import recorded
 
 SEQ_LEN = 12
 
@@ -75,30 +74,6 @@ def _check_case(layout: str | None, options: dict[str, Any]) -> None:
             assert actual.dtype == torch.float32
             torch.testing.assert_close(actual.double(), whole[:, :, mine], atol=1e-5, rtol=1e-5)
     assert torch.equal(ring_attention(*local, mesh=mesh, **options), outputs[0])
-
-
-@pytest.mark.parametrize("grad_dtype", [None, torch.bfloat16, torch.float64])
-def test_sums_of_gradients_travel_in_a_dtype(pool: Pool, grad_dtype: torch.dtype | None) -> None:
-    for dtypes, error in pool.run(3, _sums_of_gradients, grad_dtype):
-        assert dtypes == {torch.float32, grad_dtype or torch.float32}
-        least, most = (1e-5, 1e-2) if grad_dtype == torch.bfloat16 else (0.0, 1e-5)
-        assert least <= error <= most
-
-
-def _sums_of_gradients(grad_dtype: torch.dtype | None) -> tuple[set[torch.dtype], float]:
-    """Dtypes of the messages of backward, and the error of the gradient of the key."""
-    mesh = init_device_mesh("cpu", (3,))
-    policy = None if grad_dtype is None else TransferPolicy(grad_dtype=grad_dtype)
-    SequenceAxis(mesh, "contiguous", policy=policy)
-    *inputs, grad_out = random_inputs(seq_len=SEQ_LEN)
-    mine = as_layout("contiguous").positions(dist.get_rank(), 3, SEQ_LEN)
-    local = [x[:, :, mine].clone().requires_grad_() for x in inputs]
-    out = ring_attention(*local, mesh=mesh, mask=Mask.full())
-    with recorded() as hops:
-        out.backward(grad_out[:, :, mine])
-    expected = dense_attention(*inputs, Mask.full()).backward(grad_out)[1][:, :, mine]
-    error = (local[1].grad - expected).abs().max() / expected.abs().max()
-    return {message.dtype for hop in hops for message in hop}, error.item()
 
 
 @on_ranks(1)

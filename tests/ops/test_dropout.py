@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,50 +12,15 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
-from dtensor_ring import Balanced, Contiguous, Mask, SequenceAxis, Slices, ring_attention
+from dtensor_ring import Mask, SequenceAxis, ring_attention
 from dtensor_ring import shard_sequence as shard
 from dtensor_ring import unshard_sequence as unshard
-from dtensor_ring.planning.layout import BlockCyclic, Striped, ZigZag
 from tests.dense import dense_attention, dropout_factors
-from tests.ops.test_op import errors_of
 from tests.pool import Pool, on_ranks
 from tests.refusals import Refused, check_refused
-from tests.rings import Case, Ring
 
 CAUSAL, FULL = Mask.causal(), Mask.full()
-DOCUMENTS = ((0, 3, 4, 4, 11, 24), (0, 9, 11, 24, 24, 24))
-LAYOUTS = Contiguous(), Striped(), ZigZag(), BlockCyclic(2)
 RATE = 0.3
-
-
-def cases(world_size: int) -> list[Case]:
-    """Layouts, strategies and options of an attention that drops weights."""
-
-    def case(ring: Ring, **options: Any) -> Case:
-        return Case(ring, dropout_p=RATE, **options)
-
-    rings = [Ring(layout, world_size, 24, CAUSAL) for layout in LAYOUTS]
-    rings += [Ring(layout, world_size, 24, CAUSAL, DOCUMENTS) for layout in LAYOUTS]
-    rings += [Ring(ZigZag(), world_size, 21, Mask.sliding(5), strategy="all_gather")]
-    rings += [Ring(Balanced(CAUSAL, 24, world_size, DOCUMENTS, block=2), world_size, 24, CAUSAL)]
-    rings += [Ring(Contiguous(), world_size, 12, FULL, key_seq_len=20)]
-    slices = Slices.documents(torch.tensor(DOCUMENTS[0]), Mask.sliding(4))
-    rings += [Ring(Striped(), world_size, 24, FULL, slices=slices)]
-    ring = Ring(ZigZag(), world_size, 24, CAUSAL)
-    options: list[dict[str, Any]] = [
-        {"sinks": (0.5, -1.0, 2.0, 0.0), "grad_lse": True},
-        {"softcap": 2.0, "heads": (2, 2), "batch": 3},
-        {"seed": 2**61 + 5, "heads": (3, 1)},
-    ]
-    return [*map(case, rings), *(case(ring, **x) for x in options)]
-
-
-@pytest.mark.parametrize("world_size", [1, 4])
-def test_equals_dense_attention_with_the_same_mask(pool: Pool, world_size: int) -> None:
-    given = cases(world_size)
-    for rank, by_case in enumerate(pool.run(world_size, errors_of, given)):
-        for case, found in zip(given, by_case, strict=True):
-            assert max(found.values()) < 1e-12, f"rank {rank}: {case} {found}"
 
 
 # Of DTensors on a mesh of more axes: batch rows and heads are counted in the whole batch.

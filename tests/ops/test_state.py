@@ -111,8 +111,8 @@ def test_gradcheck(pool: Pool) -> None:
 
 @on_ranks(1)
 def test_ops() -> None:
-    # opcheck looks at .grad of copies that are no leaves, whatever it is given.
     """On one rank, which receives zeros and sends to nobody."""
+    # opcheck looks at .grad of copies that are no leaves, whatever it is given.
     warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
     group = dist.group.WORLD.group_name
     x = torch.randn(ROWS, NUMBERS, requires_grad=True)

@@ -93,8 +93,8 @@ class Own(ProcessGroupTransport):
     """As a user's, which sends in its own way."""
 
 
-def _with_another_transport() -> str:
-    """The error of an exchange between three ranks, one of which has a transport of its own."""
+@on_ranks(3)
+def test_ranks_with_other_transports_are_reported() -> None:
     case = CASES["two key heads on three"]
     rank, group = dist.get_rank(), dist.group.WORLD
     assert group is not None
@@ -102,9 +102,5 @@ def _with_another_transport() -> str:
         set_transport(group, Own(group))
     with pytest.raises(RingError) as found:
         all_to_all_op(case.before(rank), *_options(case))
-    return str(found.value)
-
-
-def test_ranks_with_other_transports_are_reported(pool: Pool) -> None:
-    for text in pool.run(3, _with_another_transport):
-        assert "they differ in transport" in text, text
+    text = str(found.value)
+    assert "they differ in transport" in text, text

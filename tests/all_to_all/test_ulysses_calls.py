@@ -33,14 +33,9 @@ from tests.pool import Pool, on_ranks
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_all_ways_to_call_it(pool: Pool, world_size: int) -> None:
+@on_ranks()
+def test_all_ways_to_call_it() -> None:
     """Local shards, DTensors, SDPA on DTensors and a module: out, lse and gradients."""
-    for found in pool.run(world_size, _all_ways):
-        assert largest(found.values()) < 1e-5, found
-
-
-def _all_ways() -> dict[str, float]:
-    """By way and result, how far it is from dense attention."""
     size = dist.get_world_size()
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("cp",))
     SequenceAxis(mesh, "zigzag", strategy=f"ulysses:{max(2, size // 2)}")
@@ -69,7 +64,7 @@ def _all_ways() -> dict[str, float]:
             pairs.append((total, expected[-1]))
         for number, (x, y) in enumerate(pairs):
             found[f"{way} {number}"] = (x - y).abs().max().item()
-    return found
+    assert largest(found.values()) < 1e-5, found
 
 
 def _local_shards(query: Any, key: Any, value: Any, sinks: Any, mesh: DeviceMesh) -> list[Tensor]:

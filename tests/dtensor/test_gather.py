@@ -97,18 +97,15 @@ def test_ranks_that_differ(pool: Pool, name: str) -> None:
         assert "time limit" not in text, "nobody waits for it"
 
 
-def test_one_rank_sums_while_the_others_gather(pool: Pool) -> None:
+@on_ranks(3)
+def test_one_rank_sums_while_the_others_gather() -> None:
     """Words of a sum go to all ranks, those of a gather along the ring: all raise."""
-    for text in pool.run(3, _reported_of_three):
-        assert "direction: " in text or "the first cause" in text or "got no answer" in text, text
-        assert "time limit" not in text, "nobody waits"
-
-
-def _reported_of_three() -> str:
     mesh = init_device_mesh("cpu", (3,))
     with pytest.raises(RingError) as error:
         _sum(mesh) if dist.get_rank() == 1 else _unshard(mesh, (4, 9))
-    return str(error.value)
+    text = str(error.value)
+    assert "direction: " in text or "the first cause" in text or "got no answer" in text, text
+    assert "time limit" not in text, "nobody waits"
 
 
 def _reported(name: str) -> str:

@@ -48,31 +48,25 @@ def test_equals_one_process(pool: Pool, rows: list[int]) -> None:
         assert errors == [0.0] * 4
 
 
-def differing(what: str) -> str:
+@pytest.mark.parametrize("what", ["rows", "width"])
+@on_ranks(2)
+def test_ranks_that_differ_are_reported(what: str) -> None:
     rank, name = place()
     rows = [2, 1 + rank] if what == "rows" else [2, 1]
     width = WIDTH + rank if what == "width" else WIDTH
     with pytest.raises(RingError) as error:
         gather_rows_op(torch.zeros(rows[rank], width), rows, rank, name)
-    return str(error.value)
+    text = str(error.value)
+    assert f"differ in {what}" in text
 
 
-@pytest.mark.parametrize("what", ["rows", "width"])
-def test_ranks_that_differ_are_reported(pool: Pool, what: str) -> None:
-    for text in pool.run(2, differing, what):
-        assert f"differ in {what}" in text
-
-
-def short() -> str:
+@on_ranks(2)
+def test_a_part_that_is_too_short_is_reported_to_all() -> None:
     rank, name = place()
     with pytest.raises((ValueError, RingError)) as error:
         gather_rows_op(torch.zeros(2 - rank, WIDTH), [2, 2], rank, name)
-    return str(error.value)
-
-
-def test_a_part_that_is_too_short_is_reported_to_all(pool: Pool) -> None:
-    for text in pool.run(2, short):
-        assert "a part of 1 rows came where 2 were announced" in text
+    text = str(error.value)
+    assert "a part of 1 rows came where 2 were announced" in text
 
 
 @on_ranks(1)

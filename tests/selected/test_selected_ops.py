@@ -106,12 +106,8 @@ def test_opcheck() -> None:
 
 
 @pytest.mark.parametrize("is_token_major", [True, False])
-def test_fakes_promise_what_is_returned(pool: Pool, is_token_major: bool) -> None:
-    for promised, returned in pool.run(2, _described, is_token_major):
-        assert promised == returned
-
-
-def _described(is_token_major: bool) -> list[list[Any]]:
+@on_ranks(2)
+def test_fakes_promise_what_is_returned(is_token_major: bool) -> None:
     ring = Ring(Balanced(CAUSAL, SEQ_LEN, 2), 2, SEQ_LEN, CAUSAL)
     mine, x = ring.positions(dist.get_rank()), inputs()
     options = flatten(Case(ring).call())
@@ -129,7 +125,8 @@ def _described(is_token_major: bool) -> list[list[Any]]:
             inputs_back = torch.ones_like(out), None, query, rows, *listed, out, lse
             grads = selected_backward_op(*inputs_back, *options)
         described.append([description(each) for each in (selected, out, lse, *grads)])
-    return described
+    promised, returned = described
+    assert promised == returned
 
 
 def test_compiled_calls_are_one_node_each(pool: Pool) -> None:
@@ -229,18 +226,15 @@ DIFFERENCES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("what", DIFFERENCES)
-def test_ranks_that_differ_are_reported(pool: Pool, what: str) -> None:
-    for text in pool.run(2, _differing, what):
-        assert f"differ in {what}" in text
-
-
-def _differing(what: str) -> str:
+@on_ranks(2)
+def test_ranks_that_differ_are_reported(what: str) -> None:
     mesh, x = init_device_mesh("cpu", (2,)), inputs()
     given = {name: x[name] for name in ("index_query", "index_key", "weights")} | {"k": 3}
     given |= DIFFERENCES[what] if dist.get_rank() else {}
     with pytest.raises(RingError) as error:
         select_keys(**given, mesh=mesh)
-    return str(error.value)
+    text = str(error.value)
+    assert f"differ in {what}" in text
 
 
 WRONG = {

@@ -76,22 +76,18 @@ def errors(kind: str, owners: tuple[int, ...]) -> dict[str, float]:
     return {name: (x - y).abs().max().item() for name, (x, y) in pairs.items()}
 
 
-def all_errors(at_once: int) -> dict[str, float]:
+@pytest.mark.parametrize("at_once", [8, 0], ids=["one round", "rounds"])
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@on_ranks()
+def test_equals_one_process(at_once: int) -> None:
     size, found = dist.get_world_size(), {}
     layouts = {"contiguous": tuple(range(size)), "zigzag": owners_of(ZigZag(), size, 2)}
     with patch.object(run, "MAX_AT_ONCE", at_once):
         for kind, (layout, owners) in product(KINDS, layouts.items()):
             of_case = errors(kind, owners)
             found |= {f"{kind}, {layout}, {name}": x for name, x in of_case.items()}
-    return found
-
-
-@pytest.mark.parametrize("at_once", [8, 0], ids=["one round", "rounds"])
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_equals_one_process(pool: Pool, world_size: int, at_once: int) -> None:
-    for found in pool.run(world_size, all_errors, at_once):
-        assert len(found) == 22
-        assert max(found.values()) < 1e-12, found
+    assert len(found) == 22
+    assert max(found.values()) < 1e-12, found
 
 
 def of_rank(

@@ -23,9 +23,18 @@ def test_gloo_sends_nothing_of_a_gpu() -> None:
         ProcessGroupTransport(dist.group.WORLD).prepare(torch.device("cuda"))
 
 
-def test_receives_go_first(pool: Pool) -> None:
-    for order in pool.run(2, _exchange):
-        assert order == ["recv", "recv", "send", "send"]
+@on_ranks(2)
+def test_receives_go_first() -> None:
+    rank, group = dist.get_rank(), Posting()
+    given, got = [torch.full((2,), 10.0 * rank + i) for i in range(2)], torch.zeros(2, 2)
+    transport = ProcessGroupTransport(group)
+    works = transport.start([P2P(x, 1 - rank) for x in got], [P2P(x, 1 - rank) for x in given])
+    for work in works:
+        work.wait()
+    assert got.tolist() == [[10.0 * (1 - rank) + i] * 2 for i in range(2)]
+    assert not transport.start([], [])
+    order = group.order
+    assert order == ["recv", "recv", "send", "send"]
 
 
 class Posting:
@@ -41,19 +50,6 @@ class Posting:
     def send(self, *message: Any) -> dist.Work:
         self.order.append("send")
         return dist.group.WORLD.send(*message)
-
-
-def _exchange() -> list[str]:
-    """Two messages each way, which arrive in the order in which they were given."""
-    rank, group = dist.get_rank(), Posting()
-    given, got = [torch.full((2,), 10.0 * rank + i) for i in range(2)], torch.zeros(2, 2)
-    transport = ProcessGroupTransport(group)
-    works = transport.start([P2P(x, 1 - rank) for x in got], [P2P(x, 1 - rank) for x in given])
-    for work in works:
-        work.wait()
-    assert got.tolist() == [[10.0 * (1 - rank) + i] * 2 for i in range(2)]
-    assert not transport.start([], [])
-    return group.order
 
 
 def test_messages_of_gpus_start_together(pool: Pool) -> None:

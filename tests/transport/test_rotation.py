@@ -272,13 +272,8 @@ def _raise_in(number: int, transport: Counting) -> None:
 
 
 @pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.float64])
-def test_keys_and_values_travel_in_a_dtype(pool: Pool, kv_dtype: torch.dtype) -> None:
-    for dtypes in pool.run(3, _rotate_in, kv_dtype):
-        assert dtypes == {kv_dtype}
-
-
-def _rotate_in(kv_dtype: torch.dtype) -> set[torch.dtype]:
-    """Dtypes of the messages; a rank's own keys and values are not rounded."""
+@on_ranks(3)
+def test_keys_and_values_travel_in_a_dtype(kv_dtype: torch.dtype) -> None:
     ring = Ring(Contiguous(), 3, 12, FULL)
     plan = ring.plans()[dist.get_rank()]
     key, value = shard_of(ring, plan.rank)
@@ -292,7 +287,8 @@ def _rotate_in(kv_dtype: torch.dtype) -> set[torch.dtype]:
             assert kv[0].dtype == torch.float32
             assert _positions(kv) == expected.tolist()
             shards.end_step(step, label)
-    return {message.dtype for hop in hops for message in hop}
+    dtypes = {message.dtype for hop in hops for message in hop}
+    assert dtypes == {kv_dtype}
 
 
 def _positions(pair: Pair) -> list[float]:

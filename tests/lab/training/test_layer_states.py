@@ -21,13 +21,13 @@ from dtensor_ring.lab.training.state_shape import StateShape
 from dtensor_ring.lab.training.step import SimulatedStep, simulate_step
 from dtensor_ring.lab.training.step_request import step_request
 from dtensor_ring.states.run import Maps
-from dtensor_ring.transport.transport import P2P, ProcessGroupTransport
 from parallel_plans.huggingface.states.default_layout import hybrid_of as hybrid_of_modules
 from parallel_plans.huggingface.states.state_passing import specs_of
 from parallel_plans.models import load, read_config
 from tests.families import VOCABULARY, small_model
 from tests.huggingface.states.hybrids import planned
 from tests.huggingface.states.test_hybrids_messages import messages
+from tests.lab.counted import counted
 from tests.pool import Pool
 
 H100 = as_machine("h100")
@@ -86,16 +86,8 @@ def test_bytes_are_those_that_ranks_send(pool: Pool, family: str, world_size: in
 
 def all_sent(family: str, seq_len: int) -> int:
     """Bytes of all messages of this rank in a step."""
-    model, start, found = planned(family, "zigzag"), ProcessGroupTransport.start, []
-
-    def counting(transport: Any, receives: list[P2P], sends: list[P2P]) -> Any:
-        found.extend(x.flat.nbytes for x in sends)
-        return start(transport, receives, sends)
-
-    tokens = torch.randint(2, VOCABULARY, (1, seq_len))
-    with patch.object(ProcessGroupTransport, "start", counting):
-        model(input_ids=tokens, labels=tokens).loss.backward()
-    return sum(found)
+    model, tokens = planned(family, "zigzag"), torch.randint(2, VOCABULARY, (1, seq_len))
+    return counted(lambda: model(input_ids=tokens, labels=tokens).loss.backward())[1].sent
 
 
 # torch 2.11 multiplies by experts in bfloat16 only, where tensors have no content.

@@ -27,8 +27,8 @@ from dtensor_ring import (
 )
 from dtensor_ring.all_to_all import ulysses as ulysses_module
 from dtensor_ring.all_to_all.ulysses import RingTensors
-from dtensor_ring.transport.transport import ProcessGroupTransport
 from tests.dense import dense_attention, largest
+from tests.lab.counted import counted
 from tests.pool import Pool, on_ranks
 
 
@@ -187,29 +187,16 @@ def test_what_was_exchanged_lives_as_long_as_lse() -> None:
 
 def _sent(strategy: str, ways: list[str], shapes: list[tuple[int, ...]]) -> dict[str, list[int]]:
     """By way, the bytes that this rank sends forward and backward."""
-    mesh, sent = init_device_mesh("cpu", (dist.get_world_size(),)), []
+    mesh, found = init_device_mesh("cpu", (dist.get_world_size(),)), {}
     SequenceAxis(mesh, "zigzag", strategy=strategy)
-    start, found = ProcessGroupTransport.start, {}
-
-    def counting(self: Any, receives: Any, sends: Any) -> Any:
-        sent.extend(x.flat.nbytes for x in sends)
-        return start(self, receives, sends)
-
-    def count() -> int:
-        total = sum(sent)
-        sent.clear()
-        return total
-
-    with patch.object(ProcessGroupTransport, "start", counting):
-        for way in ways:
-            attend, _ = SENDERS[way]
-            if way.startswith("compiled"):
-                attend = torch.compile(attend, backend="aot_eager", fullgraph=True)
-            inputs = [shard_sequence(torch.randn(x), mesh, 2).requires_grad_() for x in shapes]
-            out, *_ = attend(*inputs, None, mesh)
-            forward = count()
-            torch.autograd.grad(out, inputs, out.detach())
-            found[way] = [forward, count()]
+    for way in ways:
+        attend, _ = SENDERS[way]
+        if way.startswith("compiled"):
+            attend = torch.compile(attend, backend="aot_eager", fullgraph=True)
+        inputs = [shard_sequence(torch.randn(x), mesh, 2).requires_grad_() for x in shapes]
+        (out, *_), forward = counted(lambda: attend(*inputs, None, mesh))  # noqa: B023
+        _, back = counted(lambda: torch.autograd.grad(out, inputs, out.detach()))  # noqa: B023
+        found[way] = [forward.sent, back.sent]
     return found
 
 

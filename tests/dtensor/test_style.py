@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from inspect import signature
+from itertools import product
 from typing import Any
 
 import pytest
@@ -77,30 +78,19 @@ def ring_model(layout: str, seq_len: int | None = None) -> tuple[nn.Module, Mode
     return ringing, whole, mine
 
 
-@pytest.mark.parametrize("layout", ["contiguous", "striped", "zigzag"])
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_model(pool: Pool, layout: str, world_size: int) -> None:
-    pool.run(world_size, _check_model, layout)
+MODELS: list[Any] = [
+    *product((1, 2, 3), ("contiguous", "striped", "zigzag"), (None,), (None,)),
+    *product((2,), ("contiguous", "zigzag"), (None,), (63,)),
+    *product((3,), ("contiguous", "zigzag"), (None,), (64, 2)),
+    *product((2,), ("zigzag",), ("aot_eager",), (None, 63)),
+    pytest.param(2, "zigzag", "inductor", None, marks=pytest.mark.repeats),
+]
+"""Ranks, layouts, compilers, and lengths that the ranks do not divide."""
 
 
-@pytest.mark.parametrize(
-    "backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.repeats)]
-)
-def test_compiled_model(pool: Pool, backend: str) -> None:
-    pool.run(2, _check_model, "zigzag", backend)
-
-
-@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
-@pytest.mark.parametrize(("world_size", "seq_len"), [(2, 63), (3, 64), (3, 2)])
-def test_uneven_shards(pool: Pool, layout: str, world_size: int, seq_len: int) -> None:
-    pool.run(world_size, _check_model, layout, None, seq_len)
-
-
-def test_compiled_uneven_shards(pool: Pool) -> None:
-    pool.run(2, _check_model, "zigzag", "aot_eager", 63)
-
-
-def _check_model(layout: str, backend: str | None = None, seq_len: int | None = None) -> None:
+@pytest.mark.parametrize(("world_size", "layout", "backend", "seq_len"), MODELS)
+@on_ranks()
+def test_model(layout: str, backend: str | None, seq_len: int | None) -> None:
     ringing, whole, mine = ring_model(layout, seq_len)
     x, grad = torch.randn(2, 2, seq_len or SEQ_LEN, WIDTH)
     expected = whole(x)

@@ -129,14 +129,8 @@ def test_fakes_promise_what_is_returned(is_token_major: bool) -> None:
     assert promised == returned
 
 
-def test_compiled_calls_are_one_node_each(pool: Pool) -> None:
-    for forward, backward, differs in pool.run(2, _compiled):
-        assert forward == ["select_keys", "selected_attention"]
-        assert backward == ["selected_attention_backward"]
-        assert differs == 0.0
-
-
-def _compiled() -> tuple[list[str], list[str], float]:
+@on_ranks(2)
+def test_compiled_calls_are_one_node_each() -> None:
     graphs: list[list[str]] = []
 
     def capture(module: GraphModule, _: Any) -> Any:
@@ -156,7 +150,9 @@ def _compiled() -> tuple[list[str], list[str], float]:
         outputs.append([selected, out.detach(), leaves["query"].grad, leaves["latents"].grad])
         assert leaves["index_key"].grad is None
     differs = max(float((a - b).abs().max()) for a, b in zip(*outputs, strict=True))
-    return graphs[0], graphs[1], differs
+    assert graphs[0] == ["select_keys", "selected_attention"]
+    assert graphs[1] == ["selected_attention_backward"]
+    assert differs == 0.0
 
 
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
@@ -290,13 +286,8 @@ def test_narrow_keys_are_widened_where_they_arrive() -> None:
 
 
 @pytest.mark.parametrize("route", ["selected", "all"])
-def test_bytes_are_those_of_the_plan(pool: Pool, route: str) -> None:
-    for received, planned in pool.run(4, _received, route):
-        assert received == planned
-
-
-def _received(route: str) -> tuple[list[int], list[int]]:
-    """By index keys, requests, keys and gradients."""
+@on_ranks(4)
+def test_bytes_are_those_of_the_plan(route: str) -> None:
     mesh, rank = init_device_mesh("cpu", (4,)), dist.get_rank()
     axis, x, received = SequenceAxis(mesh, "zigzag"), inputs(64), []
     mine = axis.positions(64)
@@ -323,7 +314,7 @@ def _received(route: str) -> tuple[list[int], list[int]]:
     keys, gradients = (of_key * (sum(x) - x[rank]) for x in (wanted, given))
     planned_index = Ring(axis.layout, 4, 64, CAUSAL).plans()[rank].num_received * 2 * 4 * 4
     forward = [asked] * (route == "selected") + [keys]
-    return [index, *received], [planned_index, *forward, *forward, gradients]
+    assert [index, *received] == [planned_index, *forward, *forward, gradients]
 
 
 def _counts(selected: Tensor, positions: Any, route: str) -> tuple[list[int], list[int]]:

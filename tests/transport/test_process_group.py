@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dtensor_ring.transport import transport as process_group
 from dtensor_ring.transport.transport import P2P, ProcessGroupTransport, set_transport, transport_of
-from tests.pool import Pool, on_ranks
+from tests.pool import on_ranks
 
 
 @on_ranks(2)
@@ -52,12 +52,8 @@ class Posting:
         return dist.group.WORLD.send(*message)
 
 
-def test_messages_of_gpus_start_together(pool: Pool) -> None:
-    for order in pool.run(2, _start_on_a_gpu):
-        assert order == ["irecv", "isend"]
-
-
-def _start_on_a_gpu() -> list[str]:
+@on_ranks(2)
+def test_messages_of_gpus_start_together() -> None:
     started: list[str] = []
 
     def start(operations: list[dist.P2POp]) -> list[dist.Work]:
@@ -68,7 +64,7 @@ def _start_on_a_gpu() -> list[str]:
     with FakeTensorMode(), patch.object(dist, "batch_isend_irecv", start):
         coming, leaving = (P2P(torch.empty(2, device="cuda"), peer) for _ in range(2))
         ProcessGroupTransport(dist.group.WORLD).start([coming], [leaving])
-    return started
+    assert started == ["irecv", "isend"]
 
 
 @on_ranks(1)

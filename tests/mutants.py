@@ -36,7 +36,7 @@ OF = {
     "compute/merge.py": "merge weights whole_step ranges partial accumulate merge_triton",
     "compute/accumulate.py": "accumulate gradient sinks partial traffic",
     "compute/execute.py": "execute segments whole_step cuts",
-    "compute/memory.py": "order numbers cuts ../ops/relative_bias ../ops/dropout",
+    "compute/memory.py": "order numbers cuts ../ops/op ../ops/relative_bias ../ops/dropout",
     "compute/ordered.py": "exact sinks ../fixed_order",
     "transport/rotation.py": "rotation packet buffers streams ../played",
     "transport/quantised_rotation.py": "quantised_rotation buffers",

@@ -33,8 +33,7 @@ def test_receives_go_first() -> None:
         work.wait()
     assert got.tolist() == [[10.0 * (1 - rank) + i] * 2 for i in range(2)]
     assert not transport.start([], [])
-    order = group.order
-    assert order == ["recv", "recv", "send", "send"]
+    assert group.order == ["recv", "recv", "send", "send"]
 
 
 class Posting:

@@ -287,8 +287,7 @@ def test_keys_and_values_travel_in_a_dtype(kv_dtype: torch.dtype) -> None:
             assert kv[0].dtype == torch.float32
             assert _positions(kv) == expected.tolist()
             shards.end_step(step, label)
-    dtypes = {message.dtype for hop in hops for message in hop}
-    assert dtypes == {kv_dtype}
+    assert {message.dtype for hop in hops for message in hop} == {kv_dtype}
 
 
 def _positions(pair: Pair) -> list[float]:

@@ -113,7 +113,8 @@ def _is_without(code: str, processes: str) -> bool:
     """Whether none of the tests in a file can have so many processes."""
     if processes == "many":
         return "pool" not in code
-    return all("pool: Pool" in given for given in SIGNATURES.findall(code))
+    tests = SIGNATURES.findall(code)
+    return sum("pool: Pool" in given for given in tests) + code.count("\n@on_ranks(") == len(tests)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -154,12 +154,7 @@ def _inputs(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> tuple[Tens
     return tuple(torch.randn(batch, *x, generator=generator).to(dtype) for x in shapes)
 
 
-TOLERANCES = {
-    torch.float64: 1e-12,
-    torch.float32: 1e-5,
-    torch.bfloat16: 2e-2,
-    torch.float16: 3e-3,
-}
+TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 
 
 def check(case: Decode, by_rank: list[Outputs] | None = None) -> None:

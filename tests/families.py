@@ -240,7 +240,7 @@ CHOOSES_BLOCKS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"index_n_heads": 2, "index_head_dim": 8, "index_block_size": 4, "index_topk_blocks": 2}
         | {"layer_types": ["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"]}
         | {"mlp_layer_types": ["dense", "sparse", "sparse"], "num_hidden_layers": 3},
-    ),
+    )
 }
 """Layers whose index chooses blocks of the row for each head of keys; rows are one document."""
 
@@ -281,7 +281,7 @@ BESIDE_POOLS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"index_n_heads": 16, "index_head_dim": 8, "index_topk": 2, "sliding_window": 6}
         | {"compress_rates": dict(zip(COMPRESSED, (3, 5), strict=True))}
         | {"layer_types": [COMPRESSED[1], COMPRESSED[0], "sliding_attention"]},
-    ),
+    )
 }
 """Layers that see pools of the row beside a window of tokens."""
 

@@ -56,8 +56,7 @@ class Hub:
 
 @contextmanager
 def builds(
-    flash2: dict[str, Callable[..., Any]],
-    flash3: dict[str, tuple[str, Callable[..., Any]]],
+    flash2: dict[str, Callable[..., Any]], flash3: dict[str, tuple[str, Callable[..., Any]]]
 ) -> Iterator[dict[str, ModuleType]]:
     """Modules as `get_kernel` returns them.
 

@@ -89,11 +89,7 @@ CASES = {
 OPTIONS = {
     "grouped": {"heads": (4, 2)},
     "grad of lse": {"grad_lse": True},
-    "bfloat16, grouped, grad of lse": {
-        "dtype": torch.bfloat16,
-        "heads": (4, 2),
-        "grad_lse": True,
-    },
+    "bfloat16, grouped, grad of lse": {"dtype": torch.bfloat16, "heads": (4, 2), "grad_lse": True},
     "head dims": {"head_dims": (16, 8)},
     "strided": {"strided": True},
 }

@@ -16,10 +16,7 @@ from tests.model_images import IMAGE_TOKENS, Images
 KINDS = {
     "causal": ("AutoModelForCausalLM", "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"),
     "masked": ("AutoModelForMaskedLM", "MODEL_FOR_MASKED_LM_MAPPING_NAMES"),
-    "image-text": (
-        "AutoModelForImageTextToText",
-        "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES",
-    ),
+    "image-text": ("AutoModelForImageTextToText", "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES"),
 }
 SEQ_LEN, FIRST_TOKEN, LAST_TOKEN = 24, 3, 40
 Batches = dict[str, dict[str, Tensor]]

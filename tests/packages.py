@@ -114,10 +114,7 @@ FLASH_ATTN_CUTE = {
         # Rows without keys are 0 times values that nobody vouches for.
         forward(flash4_scores, (torch.nan, -torch.inf), 3),
     ),
-    "_flash_attn_bwd": function(
-        CUTE_BACKWARD,
-        backward(flash4_scores, "dq dk dv"),
-    ),
+    "_flash_attn_bwd": function(CUTE_BACKWARD, backward(flash4_scores, "dq dk dv")),
 }
 """`flash_attn.cute.interface` of flash-attn-4 4.0.0b28."""
 

@@ -14,7 +14,9 @@ import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
+from functools import wraps
 from importlib import import_module
+from inspect import Parameter, Signature, signature
 from itertools import chain
 from multiprocessing import forkserver, resource_tracker, util
 from multiprocessing.connection import Connection, wait
@@ -159,6 +161,31 @@ class Pool:
         os.kill(process.pid, signal.SIGUSR1)
         time.sleep(0.5)  # it writes at once, whatever it waits for
         return _stacks_file(Path(self._folder), process.pid).read_text()
+
+
+def on_ranks(world_size: int | None = None, **how: Any) -> Callable[..., Callable[..., None]]:
+    """Make a function a test, which each rank of a fresh gloo group runs.
+
+    Without a number of ranks, the test has a parameter `world_size`. Its other parameters are those
+    of the function, and are pickled; `how` is for `Pool.run`.
+    """
+
+    def test_of(body: Callable[..., None]) -> Callable[..., None]:
+        @wraps(body)
+        def test(pool: Pool, **given: Any) -> None:
+            size = world_size or given.pop("world_size")
+            pool.run(size, _run_body, body.__module__, body.__name__, given, **how)
+
+        names = ["pool"] if world_size else ["pool", "world_size"]
+        added = [Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in names]
+        vars(test)["__signature__"] = Signature([*added, *signature(body).parameters.values()])
+        return test
+
+    return test_of
+
+
+def _run_body(module: str, name: str, given: dict[str, Any]) -> None:
+    getattr(import_module(module), name).__wrapped__(**given)
 
 
 def starting() -> Any:

@@ -233,59 +233,16 @@ def test_no_hidden_state() -> None:
             assert getattr(node, "attr", getattr(node, "id", "")) not in ("environ", "getenv"), name
 
 
-CONSTRUCTORS = {
-    "AxisConfig",
-    "Arguments",
-    "Effort",
-    "LatentLists",
-    "Place",
-    "TransferPolicy",
-    "TypeVar",
-    "attrgetter",
-    "compile",
-    "nullcontext",
-}
+CONSTRUCTORS = {"AxisConfig", "Arguments", "Effort", "LatentLists", "Place", "TransferPolicy"}
+CONSTRUCTORS |= {"TypeVar", "attrgetter", "compile", "nullcontext"}
 CONSTRUCTORS |= {"place_of_sinks", "causal", "full", "index", "join", "register_op", "tuple"}
 """Functions that modules call at import for a value that nothing changes."""
-TABLES = {
-    "INDEXING",
-    "RESULTS",
-    "GRADIENTS",
-    "_REDUCTIONS",
-    "_RULES",
-    "LAYOUTS",
-    "ROUTES",
-    "PRESETS",
-    "_SCHEMA_TYPES",
-    "_TENSORS",
-    "TENSORS_OF_BATCH",
-    "__all__",
-}
-TABLES |= {
-    "FILLED",
-    "LATE",
-    "SAME",
-    "SHAPED",
-    "SHAPES",
-    "TOKENS_TO_BATCH",
-    "BATCH_TO_TOKENS",
-    "BATCH_TO_LSE",
-    "LSE_TO_BATCH",
-    "NAMES",
-    "UNUSED",
-    "KINDS",
-    "TESTED",
-    "HEADS",
-    "HEAD_DIM",
-    "MATRIX",
-    "ADDED",
-    "FORMATS",
-    "BY_DTYPE",
-    "STAND_INS",
-    "SCANS",
-    "_LABORATORY",
-    "_PASSES",
-}
+TABLES = {"INDEXING", "RESULTS", "GRADIENTS", "_REDUCTIONS", "_RULES", "LAYOUTS", "ROUTES"}
+TABLES |= {"PRESETS", "_SCHEMA_TYPES", "_TENSORS", "TENSORS_OF_BATCH", "__all__"}
+TABLES |= {"FILLED", "LATE", "SAME", "SHAPED", "SHAPES", "TOKENS_TO_BATCH", "BATCH_TO_TOKENS"}
+TABLES |= {"BATCH_TO_LSE", "LSE_TO_BATCH", "NAMES", "UNUSED", "KINDS", "TESTED", "HEADS"}
+TABLES |= {"HEAD_DIM", "MATRIX", "ADDED", "FORMATS", "BY_DTYPE", "STAND_INS", "SCANS"}
+TABLES |= {"_LABORATORY", "_PASSES"}
 """Module-level dicts, sets and lists that are read only."""
 
 
@@ -333,11 +290,7 @@ def test_a_class_has_a_name_of_its_own() -> None:
     assert [name for name, count in counts.items() if count > 1] == ["Documents"]
 
 
-NAMING = (
-    "dtensor_ring",
-    "dtensor_ring.planning.layout",
-    "dtensor_ring.balanced.balanced",
-)
+NAMING = ("dtensor_ring", "dtensor_ring.planning.layout", "dtensor_ring.balanced.balanced")
 """Modules that name layouts: `Balanced` tries two of them."""
 NAMED = re.compile(r"(?i)\b(contiguous|striped|zigzag)\b")
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.forced import machine_for, taken
-from tests.pool import Pool
+from tests.pool import Pool, on_ranks
 
 pytest.importorskip("diffusers")
 
@@ -107,14 +107,7 @@ def test_without_parallelism_the_stock_attention_runs() -> None:
     assert torch.equal(out, expected)
 
 
-@pytest.mark.parametrize(
-    "given",
-    [
-        {"is_causal": True},
-        {"dropout_p": 0.1},
-        {"return_lse": True},
-    ],
-)
+@pytest.mark.parametrize("given", [{"is_causal": True}, {"dropout_p": 0.1}, {"return_lse": True}])
 def test_what_a_ring_cannot_do_is_said(given: dict[str, Any]) -> None:
     from types import SimpleNamespace
 
@@ -137,7 +130,8 @@ def qwen_image() -> Any:
     return model.double()
 
 
-def _check_masks() -> None:
+@on_ranks(2)
+def test_a_mask_that_hides_nothing_is_none() -> None:
     """Of the text, with which Qwen-Image masks the keys of its joint attention."""
     from diffusers import ContextParallelConfig
 
@@ -170,7 +164,3 @@ def _check_masks() -> None:
                 model(**given, encoder_hidden_states_mask=padded)
         finally:
             diffusers.use_stock_attention()
-
-
-def test_a_mask_that_hides_nothing_is_none(pool: Pool) -> None:
-    pool.run(2, _check_masks)

@@ -89,10 +89,7 @@ def test_they_are_those_of_dense_attention() -> None:
             error = (x.double() - wanted).abs().masked_fill(x == wanted, 0.0).max()
             assert error <= TOLERANCES[case.dtype] * (
                 1 + wanted.abs().nan_to_num(posinf=0).max()
-            ), (
-                name,
-                case,
-            )
+            ), (name, case)
 
 
 def alone_of(ring: Ring) -> Ring:

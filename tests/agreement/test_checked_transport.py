@@ -19,7 +19,7 @@ from dtensor_ring import Mask, RingError, SequenceAxis, ring_attention
 from dtensor_ring.compute.kernels import KERNELS
 from dtensor_ring.transport.transport import P2P, ProcessGroupTransport, Work
 from tests.faults.breaking import patience
-from tests.pool import Pool
+from tests.pool import Pool, on_ranks
 
 Found = tuple[str, dict[str, Any]]
 """The text of an error, and its attributes."""
@@ -54,49 +54,40 @@ def _differ() -> tuple[Found, Found]:
     return error_of(call), error_of(call)
 
 
-def test_no_messages_but_records(pool: Pool) -> None:
+@on_ranks(2)
+def test_no_messages_but_records() -> None:
     """Documents within shards: nothing else travels, and ranks still agree."""
-    for text, _ in pool.run(2, _differ_alone):
-        assert "they differ in softcap" in text
-
-
-def _differ_alone() -> Found:
     mesh, softcap = init_device_mesh("cpu", (2,)), 1.0 + dist.get_rank()
     documents, tensors = torch.tensor([0, 8, 16], dtype=torch.int32), inputs()
     ring_attention(*tensors, mesh=mesh, cu_seqlens=documents)
-    return error_of(
+    text, _ = error_of(
         lambda: ring_attention(*tensors, mesh=mesh, cu_seqlens=documents, softcap=softcap)
     )
+    assert "they differ in softcap" in text
 
 
-def test_backward_calls_in_another_order(pool: Pool) -> None:
-    for text, attributes in pool.run(2, _turn_around):
-        assert "they differ in backward of call number" in text
-        assert attributes["direction"] == "backward"
-
-
-def _turn_around() -> Found:
+@on_ranks(2)
+def test_backward_calls_in_another_order() -> None:
     mesh = init_device_mesh("cpu", (2,))
     losses = [ring_attention(*inputs(True), mesh=mesh).sum() for _ in range(2)]
     if dist.get_rank():
         losses.reverse()
-    return error_of(lambda: [loss.backward() for loss in losses])
+    text, attributes = error_of(lambda: [loss.backward() for loss in losses])
+    assert "they differ in backward of call number" in text
+    assert attributes["direction"] == "backward"
 
 
-def test_calls_in_another_order(pool: Pool) -> None:
-    for text, _ in pool.run(2, _call_in_another_order):
-        assert "they differ in call site: test_checked_transport.py:" in text
-
-
-def _call_in_another_order() -> Found:
+@on_ranks(2)
+def test_calls_in_another_order() -> None:
     mesh, (one, other) = init_device_mesh("cpu", (2,)), (inputs(), inputs())
     calls = [
         lambda: ring_attention(*one, mesh=mesh),
-        lambda: ring_attention(*other, mesh=mesh),
+        lambda: ring_attention(*other, mesh=mesh),  # on a line of its own, which is reported
     ]
     if dist.get_rank():
         calls.reverse()
-    return error_of(lambda: [call() for call in calls])
+    text, _ = error_of(lambda: [call() for call in calls])
+    assert "they differ in call site: test_checked_transport.py:" in text
 
 
 class Failing(Exception):
@@ -105,19 +96,15 @@ class Failing(Exception):
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 @pytest.mark.parametrize("step", [0, 1])
-def test_kernels_of_all_ranks_raise(pool: Pool, direction: str, step: int) -> None:
+@on_ranks(2)
+def test_kernels_of_all_ranks_raise(direction: str, step: int) -> None:
     """The group stays in order, however often; what comes next is right."""
-    for before, after in pool.run(2, _raise_often, direction, step):
-        assert torch.equal(before, after)
-
-
-def _raise_often(direction: str, step: int) -> tuple[Tensor, Tensor]:
     mesh = init_device_mesh("cpu", (2,))
     before = _gradient(mesh)
     for _ in range(20):
         with patience(), _failing(direction, step), pytest.raises(Failing):
             _gradient(mesh)
-    return before, _gradient(mesh)
+    assert torch.equal(before, _gradient(mesh))
 
 
 def _gradient(mesh: DeviceMesh) -> Tensor:
@@ -175,13 +162,8 @@ def _raise_on_one(direction: str) -> Found:
     return error_of(lambda: _gradient(mesh))
 
 
-def test_two_threads_on_one_group(pool: Pool) -> None:
-    for texts in pool.run(2, _call_from_two_threads):
-        assert len(texts) == 2, "neither goes on"
-        assert all("two threads of a rank called a ring of one group at once" in x for x in texts)
-
-
-def _call_from_two_threads() -> list[str]:
+@on_ranks(2)
+def test_two_threads_on_one_group() -> None:
     mesh, texts, tensors = init_device_mesh("cpu", (2,)), list[str](), inputs()
     inside, others = Barrier(2, timeout=60), dist.new_group(range(2))
 
@@ -196,7 +178,8 @@ def _call_from_two_threads() -> list[str]:
     texts.append(error_of(lambda: ring_attention(*tensors, mesh=mesh))[0])
     inside.wait()
     thread.join()
-    return texts
+    assert len(texts) == 2, "neither goes on"
+    assert all("two threads of a rank called a ring of one group at once" in x for x in texts)
 
 
 class Tagless(ProcessGroupTransport):
@@ -214,13 +197,8 @@ class Tagless(ProcessGroupTransport):
         return super().start(receives, sends)
 
 
-def test_without_tags_ranks_agree_first(pool: Pool) -> None:
-    for num_started, (text, _) in pool.run(2, _differ_without_tags):
-        assert num_started == 2, "the hops of two calls that agreed, none of the last"
-        assert "they differ in dtype: torch.float" in text
-
-
-def _differ_without_tags() -> tuple[int, Found]:
+@on_ranks(2)
+def test_without_tags_ranks_agree_first() -> None:
     mesh = init_device_mesh("cpu", (2,))
     transport = Tagless(mesh.get_group())
     axis = SequenceAxis(mesh, "zigzag", transport=transport)
@@ -229,7 +207,9 @@ def _differ_without_tags() -> tuple[int, Found]:
         axis.attention(*tensors)
     if dist.get_rank():
         tensors = [x.double() for x in tensors]
-    return transport.num_started, error_of(lambda: axis.attention(*tensors))
+    text, _ = error_of(lambda: axis.attention(*tensors))
+    assert transport.num_started == 2, "the hops of two calls that agreed, none of the last"
+    assert "they differ in dtype: torch.float" in text
 
 
 class Full(ProcessGroupTransport):
@@ -239,18 +219,15 @@ class Full(ProcessGroupTransport):
         raise Failing("no buffers")
 
 
-def test_ranks_raise_at_two_points_of_one_step(pool: Pool) -> None:
+@on_ranks(2)
+def test_ranks_raise_at_two_points_of_one_step() -> None:
     """One has started messages, the other has not: they are not alike, and nobody waits."""
-    for text, _ in pool.run(2, _raise_at_two_points):
-        assert "takes no more calls since rank" in text
-        assert "raised, in forward, step 0: Failing: no" in text
-
-
-def _raise_at_two_points() -> Found:
     mesh = init_device_mesh("cpu", (2,))
     transport = None if dist.get_rank() else Full(mesh.get_group())
     axis = SequenceAxis(mesh, "zigzag", transport=transport, kernel="reference")
     tensors = inputs()
     with _failing("forward", 0), pytest.raises(Failing):
         axis.attention(*tensors)
-    return error_of(lambda: axis.attention(*tensors))
+    text, _ = error_of(lambda: axis.attention(*tensors))
+    assert "takes no more calls since rank" in text
+    assert "raised, in forward, step 0: Failing: no" in text

@@ -31,7 +31,7 @@ from dtensor_ring.compute.kernels import KERNELS
 from tests.dense import dense_attention
 from tests.fake_cuda import fake_cuda
 from tests.faults.nccl_alone import TOLD, nccl_alone
-from tests.pool import Pool
+from tests.pool import Pool, on_ranks
 from tests.rings import fake_group
 
 
@@ -199,15 +199,9 @@ WAITS = {"wait", "wait_for", "join", "sleep", "synchronize", "result", "barrier"
 
 
 @pytest.mark.parametrize("is_strict", [True, False], ids=["strict", "usual"])
-def test_nothing_blocks_before_the_kernel(pool: Pool, is_strict: bool) -> None:
+@on_ranks(2)
+def test_nothing_blocks_before_the_kernel(is_strict: bool) -> None:
     """Between the record, the first messages and the first launch of a forward, and a backward."""
-    for calls in pool.run(2, blocking_calls, is_strict):
-        assert bool(calls[0]) == is_strict, calls
-        assert bool(calls[1]) == is_strict, calls
-
-
-def blocking_calls(is_strict: bool) -> list[list[str]]:
-    """What blocks in a forward, and in a backward, from its record to its first launch."""
     found: list[list[str]] = []
     kernel, post = KERNELS["reference"], LateRecords.post
 
@@ -235,7 +229,7 @@ def blocking_calls(is_strict: bool) -> list[list[str]]:
         axis = SequenceAxis(mesh, "zigzag", kernel="reference", strict=is_strict)
         tensors = [torch.ones(1, 2, 4, 4, requires_grad=True) for _ in range(3)]
         axis.attention(*tensors).sum().backward()
-    return found
+    assert [bool(x) for x in found] == [is_strict] * 2, found
 
 
 def test_captured_calls_are_compared_once(pool: Pool) -> None:

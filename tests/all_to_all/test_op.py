@@ -18,7 +18,7 @@ from dtensor_ring.all_to_all.plan import head_shard_of
 from dtensor_ring.planning.layout import Layout
 from dtensor_ring.planning.run_table import RunTable
 from tests.played_group import PlayedGroup, play_group
-from tests.pool import Pool
+from tests.pool import Pool, on_ranks
 from tests.rings import runs_of
 
 TABLE = RunTable([[(0, 1), (18, 2)], [(1, 7)], [(8, 10)], []])
@@ -170,11 +170,8 @@ def test_fake_kernels_promise_what_the_real_ones_return(name: str) -> None:
     play_group(case.world_size, run)
 
 
-def test_opcheck(pool: Pool) -> None:
-    pool.run(1, _opcheck)
-
-
-def _opcheck() -> None:
+@on_ranks(1)
+def test_opcheck() -> None:
     with warnings.catch_warnings():
         # opcheck looks at .grad of copies that are no leaves, whatever it is given.
         warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
@@ -190,11 +187,7 @@ WRONG = {
     "three dims": ([(4, 6, 2)], {}, r"one or more \(B, N, L, H\), got \(4, 6, 2\)"),
     "two lengths": ([(2, 4, 6, 2), (2, 4, 5, 2)], {}, "one batch size and one length"),
     "two batches": ([(2, 4, 6, 2), (1, 4, 6, 2)], {}, "one batch size and one length"),
-    "other lengths": (
-        [(2, 4, 5, 2)],
-        {},
-        r"rank 0 of 2 must have 4 heads .*of 6 tokens",
-    ),
+    "other lengths": ([(2, 4, 5, 2)], {}, r"rank 0 of 2 must have 4 heads .*of 6 tokens"),
     "other heads": ([(2, 3, 6, 2)], {}, "must have 4 heads"),
     "heads": ([(2, 5, 6, 2)], {"num_heads": (5,)}, "must be a multiple"),
     "ranks": ([(2, 4, 6, 2)], {"heads": 3}, r"these do: \[1, 2\]"),
@@ -249,17 +242,12 @@ def _differing(name: str) -> str:
     return str(reported.value)
 
 
-def test_backward_calls_have_the_order_of_all_ranks(pool: Pool) -> None:
+@on_ranks(2)
+def test_backward_calls_have_the_order_of_all_ranks() -> None:
     """Two exchanges of one shape: the gradient of one would be taken for that of the other."""
-    for reported in pool.run(2, _in_another_order):
-        assert "differ in backward of call number: " in reported
-
-
-def _in_another_order() -> str:
     case, rank = Case(ZigZag(), ZigZag(), 2, 2, 12), dist.get_rank()
     inputs = [x.requires_grad_() for x in case.before(rank)]
     options = flatten_all_to_all(case.args(dist.group.WORLD.group_name))
     calls = [all_to_all_op(inputs, *options)[0].sum() for _ in range(2)]
-    with pytest.raises(RingError) as reported:
+    with pytest.raises(RingError, match="differ in backward of call number: "):
         calls[rank].backward()
-    return str(reported.value)

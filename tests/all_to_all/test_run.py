@@ -15,7 +15,7 @@ from dtensor_ring.all_to_all import run
 from dtensor_ring.all_to_all.op import all_to_all_op, flatten_all_to_all
 from dtensor_ring.transport.transport import ProcessGroupTransport, set_transport
 from tests.all_to_all.test_op import CASES, Case
-from tests.pool import Pool
+from tests.pool import Pool, on_ranks
 
 
 def _options(case: Case) -> tuple[Any, ...]:
@@ -53,7 +53,8 @@ def test_processes_exchange(pool: Pool, name: str) -> None:
     pool.run(CASES[name].world_size, _three_turns, CASES[name])
 
 
-def _peers_in_turns() -> None:
+@on_ranks(4)
+def test_exchanges_with_other_peers_take_turns() -> None:
     cases = [
         Case(ZigZag(), ZigZag(), 2, 4, 24),
         Case(ZigZag(), Striped(), 1, 4, 24),
@@ -64,11 +65,8 @@ def _peers_in_turns() -> None:
             _check_turn(case, turn)
 
 
-def test_exchanges_with_other_peers_take_turns(pool: Pool) -> None:
-    pool.run(4, _peers_in_turns)
-
-
-def _slow_reader() -> None:
+@on_ranks(2)
+def test_memory_is_not_written_to_before_it_was_read() -> None:
     """Rank 1 reads late; rank 0 has gone on by then."""
     unpack = run._unpack
 
@@ -81,32 +79,22 @@ def _slow_reader() -> None:
             _check_turn(CASES["zigzag to zigzag, 2 of 2"], turn)
 
 
-def test_memory_is_not_written_to_before_it_was_read(pool: Pool) -> None:
-    pool.run(2, _slow_reader)
-
-
-def _raise_alike() -> None:
+@on_ranks(4, timeout=60)
+def test_an_error_of_all_ranks_leaves_the_group_as_it_is() -> None:
     """All ranks fail before they send, as without memory; the next call is as ever."""
     case = CASES["zigzag to zigzag, 2 of 4"]
     for turn in range(1, 4):
-        with (
-            patch.object(run, "pack", side_effect=MemoryError("none")),
-            pytest.raises(MemoryError),
-        ):
+        with patch.object(run, "pack", side_effect=MemoryError("none")), pytest.raises(MemoryError):
             all_to_all_op(case.before(dist.get_rank()), *_options(case))
         _check_turn(case, turn)
-
-
-def test_an_error_of_all_ranks_leaves_the_group_as_it_is(pool: Pool) -> None:
-    pool.run(4, _raise_alike, timeout=60)
 
 
 class Own(ProcessGroupTransport):
     """As a user's, which sends in its own way."""
 
 
-def _with_another_transport() -> str:
-    """The error of an exchange between three ranks, one of which has a transport of its own."""
+@on_ranks(3)
+def test_ranks_with_other_transports_are_reported() -> None:
     case = CASES["two key heads on three"]
     rank, group = dist.get_rank(), dist.group.WORLD
     assert group is not None
@@ -114,9 +102,5 @@ def _with_another_transport() -> str:
         set_transport(group, Own(group))
     with pytest.raises(RingError) as found:
         all_to_all_op(case.before(rank), *_options(case))
-    return str(found.value)
-
-
-def test_ranks_with_other_transports_are_reported(pool: Pool) -> None:
-    for text in pool.run(3, _with_another_transport):
-        assert "they differ in transport" in text, text
+    text = str(found.value)
+    assert "they differ in transport" in text, text

@@ -27,20 +27,15 @@ from dtensor_ring import (
 )
 from dtensor_ring.all_to_all import ulysses as ulysses_module
 from dtensor_ring.all_to_all.ulysses import RingTensors
-from dtensor_ring.transport.transport import ProcessGroupTransport
 from tests.dense import dense_attention, largest
-from tests.pool import Pool
+from tests.lab.counted import counted
+from tests.pool import Pool, on_ranks
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_all_ways_to_call_it(pool: Pool, world_size: int) -> None:
+@on_ranks()
+def test_all_ways_to_call_it() -> None:
     """Local shards, DTensors, SDPA on DTensors and a module: out, lse and gradients."""
-    for found in pool.run(world_size, _all_ways):
-        assert largest(found.values()) < 1e-5, found
-
-
-def _all_ways() -> dict[str, float]:
-    """By way and result, how far it is from dense attention."""
     size = dist.get_world_size()
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("cp",))
     SequenceAxis(mesh, "zigzag", strategy=f"ulysses:{max(2, size // 2)}")
@@ -69,7 +64,7 @@ def _all_ways() -> dict[str, float]:
             pairs.append((total, expected[-1]))
         for number, (x, y) in enumerate(pairs):
             found[f"{way} {number}"] = (x - y).abs().max().item()
-    return found
+    assert largest(found.values()) < 1e-5, found
 
 
 def _local_shards(query: Any, key: Any, value: Any, sinks: Any, mesh: DeviceMesh) -> list[Tensor]:
@@ -163,12 +158,9 @@ def test_every_way_sends_what_is_said(pool: Pool, strategy: str, ways: list[str]
         assert busiest == [said.forward.sent + of_lse, said.backward.sent], way
 
 
-def test_what_was_exchanged_lives_as_long_as_lse(pool: Pool) -> None:
+@on_ranks(2)
+def test_what_was_exchanged_lives_as_long_as_lse() -> None:
     """Not longer, with and without a backward; and only where there will be one."""
-    pool.run(2, _lives)
-
-
-def _lives() -> None:
     mesh = init_device_mesh("cpu", (2,))
     SequenceAxis(mesh, "zigzag", strategy="ulysses")
     inputs = [shard_sequence(torch.randn(1, 2, 8, 4), mesh, 2) for _ in range(3)]
@@ -195,38 +187,22 @@ def _lives() -> None:
 
 def _sent(strategy: str, ways: list[str], shapes: list[tuple[int, ...]]) -> dict[str, list[int]]:
     """By way, the bytes that this rank sends forward and backward."""
-    mesh, sent = init_device_mesh("cpu", (dist.get_world_size(),)), []
+    mesh, found = init_device_mesh("cpu", (dist.get_world_size(),)), {}
     SequenceAxis(mesh, "zigzag", strategy=strategy)
-    start, found = ProcessGroupTransport.start, {}
-
-    def counting(self: Any, receives: Any, sends: Any) -> Any:
-        sent.extend(x.flat.nbytes for x in sends)
-        return start(self, receives, sends)
-
-    def count() -> int:
-        total = sum(sent)
-        sent.clear()
-        return total
-
-    with patch.object(ProcessGroupTransport, "start", counting):
-        for way in ways:
-            attend, _ = SENDERS[way]
-            if way.startswith("compiled"):
-                attend = torch.compile(attend, backend="aot_eager", fullgraph=True)
-            inputs = [shard_sequence(torch.randn(x), mesh, 2).requires_grad_() for x in shapes]
-            out, *_ = attend(*inputs, None, mesh)
-            forward = count()
-            torch.autograd.grad(out, inputs, out.detach())
-            found[way] = [forward, count()]
+    for way in ways:
+        attend, _ = SENDERS[way]
+        if way.startswith("compiled"):
+            attend = torch.compile(attend, backend="aot_eager", fullgraph=True)
+        inputs = [shard_sequence(torch.randn(x), mesh, 2).requires_grad_() for x in shapes]
+        (out, *_), forward = counted(lambda: attend(*inputs, None, mesh))  # noqa: B023
+        _, back = counted(lambda: torch.autograd.grad(out, inputs, out.detach()))  # noqa: B023
+        found[way] = [forward.sent, back.sent]
     return found
 
 
-def test_too_few_heads_are_refused(pool: Pool) -> None:
+@on_ranks(4)
+def test_too_few_heads_are_refused() -> None:
     """On all ranks, before anything is sent; heads that another axis shards do not count."""
-    pool.run(4, _too_few_heads)
-
-
-def _too_few_heads() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "cp"))
     SequenceAxis(mesh["cp"], "zigzag", strategy="ulysses")
     for num_heads, num_key_heads in ((0, 0), (4, 0), (4, 3)):

@@ -241,11 +241,7 @@ FUNCTIONS |= {
         ),
         ("next_token_labels", TOKENS, check_labels),
         ("merge_attention", {"parts": made(lambda: [(tensor(), tensor(1, 2, 8))] * 2)}, nothing),
-        (
-            "ContextParallel",
-            AXIS | INPUTS,
-            nothing,
-        ),
+        ("ContextParallel", AXIS | INPUTS, nothing),
     )
 }
 FUNCTIONS |= {

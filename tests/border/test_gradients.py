@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from dtensor_ring import unshard_sequence
 from parallel_plans.huggingface import context_parallel_plan
 from tests import families
-from tests.pool import Pool
+from tests.pool import on_ranks
 
 TOKENS = torch.arange(26).view(2, 13) % 29 + 2
 GRADIENT = torch.arange(2 * 13 * 32.0).view(2, 13, 32).sin().double()
@@ -53,11 +53,8 @@ def cached(x: Any, weight: Tensor) -> list[Any]:
 
 
 @pytest.mark.parametrize("way", [kept, asked_for, given, cached])
-def test_gradients(pool: Pool, way: Callable[[Any, Tensor], list[Any]]) -> None:
-    pool.run(2, check, way)
-
-
-def check(way: Callable[[Any, Tensor], list[Any]]) -> None:
+@on_ranks(2)
+def test_gradients(way: Callable[[Any, Tensor], list[Any]]) -> None:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
     ours, stock = (families.small_model("Llama", "ForCausalLM").double() for _ in range(2))
     parallelize_module(ours, mesh, context_parallel_plan(ours, "zigzag"))

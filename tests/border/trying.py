@@ -17,10 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from dtensor_ring import unshard_sequence
 from tests.border.operations import REFUSED, SHARDED, WHOLE
 
-STOCK = {
-    "x.full_tensor()": "x",
-    "x.redistribute(placements=[Shard(2)])": "x",
-}
+STOCK = {"x.full_tensor()": "x", "x.redistribute(placements=[Shard(2)])": "x"}
 """What a line that plain tensors do not have is compared with."""
 HINTS = re.compile(r"unshard_sequence|to_local\(\)|logits_to_keep=")
 """What every refusal says to write instead."""

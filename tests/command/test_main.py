@@ -171,11 +171,7 @@ def test_compare_on_a_machine(capsys: pytest.CaptureFixture[str], tmp_path: Path
         (f"estimate --model x --seq-len {10**20} --mesh cp=8", 2, "is not a positive number up to"),
         ("compare --seq-len 8 --world-size 2 --heads 0,0", 2, "heads of queries and of keys"),
         ("estimate --model x --seq-len 8 --mesh cp=8 --checkpoint some", 2, "'attention', 'full'"),
-        (
-            "estimate --model x --mesh cp=8",
-            2,
-            "needs --seq-len, the tokens of a sequence",
-        ),
+        ("estimate --model x --mesh cp=8", 2, "needs --seq-len, the tokens of a sequence"),
         ("estimate --model x --longest --mesh cp=8 --memory 0", 2, "'0' is not a number of GiB"),
         ("estimate --model x --seq-len 8 --mesh cp=2 --dtype int8", 2, "not a floating dtype"),
     ],

@@ -82,11 +82,7 @@ def launches(model: Model) -> list[tuple[Accumulation, ...]]:
     found: list[tuple[Accumulation, ...]] = []
     plan, kernel = RING.plans()[-1], Fresh(Traffic())
     query_dim, value_dim = model.head_dims
-    with (
-        FakeTensorMode(),
-        torch.device("cuda"),
-        merging_by(lambda *sums: found.append(sums)),
-    ):
+    with FakeTensorMode(), torch.device("cuda"), merging_by(lambda *sums: found.append(sums)):
         query, key = (model.tensor(num, query_dim) for num in (HEADS, KV_HEADS))
         grad_out, value = (model.tensor(num, value_dim) for num in (HEADS, KV_HEADS))
         scores = Scores(RING.mask, 1.0, sinks=torch.empty(HEADS) if model.has_sinks else None)

@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 from dtensor_ring import ring_attention
 from dtensor_ring.compute.trace import Label
 from examples.profile_ring import write_trace
-from tests.pool import Pool
+from tests.pool import Pool, on_ranks
 
 
 def _labels(rank: int, world_size: int) -> set[str]:
@@ -68,11 +68,8 @@ def _eager_and_compiled() -> list[set[str]]:
     return found
 
 
-def test_nothing_is_recorded_without_a_profiler(pool: Pool) -> None:
-    pool.run(1, _attend_unseen)
-
-
-def _attend_unseen() -> None:
+@on_ranks(1)
+def test_nothing_is_recorded_without_a_profiler() -> None:
     mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("cp",))
     x = torch.randn(1, 2, 8, 4, requires_grad=True)
     with patch("torch.autograd.profiler.record_function", side_effect=AssertionError):

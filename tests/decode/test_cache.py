@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from dtensor_ring import SequenceAxis, ShardedCache
 from tests.decode.caches import BLOCK, LAYERS, World, own, tokens
-from tests.pool import Pool
+from tests.pool import Pool, on_ranks
 from tests.rings import fake_group
 from tests.test_memory import Counted
 
@@ -28,11 +28,8 @@ STEPS = st.lists(
 )
 
 
-def test_caches_hold_what_was_appended(pool: Pool) -> None:
-    pool.run(1, any_steps)
-
-
-def any_steps() -> None:
+@on_ranks(1)
+def test_caches_hold_what_was_appended() -> None:
     @example([("dealt", 1), ("dealt", 1), ("repeat", 2), ("crop", 1)], 1, "zigzag")
     @settings(deadline=None, max_examples=40, database=None)
     @given(STEPS, st.integers(1, 4), st.sampled_from(["zigzag", "contiguous", "block_cyclic:2"]))
@@ -58,12 +55,9 @@ def memory() -> None:
             assert held <= per_token * (world.caches[0].seq_len / 3 + BLOCK)
 
 
-def test_memory_grows_by_blocks(pool: Pool) -> None:
+@on_ranks(1)
+def test_memory_grows_by_blocks() -> None:
     """Views of the same memory until a block is full; the first append step takes what it needs."""
-    pool.run(1, growth)
-
-
-def growth() -> None:
     (cache,), addresses = World(1).caches, []
     for turn in range(30):
         cache.begin(6 if turn == 0 else 1, dealt=turn == 0)
@@ -76,12 +70,9 @@ def growth() -> None:
     assert all(len(set(addresses[i : i + BLOCK])) == 1 for i in range(1, 29, BLOCK))
 
 
-def test_what_a_token_allocates(pool: Pool) -> None:
+@on_ranks(1)
+def test_what_a_token_allocates() -> None:
     """Nothing while there is room; then one layer after the other, whose old memory is freed."""
-    pool.run(1, allocated)
-
-
-def allocated() -> None:
     (cache,), new = World(1).caches, [tokens(layer, 2, 1) for layer in LAYERS]
     for turn in range(2 * BLOCK + 1):
         cache.begin(1, dealt=False)
@@ -96,11 +87,8 @@ def allocated() -> None:
             assert layer.capacities[0] == (turn // BLOCK + 1) * BLOCK
 
 
-def test_the_layout_is_the_axis_own(pool: Pool) -> None:
-    pool.run(1, default_layout)
-
-
-def default_layout() -> None:
+@on_ranks(1)
+def test_the_layout_is_the_axis_own() -> None:
     with fake_group(2):
         mesh = init_device_mesh("cpu", (2,))
         assert ShardedCache(mesh, 1).layout.name == "zigzag"
@@ -108,12 +96,9 @@ def default_layout() -> None:
         assert ShardedCache(mesh, 1).layout.name == "contiguous"
 
 
-def test_inference_mode_or_not(pool: Pool) -> None:
+@on_ranks(1)
+def test_inference_mode_or_not() -> None:
     """Memory that was made in inference mode is written to outside of it, and the other way."""
-    pool.run(1, modes)
-
-
-def modes() -> None:
     (cache,) = World(1).caches
     for turn, mode in enumerate([True, False, True, False]):
         with torch.inference_mode(mode):

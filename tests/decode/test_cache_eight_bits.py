@@ -17,27 +17,20 @@ from dtensor_ring.quantised.block_scales import FORMATS
 from tests.decode.caches import LAYERS, RoundedWorld, caches, own, positions, tokens
 from tests.decode.test_cache import STEPS
 from tests.dense import dense_attention
-from tests.pool import Pool
+from tests.pool import on_ranks
 
 SMALL = 4
 """Tokens of a block of which one scale is, so that few tokens fill many."""
 
 
-def test_what_is_kept(pool: Pool) -> None:
-    pool.run(1, any_steps)
-
-
-def any_steps() -> None:
+@on_ranks(1)
+def test_what_is_kept() -> None:
     """Against each rank's columns one by one, whatever comes between them."""
 
     @example([("dealt", 30), ("crop", 9), ("single", 9), ("crop", 2)], 2, ("zigzag", "int8"))
     @example([("dealt", 30), ("dealt", 12), ("crop", 12), ("single", 1)], 2, ("contiguous", "fp8"))
     @settings(deadline=None, max_examples=30, database=None)
-    @given(
-        STEPS,
-        st.integers(1, 4),
-        st.sampled_from([("zigzag", "int8"), ("contiguous", "fp8")]),
-    )
+    @given(STEPS, st.integers(1, 4), st.sampled_from([("zigzag", "int8"), ("contiguous", "fp8")]))
     def check(steps: list[tuple[str, Any]], world_size: int, how: tuple[str, str]) -> None:
         world = RoundedWorld(world_size, *how)
         for what, number in steps:
@@ -49,11 +42,8 @@ def any_steps() -> None:
 
 
 @pytest.mark.parametrize("kv_dtype", FORMATS)
-def test_attention_to_what_is_kept(pool: Pool, kv_dtype: str) -> None:
-    pool.run(1, attended, kv_dtype)
-
-
-def attended(kv_dtype: str) -> None:
+@on_ranks(1)
+def test_attention_to_what_is_kept(kv_dtype: str) -> None:
     """A prompt and decoded tokens on 1 to 4 ranks, against dense attention in float64."""
     key_heads, dim, _, value_dim, _ = shape = *LAYERS[0][:4], torch.float64
     for world_size in range(1, 5):
@@ -101,11 +91,8 @@ def _others(cache: ShardedCache, num_tokens: int) -> None:
         layer.append(*(x[:, :, :num_tokens] for x in tokens(shape, 2, num_tokens)))
 
 
-def test_half_the_bytes(pool: Pool) -> None:
-    pool.run(1, halved)
-
-
-def halved() -> None:
+@on_ranks(1)
+def test_half_the_bytes() -> None:
     found = []
     for kv_dtype in (None, *FORMATS):
         (cache,) = caches(1, None, kv_dtype)
@@ -118,11 +105,8 @@ def halved() -> None:
     assert all(x <= 0.53 * found[0] for x in found[1:])
 
 
-def test_ranks_compare_formats(pool: Pool) -> None:
-    pool.run(1, compared)
-
-
-def compared() -> None:
+@on_ranks(1)
+def test_ranks_compare_formats() -> None:
     """The mark that attention compares differs by format, before and after rows were selected."""
     marks = set()
     for kv_dtype in (None, *FORMATS):
@@ -137,11 +121,8 @@ def compared() -> None:
     assert len(marks) == 6
 
 
-def test_failures_leave_layers_as_they_were(pool: Pool) -> None:
-    pool.run(1, failing)
-
-
-def failing() -> None:
+@on_ranks(1)
+def test_failures_leave_layers_as_they_were() -> None:
     """An append of which the values fail is done again, and gives what it would have given."""
     (cache,), found = caches(1, "zigzag", "int8"), []
     new = [tokens(shape, 2, 70) for shape in LAYERS]

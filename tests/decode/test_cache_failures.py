@@ -15,7 +15,8 @@ from torch.distributed.tensor import DTensor
 
 from dtensor_ring import ShardedCache
 from tests.decode.caches import BLOCK, LAYERS, World, empty, own, tokens
-from tests.pool import Pool
+from tests.pool import on_ranks
+from tests.refusals import Refused, check_refused
 
 
 def fresh_mesh() -> DeviceMesh:
@@ -49,149 +50,104 @@ def _without_turn(cache: ShardedCache) -> None:
     _append(cache, lambda x: x)
 
 
-REFUSALS: dict[str, tuple[Callable[[ShardedCache], Any], type[Exception], str]] = {
-    "appended twice": (
-        _again,
-        ValueError,
-        "layer 0 has made this append step already; cache.begin",
-    ),
-    "no append step": (
-        _without_turn,
-        ValueError,
-        "layer 0 cannot append: no append step has begun, cache.begin",
-    ),
-    "layers left out": (
-        lambda cache: cache.begin(1, dealt=False),
-        ValueError,
-        r"cannot begin an append step: of 3 layers, 0, 1, 2 did not append the 2 tokens of this "
-        r"append step; if "
-        r"it failed, crop\(6\) takes it back",
-    ),
-    "some layers left out": (
-        lambda cache: (_append(cache, lambda x: x), cache.reorder(torch.tensor([1, 0]))),
-        ValueError,
-        "cannot select sequences: of 3 layers, 1, 2 did not append",
-    ),
-    "half an append step": (
-        lambda cache: cache.crop(7),
-        ValueError,
-        "cannot crop to 7 tokens: of 3 layers",
-    ),
-    "more than there is": (lambda cache: cache.crop(9), ValueError, "from 0 to 8, got 9"),
-    "less than nothing": (lambda cache: cache.crop(-1), ValueError, "from 0 to 8, got -1"),
-    "another length": (
-        lambda cache: _append(cache, lambda x: x[:, :, :1]),
-        ValueError,
-        r"key must be \(B, N, L, H\) with the 2 tokens of this append step, got \(2, 2, 1, 8\)",
-    ),
-    "another batch": (
-        lambda cache: _append(cache, lambda x: x[:1]),
-        ValueError,
-        "key and value must be of 2 sequences, got 1 and 1",
-    ),
-    "other heads": (
-        lambda cache: _append(cache, lambda x: x[:, :1]),
-        ValueError,
-        r"layer 0 holds keys of 2 heads of 8, torch.float32 on cpu, got 1 heads of 8",
-    ),
-    "another dtype": (
-        lambda cache: _append(cache, lambda x: x.double()),
-        ValueError,
-        "torch.float32 on cpu, got 2 heads of 8, torch.float64 on cpu; cache.reset",
-    ),
-    "another device": (
-        lambda cache: _append(cache, lambda x: x.to("meta")),
-        ValueError,
-        "torch.float32 on cpu, got 2 heads of 8, torch.float32 on meta",
-    ),
-    "gradients": (
-        lambda cache: _append(cache, lambda x: x.requires_grad_()),
-        ValueError,
-        r"key needs a gradient, which a cache has none of: use torch.no_grad\(\)",
-    ),
-    "a DTensor": (
-        lambda cache: _append(cache, lambda x: DTensor.from_local(x, cache.mesh, run_check=False)),
-        TypeError,
-        r"key must be a plain tensor, got DTensor; use .to_local\(\)",
-    ),
-    "a list": (lambda cache: _append(cache, lambda x: [x]), TypeError, "a plain tensor, got list"),
-    "a layer too many": (lambda cache: cache[3], IndexError, "3 layers, there is no layer 3"),
-    "no number of a layer": (lambda cache: cache["a"], TypeError, "number must be an int, got 'a'"),
-    "no tokens": (
-        lambda cache: (cache.crop(6), cache.begin(0, dealt=True)),
-        ValueError,
-        "num_tokens must be from 1",
-    ),
-    "runs of single tokens": (
-        lambda cache: (cache.crop(6), cache.begin(1, dealt=False), cache.query_runs),
-        ValueError,
-        "only the tokens of a sharded append step have runs",
-    ),
-    "no such row": (
-        lambda cache: (cache.crop(6), cache.select(torch.tensor([0, 2]))),
-        ValueError,
-        "rows must be from 0 to 1, got 2",
-    ),
-    "rows of floats": (
-        lambda cache: (cache.crop(6), cache.select(torch.tensor([0.0]))),
-        ValueError,
-        "rows must be int32 or int64",
-    ),
-    "rows without content": (
-        lambda cache: (cache.crop(6), cache.reorder(torch.tensor([0, 1], device="meta"))),
-        ValueError,
-        "rows must have content, got a tensor on meta; make it on the CPU",
-    ),
-    "rows in a list": (
-        lambda cache: (cache.crop(6), cache.select([0])),
-        TypeError,
-        "rows must be a tensor of numbers, got list",
-    ),
-    "more rows than there are": (
-        lambda cache: (cache.crop(6), cache.reorder(torch.tensor([0, 1, 1]))),
-        ValueError,
-        "rows must be a number for each of 2 sequences, got 3; select takes any",
-    ),
-    "no copies": (
-        lambda cache: (cache.crop(6), cache.repeat(0)),
-        ValueError,
-        "times must be from 1",
-    ),
-    "no layers": (lambda _: ShardedCache(fresh_mesh(), 0), ValueError, "num_layers must be from"),
-    "no mesh": (lambda _: ShardedCache("cp", 1), TypeError, "mesh must be a DeviceMesh, got str"),
-    "a layout of a batch": (
-        lambda _: ShardedCache(fresh_mesh(), 1, "balanced").begin(8, dealt=True),
-        ValueError,
-        "belongs to one batch",
-    ),
+REFUSALS: Refused = {
+    ValueError: {
+        "layer 0 has made this append step already; cache.begin": _again,
+        "layer 0 cannot append: no append step has begun, cache.begin": _without_turn,
+        "of 3 layers, 0, 1, 2 did not append the 2 tokens .* if it failed, crop.6. takes it back": (
+            lambda cache: cache.begin(1, dealt=False)
+        ),
+        "cannot select sequences: of 3 layers, 1, 2 did not append": lambda cache: (
+            _append(cache, lambda x: x),
+            cache.reorder(torch.tensor([1, 0])),
+        ),
+        "cannot crop to 7 tokens: of 3 layers": lambda cache: cache.crop(7),
+        "from 0 to 8, got 9": lambda cache: cache.crop(9),
+        "from 0 to 8, got -1": lambda cache: cache.crop(-1),
+        r"key must be \(B, N, L, H\) with the 2 tokens .*, got \(2, 2, 1, 8\)": lambda cache: (
+            _append(cache, lambda x: x[:, :, :1])
+        ),
+        "key and value must be of 2 sequences, got 1 and 1": lambda cache: _append(
+            cache, lambda x: x[:1]
+        ),
+        "layer 0 holds keys of 2 heads of 8, torch.float32 on cpu, got 1 heads": lambda cache: (
+            _append(cache, lambda x: x[:, :1])
+        ),
+        "torch.float32 on cpu, got 2 heads of 8, torch.float64 on cpu; cache.reset": lambda cache: (
+            _append(cache, lambda x: x.double())
+        ),
+        "torch.float32 on cpu, got 2 heads of 8, torch.float32 on meta": lambda cache: _append(
+            cache, lambda x: x.to("meta")
+        ),
+        r"key needs a gradient, which a cache has none of: use torch.no_grad\(\)": lambda cache: (
+            _append(cache, lambda x: x.requires_grad_())
+        ),
+        "num_tokens must be from 1": lambda cache: (cache.crop(6), cache.begin(0, dealt=True)),
+        "only the tokens of a sharded append step have runs": lambda cache: (
+            cache.crop(6),
+            cache.begin(1, dealt=False),
+            cache.query_runs,
+        ),
+        "rows must be from 0 to 1, got 2": lambda cache: (
+            cache.crop(6),
+            cache.select(torch.tensor([0, 2])),
+        ),
+        "rows must be int32 or int64": lambda cache: (
+            cache.crop(6),
+            cache.select(torch.tensor([0.0])),
+        ),
+        "rows must have content, got a tensor on meta; make it on the CPU": lambda cache: (
+            cache.crop(6),
+            cache.reorder(torch.tensor([0, 1], device="meta")),
+        ),
+        "rows must be a number for each of 2 sequences, got 3; select takes any": lambda cache: (
+            cache.crop(6),
+            cache.reorder(torch.tensor([0, 1, 1])),
+        ),
+        "times must be from 1": lambda cache: (cache.crop(6), cache.repeat(0)),
+        "num_layers must be from": lambda _: ShardedCache(fresh_mesh(), 0),
+        "belongs to one batch": lambda _: ShardedCache(fresh_mesh(), 1, "balanced").begin(
+            8, dealt=True
+        ),
+    },
+    TypeError: {
+        r"key must be a plain tensor, got DTensor; use .to_local\(\)": lambda cache: _append(
+            cache, lambda x: DTensor.from_local(x, cache.mesh, run_check=False)
+        ),
+        "a plain tensor, got list": lambda cache: _append(cache, lambda x: [x]),
+        "number must be an int, got 'a'": lambda cache: cache["a"],
+        "rows must be a tensor of numbers, got list": lambda cache: (
+            cache.crop(6),
+            cache.select([0]),
+        ),
+        "mesh must be a DeviceMesh, got str": lambda _: ShardedCache("cp", 1),
+    },
+    IndexError: {"3 layers, there is no layer 3": lambda cache: cache[3]},
 }
 
 
-def test_refused(pool: Pool) -> None:
-    pool.run(1, refused)
-
-
-def refused() -> None:
+@on_ranks(1)
+def test_refused() -> None:
     """And nothing is changed: what was there, and the next append step, are right."""
-    for name, (call, kind, message) in REFUSALS.items():
+
+    def run(call: Callable[[ShardedCache], Any]) -> None:
         cache = _begun()
-        with pytest.raises(kind, match=message):
+        try:
             call(cache)
-        cache.crop(6)
-        held = [[x.clone() for x in own(layer)] for layer in cache]
-        cache.begin(3, dealt=False)
-        for layer, shape, before in zip(cache, LAYERS, held, strict=True):
-            new = tokens(shape, 2, 3)
-            found = layer.append(*new)
-            for x, y, z in zip(found, before, new, strict=True):
-                assert torch.equal(x, torch.cat([y, z], 2)), name
+        finally:
+            cache.crop(6)
+            held = [[x.clone() for x in own(layer)] for layer in cache]
+            cache.begin(3, dealt=False)
+            for layer, shape, before in zip(cache, LAYERS, held, strict=True):
+                new = tokens(shape, 2, 3)
+                for x, y, z in zip(layer.append(*new), before, new, strict=True):
+                    assert torch.equal(x, torch.cat([y, z], 2))
+
+    check_refused(REFUSALS, run)
 
 
-def test_an_append_that_failed_is_taken_back(pool: Pool) -> None:
-    pool.run(1, taken_back)
-
-
-def taken_back() -> None:
+@on_ranks(1)
+def test_an_append_that_failed_is_taken_back() -> None:
     cache = _begun()
     before = [x.clone() for x in own(cache[0])]
     _append(cache, lambda x: x)
@@ -202,11 +158,8 @@ def taken_back() -> None:
     assert cache[1].keys.shape[2] == 6
 
 
-def test_an_append_that_failed_leaves_nothing(pool: Pool) -> None:
-    pool.run(1, left_over)
-
-
-def left_over() -> None:
+@on_ranks(1)
+def test_an_append_that_failed_leaves_nothing() -> None:
     """No memory, no promise of it, and no number of sequences, if it was the first."""
     for layout, num_before, fits in (("zigzag", 6, 2), ("zigzag", 0, 3), ("contiguous", 1, 2)):
         world = World(3, layout)
@@ -229,11 +182,8 @@ def left_over() -> None:
         assert max(world.caches[0][0].capacities) <= num_before + BLOCK
 
 
-def test_rows_of_all_layers_or_of_none(pool: Pool) -> None:
-    pool.run(1, short_of_memory)
-
-
-def short_of_memory() -> None:
+@on_ranks(1)
+def test_rows_of_all_layers_or_of_none() -> None:
     world = World(1)
     (cache,), calls, copied = world.caches, count(), Tensor.index_select
 

@@ -21,7 +21,8 @@ from tests.dense import dense_attention
 from tests.drawn import documents_of, masks
 from tests.meshes import random_inputs
 from tests.played import play
-from tests.pool import Pool
+from tests.pool import Pool, on_ranks
+from tests.refusals import Refused, check_refused
 from tests.rings import Case, Ring, local, runs_of
 from tests.slices import slices
 from tests.test_played import Played, of_rank
@@ -142,15 +143,9 @@ RUNS = (
 """Of queries and of keys: other runs of the same lengths."""
 
 
-def test_other_runs_do_not_compile_again(pool: Pool) -> None:
+@on_ranks(2)
+def test_other_runs_do_not_compile_again() -> None:
     """And a cache that grows compiles once more."""
-    for num_compiled, error in pool.run(2, _compiled):
-        assert num_compiled[:3] == [1, 1, 1]
-        assert num_compiled[-1] <= 2
-        assert error < 1e-5
-
-
-def _compiled() -> tuple[list[int], float]:
     mesh, rank = init_device_mesh("cpu", (2,)), dist.get_rank()
     SequenceAxis(mesh, "striped")  # the layout of the axis has no say
     counter = CompileCounterWithBackend("aot_eager")
@@ -174,7 +169,9 @@ def _compiled() -> tuple[list[int], float]:
             part = whole[:, :, ring.positions(rank, bool(of_keys))]
             errors.append((found.detach() - part).abs().max().item())
         num_compiled.append(counter.frame_count)
-    return num_compiled, max(errors)
+    assert num_compiled[:3] == [1, 1, 1]
+    assert num_compiled[-1] <= 2
+    assert max(errors) < 1e-5
 
 
 def _inputs(mesh: DeviceMesh, num_queries: int = 2) -> dict[str, Any]:
@@ -190,89 +187,59 @@ def _inputs(mesh: DeviceMesh, num_queries: int = 2) -> dict[str, Any]:
     }
 
 
-REFUSALS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
-    "key_runs alone": ({"runs": None}, ValueError, "key_runs say .* of the queries.*got no runs"),
-    "cross attention": (
-        {"key_cu_seqlens": torch.tensor([0, 8]), "mask": Mask.full()},
-        ValueError,
-        "key_runs say which positions .*; got key_cu_seqlens, which are another's",
-    ),
-    "runs that overlap": (
-        {"key_runs": torch.tensor([[[0, 5], [4, 4]]])},
-        ValueError,
-        "key_runs must hold each position once, not so position 4",
-    ),
-    "runs that descend": (
-        {"key_runs": torch.tensor([[[4, 4], [0, 4]]])},
-        ValueError,
-        "the key_runs of a rank must be in ascending order",
-    ),
-    "keys missing": (
-        {"key_runs": torch.tensor([[[0, 5], [6, 2]]])},
-        ValueError,
-        "key_runs must hold each position once, not so position 5$",
-    ),
-    "queries missing": (
-        {"runs": torch.tensor([[[4, 1], [6, 2]]])},
-        ValueError,
-        "runs must hold each position once, not so position 5",
-    ),
-    "queries that end early": (
-        {"runs": torch.tensor([[[5, 2]]])},
-        ValueError,
-        "last tokens of the keys' sequence, but runs end at 7 and key_runs at 8",
-    ),
-    "fewer queries": (
-        {"runs": torch.tensor([[[7, 1]]])},
-        ValueError,
-        "rank 0 of 1 holds 2 tokens, but its shard of runs has 1",
-    ),
-    "fewer keys": (
-        {"key_runs": torch.tensor([[[1, 7]]])},
-        ValueError,
-        "rank 0 of 1 holds 8 tokens, but its shard of key_runs has 7",
-    ),
-    "another ring": (
-        {"key_runs": torch.tensor([[[0, 4]], [[4, 4]]])},
-        ValueError,
-        "these key_runs shard 8 tokens over 2 ranks, not 8 tokens over 1",
-    ),
-    "negative": (
-        {"key_runs": torch.tensor([[[-1, 9]]])},
-        ValueError,
-        r"key_runs must be from 0 to 2,147,483,647, got \[-1, 9\]",
-    ),
-    "another shape": (
-        {"key_runs": torch.tensor([0, 8])},
-        ValueError,
-        r"key_runs must hold start and length of the runs of each rank, shape \(W, R, 2\), got",
-    ),
-    "floats": ({"key_runs": torch.zeros(1, 1, 2)}, ValueError, "key_runs must be int32 or int64"),
-    "a list": ({"key_runs": [[[0, 8]]]}, TypeError, "key_runs must be a plain tensor, as Sharded"),
-    "documents of the keys before only": (
-        {"cu_seqlens": torch.tensor([0, 9])},
-        ValueError,
-        "cu_seqlens must start at 0, never decrease and end at or before the sequence length 8",
-    ),
-    "slices of more": (
-        {"slices": Slices([(0, 9)], [(0, 8)], [(None, None)])},
-        ValueError,
-        "slices",
-    ),
+REFUSALS: Refused = {
+    ValueError: {
+        "key_runs say .* of the queries.*got no runs": {"runs": None},
+        "key_runs say which positions .*; got key_cu_seqlens, which are another's": {
+            "key_cu_seqlens": torch.tensor([0, 8]),
+            "mask": Mask.full(),
+        },
+        "key_runs must hold each position once, not so position 4": {
+            "key_runs": torch.tensor([[[0, 5], [4, 4]]])
+        },
+        "the key_runs of a rank must be in ascending order": {
+            "key_runs": torch.tensor([[[4, 4], [0, 4]]])
+        },
+        "key_runs must hold each position once, not so position 5$": {
+            "key_runs": torch.tensor([[[0, 5], [6, 2]]])
+        },
+        "runs must hold each position once, not so position 5": {
+            "runs": torch.tensor([[[4, 1], [6, 2]]])
+        },
+        "last tokens of the keys' sequence, but runs end at 7 and key_runs at 8": {
+            "runs": torch.tensor([[[5, 2]]])
+        },
+        "rank 0 of 1 holds 2 tokens, but its shard of runs has 1": {
+            "runs": torch.tensor([[[7, 1]]])
+        },
+        "rank 0 of 1 holds 8 tokens, but its shard of key_runs has 7": {
+            "key_runs": torch.tensor([[[1, 7]]])
+        },
+        "these key_runs shard 8 tokens over 2 ranks, not 8 tokens over 1": {
+            "key_runs": torch.tensor([[[0, 4]], [[4, 4]]])
+        },
+        r"key_runs must be from 0 to 2,147,483,647, got \[-1, 9\]": {
+            "key_runs": torch.tensor([[[-1, 9]]])
+        },
+        r"key_runs must hold start and length of the runs of each rank, shape \(W, R, 2\), got": {
+            "key_runs": torch.tensor([0, 8])
+        },
+        "key_runs must be int32 or int64": {"key_runs": torch.zeros(1, 1, 2)},
+        "cu_seqlens must start at 0, never decrease and end at or before the sequence length 8": {
+            "cu_seqlens": torch.tensor([0, 9])
+        },
+        "slices": {"slices": Slices([(0, 9)], [(0, 8)], [(None, None)])},
+    },
+    TypeError: {"key_runs must be a plain tensor, as Sharded": {"key_runs": [[[0, 8]]]}},
 }
 
 
-def test_refused(pool: Pool) -> None:
-    pool.run(1, _refused)
-
-
-def _refused() -> None:
+@on_ranks(1)
+def test_refused() -> None:
     mesh = init_device_mesh("cpu", (1,))
     axis = SequenceAxis(mesh, "zigzag")
-    for name, (change, kind, message) in REFUSALS.items():
-        with pytest.raises(kind, match=message):
-            ring_attention(**_inputs(mesh) | change)
-        assert ring_attention(**_inputs(mesh)).shape == (2, 4, 2, 8), name
+    check_refused(REFUSALS, lambda change: ring_attention(**_inputs(mesh) | change))
+    assert ring_attention(**_inputs(mesh)).shape == (2, 4, 2, 8)
     arguments = _inputs(mesh)
     del arguments["mesh"]
     with pytest.raises(ValueError, match="seq_len is for local shards"):

@@ -20,7 +20,7 @@ from dtensor_ring.decode.call import (
     bound_decode,
     flatten_decode,
 )
-from tests.pool import Pool
+from tests.pool import on_ranks
 from tests.rings import fake_group
 
 QUERY, KEYS = torch.zeros(1, 2, 1, 4), torch.zeros(1, 2, 4, 4)
@@ -37,11 +37,8 @@ def _bound(
     return bound_decode(flatten_decode(call), query, KEYS.to(query.dtype), KEYS.to(query.dtype))
 
 
-def test_equal_calls_are_one(pool: Pool) -> None:
-    pool.run(1, _check_equal)
-
-
-def _check_equal() -> None:
+@on_ranks(1)
+def test_equal_calls_are_one() -> None:
     with fake_group(2):
         first = _bound()
         assert first is _bound() is _bound(RUNS.clone())
@@ -64,12 +61,9 @@ def _check_equal() -> None:
         assert _bound().request.rank == 1
 
 
-def test_integers_are_read_again(pool: Pool) -> None:
+@on_ranks(1)
+def test_integers_are_read_again() -> None:
     """The runs of the next token are written to the same memory."""
-    pool.run(1, _check_written)
-
-
-def _check_written() -> None:
     with fake_group(2):
         runs = RUNS.clone()
         assert _bound(runs).request.seq_len == 8
@@ -80,11 +74,8 @@ def _check_written() -> None:
             _bound(runs)
 
 
-def test_calls_take_bounded_memory(pool: Pool) -> None:
-    pool.run(1, _check_bounded)
-
-
-def _check_bounded() -> None:
+@on_ranks(1)
+def test_calls_take_bounded_memory() -> None:
     with fake_group(2):
         for length in range(1, 2000):
             _bound(agree=torch.tensor([length]))

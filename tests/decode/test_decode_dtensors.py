@@ -16,7 +16,7 @@ from dtensor_ring import Mask, decode_attention
 from dtensor_ring.dtensor.placement import without
 from tests.dense import dense_attention
 from tests.meshes import BATCH, HEADS, REPLICATE, SEQUENCE, annotated_mesh, place
-from tests.pool import Pool
+from tests.pool import on_ranks
 
 CASES: dict[str, tuple[tuple[Placement, ...], str, int]] = {
     "dp, cp": ((BATCH, SEQUENCE), "zigzag", 1),
@@ -26,27 +26,10 @@ CASES: dict[str, tuple[tuple[Placement, ...], str, int]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_by_placements(pool: Pool, name: str) -> None:
+@on_ranks(4)
+def test_by_placements(name: str) -> None:
     """Of scaled_dot_product_attention and of decode_attention, eager and compiled."""
-    pool.run(4, _check, *CASES[name])
-
-
-def whole_inputs(num_queries: int, seq_len: int = 14) -> list[Tensor]:
-    shapes = (4, num_queries, 8), (2, seq_len, 8), (2, seq_len, 8)
-    return [torch.randn(2, *shape) for shape in shapes]
-
-
-def placed(
-    inputs: list[Tensor], mesh: DeviceMesh, placements: tuple[Placement, ...]
-) -> list[DTensor]:
-    query, key, value = inputs
-    return [
-        place(query, mesh, without(placements)),
-        *(place(x, mesh, placements) for x in (key, value)),
-    ]
-
-
-def _check(placements: tuple[Placement, ...], layout: str, num_queries: int) -> None:
+    placements, layout, num_queries = CASES[name]
     mesh = annotated_mesh((2, 2), placements, layout)
     inputs = whole_inputs(num_queries)
     tensors, seq_len = placed(inputs, mesh, placements), inputs[1].shape[2]
@@ -78,11 +61,23 @@ def _check(placements: tuple[Placement, ...], layout: str, num_queries: int) -> 
             torch.testing.assert_close(out.full_tensor().double(), wanted, atol=1e-5, rtol=1e-5)
 
 
-def test_options_by_batch_row(pool: Pool) -> None:
-    pool.run(4, _check_rows)
+def whole_inputs(num_queries: int, seq_len: int = 14) -> list[Tensor]:
+    shapes = (4, num_queries, 8), (2, seq_len, 8), (2, seq_len, 8)
+    return [torch.randn(2, *shape) for shape in shapes]
 
 
-def _check_rows() -> None:
+def placed(
+    inputs: list[Tensor], mesh: DeviceMesh, placements: tuple[Placement, ...]
+) -> list[DTensor]:
+    query, key, value = inputs
+    return [
+        place(query, mesh, without(placements)),
+        *(place(x, mesh, placements) for x in (key, value)),
+    ]
+
+
+@on_ranks(4)
+def test_options_by_batch_row() -> None:
     """Boundaries and starts of the whole batch, whose rows are sharded; sinks of sharded heads."""
     placements = (BATCH, SEQUENCE)
     mesh = annotated_mesh((2, 2), placements, "zigzag")
@@ -101,11 +96,8 @@ def _check_rows() -> None:
     torch.testing.assert_close(lse.full_tensor().double(), dense.lse, atol=1e-5, rtol=1e-5)  # type: ignore[attr-defined]
 
 
-def test_refused(pool: Pool) -> None:
-    pool.run(2, _check_refused)
-
-
-def _check_refused() -> None:
+@on_ranks(2)
+def test_refused() -> None:
     mesh = annotated_mesh((2,), (SEQUENCE,), "zigzag")
     tensors = placed(whole_inputs(1), mesh, (SEQUENCE,))
     for run in (F.scaled_dot_product_attention, decode_attention):

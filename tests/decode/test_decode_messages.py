@@ -17,7 +17,7 @@ from dtensor_ring.compute.kernels import KERNELS
 from dtensor_ring.transport.transport import ProcessGroupTransport
 from tests.decode.test_decode_op import options_of
 from tests.decoding import Decode, Outputs, check
-from tests.pool import Pool
+from tests.pool import Pool, on_ranks
 
 RUNS = (((0, 3), (9, 2)), ((3, 6), (11, 5)), ())
 SMALL = Decode(RUNS, 16, (15,), 3)
@@ -173,32 +173,22 @@ class Own(ProcessGroupTransport):
         return super().start(receives, sends)
 
 
-def test_transports_of_users_move_the_partials(pool: Pool) -> None:
-    for outputs, num_started in pool.run(3, _with_transport):
-        check(SMALL, [outputs])
-        assert num_started == 1
-
-
-def _with_transport() -> tuple[Outputs, int]:
+@on_ranks(3)
+def test_transports_of_users_move_the_partials() -> None:
     mesh = init_device_mesh("cpu", (3,))
     transport = Own(mesh.get_group())
     SequenceAxis(mesh, transport=transport)
-    return attend(mesh, SMALL), transport.num_started
+    check(SMALL, [attend(mesh, SMALL)])
+    assert transport.num_started == 1
 
 
-def test_rings_and_decoding_in_turns(pool: Pool) -> None:
+@on_ranks(3)
+def test_rings_and_decoding_in_turns() -> None:
     """A message of one kind may be shorter than the room for the other."""
-    for results in pool.run(3, _in_turns):
-        for outputs in results:
-            check(SMALL, [outputs])
-
-
-def _in_turns() -> list[Outputs]:
-    mesh, results = init_device_mesh("cpu", (3,)), []
+    mesh = init_device_mesh("cpu", (3,))
     for _ in range(3):
         _ring(mesh)
-        results.append(attend(mesh, SMALL))
-    return results
+        check(SMALL, [attend(mesh, SMALL)])
 
 
 def test_the_largest_message_that_a_record_carries(pool: Pool) -> None:

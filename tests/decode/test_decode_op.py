@@ -16,6 +16,7 @@ from dtensor_ring.planning.layout import Layout
 from tests.decoding import Decode, Outputs, check
 from tests.layouts import LAYOUTS
 from tests.pool import Pool
+from tests.refusals import Refused, check_refused
 
 RUNS = (((0, 3), (9, 2)), ((3, 6), (11, 5)), ())
 """Of three ranks, the last of which holds nothing."""
@@ -96,63 +97,50 @@ def test_alone() -> None:
 
 X = torch.zeros(2, 4, 1, 8)
 KEYS = torch.zeros(2, 2, 6, 8)
-BAD: dict[str, tuple[dict[str, Any], str]] = {
-    "no queries": ({"query": X[:, :, :0]}, "query must have 1 to 64 tokens to decode, got 0"),
-    "many queries": (
-        {"query": X.expand(2, 4, 65, 8)},
-        "query must have 1 to 64 tokens to decode, got 65; .* ring_attention",
-    ),
-    "more queries than keys": (
-        {"query": X.expand(2, 4, 8, 8)},
-        "query has 2 tokens more than key has positions.*; pass query_starts",
-    ),
-    "batch": ({"query": X[:1]}, "disagree in batch, heads or length"),
-    "key_runs of other lengths": (
-        {"key_runs": torch.tensor([[[0, 5]]])},
-        "key must hold the 5 tokens that key_runs gives rank 0 of 1, got 6",
-    ),
-    "key_runs of two ranks": (
-        {"key_runs": torch.tensor([[[0, 6]], [[6, 2]]])},
-        "key_runs must have a row for each of the 1 ranks, got 2",
-    ),
-    "key_runs of one dim": ({"key_runs": torch.tensor([0, 6])}, r"shape \(W, R, 2\), got \(2,\)"),
-    "key_runs of floats": ({"key_runs": torch.zeros(1, 1, 2)}, "key_runs must be int32 or int64"),
-    "query_starts of three": (
-        {"query_starts": torch.tensor([1, 2, 3])},
-        r"query_starts must have shape \(1,\) or \(2,\), got \(3,\)",
-    ),
-    "negative query_starts": ({"query_starts": torch.tensor([-1])}, "query_starts must be from 0"),
-    "merge": ({"merge": "three_shot"}, "unknown merge 'three_shot'; known merges: one_shot"),
-    "agree": ({"agree": torch.zeros(3)}, "agree must be int32 or int64"),
-    "kernel": ({"kernel": "quick"}, "unknown kernel 'quick'"),
-    "slices and a mask": (
-        {"mask": Mask.causal(), "slices": torch.tensor([[0, 6, 0, 6, 0, 0]])},
-        "slices say all that is seen",
-    ),
-    "documents that fall": ({"cu_seqlens": torch.tensor([0, 5, 3])}, "never decrease"),
+BAD: Refused = {
+    ValueError: {
+        "query must have 1 to 64 tokens to decode, got 0": {"query": X[:, :, :0]},
+        "query must have 1 to 64 tokens to decode, got 65; .* ring_attention": {
+            "query": X.expand(2, 4, 65, 8)
+        },
+        "query has 2 tokens more than key has positions.*; pass query_starts": {
+            "query": X.expand(2, 4, 8, 8)
+        },
+        "disagree in batch, heads or length": {"query": X[:1]},
+        "key must hold the 5 tokens that key_runs gives rank 0 of 1, got 6": {
+            "key_runs": torch.tensor([[[0, 5]]])
+        },
+        "key_runs must have a row for each of the 1 ranks, got 2": {
+            "key_runs": torch.tensor([[[0, 6]], [[6, 2]]])
+        },
+        r"shape \(W, R, 2\), got \(2,\)": {"key_runs": torch.tensor([0, 6])},
+        "key_runs must be int32 or int64": {"key_runs": torch.zeros(1, 1, 2)},
+        r"query_starts must have shape \(1,\) or \(2,\), got \(3,\)": {
+            "query_starts": torch.tensor([1, 2, 3])
+        },
+        "query_starts must be from 0": {"query_starts": torch.tensor([-1])},
+        "unknown merge 'three_shot'; known merges: one_shot": {"merge": "three_shot"},
+        "agree must be int32 or int64": {"agree": torch.zeros(3)},
+        "unknown kernel 'quick'": {"kernel": "quick"},
+        "slices say all that is seen": {
+            "mask": Mask.causal(),
+            "slices": torch.tensor([[0, 6, 0, 6, 0, 0]]),
+        },
+        "never decrease": {"cu_seqlens": torch.tensor([0, 5, 3])},
+    },
+    TypeError: {
+        "key_runs must be a plain tensor": {"key_runs": [[[0, 6]]]},
+        "merge must be a name, a str, got 2": {"merge": 2},
+        "mesh must be a DeviceMesh": {"mesh": "cp"},
+        "return_lse must be True or False": {"return_lse": X},
+        "query must be a tensor": {"query": 3},
+    },
 }
 
 
-@pytest.mark.parametrize("name", BAD)
-def test_refused_with_reasons(name: str) -> None:
-    odd, reported = BAD[name]
-    with pytest.raises(ValueError, match=reported):
-        decode_attention(**{"query": X, "key": KEYS, "value": KEYS} | odd)
-
-
-@pytest.mark.parametrize(
-    ("odd", "reported"),
-    [
-        ({"key_runs": [[[0, 6]]]}, "key_runs must be a plain tensor"),
-        ({"merge": 2}, "merge must be a name, a str, got 2"),
-        ({"mesh": "cp"}, "mesh must be a DeviceMesh"),
-        ({"return_lse": X}, "return_lse must be True or False"),
-        ({"query": 3}, "query must be a tensor"),
-    ],
-)
-def test_other_types(odd: dict[str, Any], reported: str) -> None:
-    with pytest.raises(TypeError, match=reported):
-        decode_attention(**{"query": X, "key": KEYS, "value": KEYS} | odd)
+def test_refused_with_reasons() -> None:
+    inputs = {"query": X, "key": KEYS, "value": KEYS}
+    check_refused(BAD, lambda odd: decode_attention(**inputs | odd))
 
 
 @pytest.mark.parametrize("name", ["query", "key", "value", "sinks"])

@@ -31,7 +31,7 @@ from tests.decoding import Decode, Outputs
 from tests.dense import dense_attention
 from tests.drawn import TOLERANCES, different, documents_of, examples, masks
 from tests.played import PlayedTransport, play
-from tests.pool import Pool
+from tests.pool import Pool, on_ranks
 from tests.slices import slices
 
 BLOCK = 16
@@ -178,7 +178,8 @@ def test_keys_of_an_axis(pool: Pool) -> None:
             assert all(map(torch.equal, found, wanted)), layout
 
 
-def _refused() -> None:
+@on_ranks(2)
+def test_what_it_refuses() -> None:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
     query, key = torch.randn(1, 2, 1, 32), torch.randn(1, 2, 24, 32)
     SequenceAxis(mesh, "contiguous", policy=POLICY)
@@ -195,7 +196,3 @@ def _refused() -> None:
     SequenceAxis(mesh, "contiguous", policy=TransferPolicy(order="fixed", block=block))
     with pytest.raises(RingError, match="by blocks of"):
         decode_attention(query, key, key, **how)
-
-
-def test_what_it_refuses(pool: Pool) -> None:
-    pool.run(2, _refused)

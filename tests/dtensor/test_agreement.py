@@ -19,7 +19,7 @@ from dtensor_ring.dtensor import call_check
 from dtensor_ring.dtensor.call_check import check_agreement
 from dtensor_ring.transport.transport import P2P, Transport, Work
 from tests.dense import dense_attention
-from tests.pool import Pool
+from tests.pool import Pool, on_ranks
 
 SEQ_LEN = 12
 BEGINNING = "the ranks of a ring must make the same call, they differ in "
@@ -73,8 +73,7 @@ DIFFERENCES = {
         {"cu_seqlens": ints(0, 5, SEQ_LEN).long()},
     ),
     "no cu_seqlens": Difference(
-        "cu_seqlens: none on [0], [0, 12] on {others}",
-        usual={"cu_seqlens": ints(0, SEQ_LEN)},
+        "cu_seqlens: none on [0], [0, 12] on {others}", usual={"cu_seqlens": ints(0, SEQ_LEN)}
     ),
     "key_cu_seqlens": Difference(
         "key_cu_seqlens: [0, 9] on [0], [0, 12] on {others}",
@@ -95,13 +94,9 @@ DIFFERENCES = {
         "scale: 0.5 on [0], 0.35355339059327373 on {others}",
         {"mask": Mask.full(), "scale": 0.5},
     ),
-    "batch": Difference(
-        "batch: 1 on [0], 2 on {others}",
-        odd_tensors=lambda x: x[:1],
-    ),
+    "batch": Difference("batch: 1 on [0], 2 on {others}", odd_tensors=lambda x: x[:1]),
     "dtype": Difference(
-        "dtype: torch.bfloat16 on [0], torch.float32 on {others}",
-        odd_tensors=Tensor.bfloat16,
+        "dtype: torch.bfloat16 on [0], torch.float32 on {others}", odd_tensors=Tensor.bfloat16
     ),
     "requires_grad": Difference(
         "gradients: True on [0], False on {others}", odd_tensors=Tensor.requires_grad_
@@ -156,11 +151,8 @@ def check_result(mesh: DeviceMesh, as_dtensors: bool, options: dict[str, Any]) -
         torch.testing.assert_close(actual.double(), whole.chunk(size, 2)[rank], atol=1e-5, rtol=0)
 
 
-def test_autocast_of_one_rank(pool: Pool) -> None:
-    pool.run(2, _check_autocast)
-
-
-def _check_autocast() -> None:
+@on_ranks(2)
+def test_autocast_of_one_rank() -> None:
     mesh, x = init_device_mesh("cpu", (2,)), torch.ones(1, 2, 4, 8)
     reported = "dtype: torch.bfloat16 on .0., torch.float32 on .1.$"
     with (
@@ -171,11 +163,8 @@ def _check_autocast() -> None:
 
 
 @pytest.mark.parametrize("as_dtensors", [False, True], ids=["plain", "DTensors"])
-def test_rings_side_by_side_may_differ(pool: Pool, as_dtensors: bool) -> None:
-    pool.run(4, _check_side_by_side, as_dtensors, timeout=60)
-
-
-def _check_side_by_side(as_dtensors: bool) -> None:
+@on_ranks(4, timeout=60)
+def test_rings_side_by_side_may_differ(as_dtensors: bool) -> None:
     """Each ring has documents of its own; then one of them goes wrong, the other does not care."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
     ring, in_ring = mesh.get_local_rank("dp"), mesh.get_local_rank("cp")
@@ -188,11 +177,8 @@ def _check_side_by_side(as_dtensors: bool) -> None:
         attend([torch.ones(1, 2, 4, 8)] * 3, mesh["cp"], as_dtensors, {"softcap": float(in_ring)})
 
 
-def test_long_descriptions_are_cut(pool: Pool) -> None:
-    pool.run(2, _check_long)
-
-
-def _check_long() -> None:
+@on_ranks(2)
+def test_long_descriptions_are_cut() -> None:
     """A long one from its begin, unless they differ only far behind it."""
     group, rank = init_device_mesh("cpu", (2,)).get_group(), dist.get_rank()
     many, late = (str([0] * 100 + ends) for ends in ([12], [11, 12]))
@@ -204,11 +190,8 @@ def _check_long() -> None:
         assert str(caught.value) == f"{BEGINNING}ends: {reported}"
 
 
-def test_placements_on_other_axes(pool: Pool) -> None:
-    pool.run(4, _check_placements)
-
-
-def _check_placements() -> None:
+@on_ranks(4)
+def test_placements_on_other_axes() -> None:
     """Shards of one shape, of which one rank takes its batch for all of it."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
     is_odd = mesh.get_local_rank("cp") == 0
@@ -221,11 +204,8 @@ def _check_placements() -> None:
         ring_attention(x, x, x)
 
 
-def test_compiled_calls_are_not_compared(pool: Pool) -> None:
-    pool.run(1, _check_compiled)
-
-
-def _check_compiled() -> None:
+@on_ranks(1)
+def test_compiled_calls_are_not_compared() -> None:
     mesh, x = init_device_mesh("cpu", (1,)), torch.ones(1, 2, 4, 8)
     compiled = torch.compile(attend, backend="eager", fullgraph=True)
     reported = "validate=True compares ranks in eager calls only; compile without it"
@@ -233,18 +213,9 @@ def _check_compiled() -> None:
         compiled([x] * 3, mesh, False, {})
 
 
-def test_barriers_need_no_message(pool: Pool) -> None:
+@on_ranks(3)
+def test_barriers_need_no_message() -> None:
     """Whatever moves the messages of a ring, all ranks are told, and not the next one only."""
-    for reported in pool.run(3, _meet):
-        assert "they differ in tokens: " in reported
-
-
-class Refuses(Transport):
-    def start(self, receives: list[P2P], sends: list[P2P]) -> Sequence[Work]:
-        raise AssertionError("nothing was allocated, nor prepared")
-
-
-def _meet() -> str:
     mesh = init_device_mesh("cpu", (3,))
     group = mesh.get_group()
     SequenceAxis(mesh, "zigzag", transport=Refuses())
@@ -255,14 +226,16 @@ def _meet() -> str:
         call_check.checked_barrier(group, "a meal", {"tokens": str(dist.get_rank() == 2)}),
     ):
         pass
-    return str(caught.value)
+    assert "they differ in tokens: " in str(caught.value)
 
 
-def test_shards_of_another_length(pool: Pool) -> None:
-    pool.run(4, _check_odd_shards)
+class Refuses(Transport):
+    def start(self, receives: list[P2P], sends: list[P2P]) -> Sequence[Work]:
+        raise AssertionError("nothing was allocated, nor prepared")
 
 
-def _check_odd_shards() -> None:
+@on_ranks(4)
+def test_shards_of_another_length() -> None:
     """9 tokens on 4 ranks are 3, 3, 3 and none."""
     mesh, rank = init_device_mesh("cpu", (4,)), dist.get_rank()
     local, shape = torch.randn(1, 2, 2 if rank else 3, 8), torch.Size((1, 2, 9, 8))
@@ -276,11 +249,8 @@ def _check_odd_shards() -> None:
         ring_attention(x, x, x, validate=True)
 
 
-def test_kernels_of_other_ranks(pool: Pool) -> None:
-    pool.run(2, _check_kernels)
-
-
-def _check_kernels() -> None:
+@on_ranks(2)
+def test_kernels_of_other_ranks() -> None:
     """A package that is installed on some ranks only."""
     mesh, x = init_device_mesh("cpu", (2,)), torch.randn(1, 2, 4, 8)
     here = {"reference": None} | ({} if dist.get_rank() else {"cpu_flash": None})
@@ -292,11 +262,8 @@ def _check_kernels() -> None:
         ring_attention(x, x, x, mesh=mesh, validate=True)
 
 
-def test_axes_that_are_configured_differently(pool: Pool) -> None:
-    pool.run(2, _check_policies)
-
-
-def _check_policies() -> None:
+@on_ranks(2)
+def test_axes_that_are_configured_differently() -> None:
     mesh, x = init_device_mesh("cpu", (2,)), torch.randn(1, 2, 4, 8)
     policy = TransferPolicy(grad_dtype=torch.bfloat16) if dist.get_rank() == 0 else None
     SequenceAxis(mesh, "zigzag", policy=policy)

@@ -28,17 +28,14 @@ from dtensor_ring import (
 from dtensor_ring.dtensor.annotation import axis_group, config_of_call, group_of
 from dtensor_ring.planning.layout import Layout
 from tests.meshes import SEQUENCE
-from tests.pool import Pool
+from tests.pool import Pool, on_ranks
 from tests.rings import fake_group
 
 SIZES, NAMES = (2, 2), ("dp", "cp")
 
 
-def test_one_layout_per_axis(pool: Pool) -> None:
-    pool.run(4, _check_one_layout)
-
-
-def _check_one_layout() -> None:
+@on_ranks(4)
+def test_one_layout_per_axis() -> None:
     mesh = init_device_mesh("cpu", SIZES, mesh_dim_names=NAMES)
     assert sequence_layout(mesh["cp"]) is None
     SequenceAxis(mesh["cp"], "zigzag")
@@ -57,11 +54,8 @@ def _check_one_layout() -> None:
         assert sequence_layout(mesh["cp"]) == sequence_layout(equal["cp"]) == layout
 
 
-def test_one_rank_has_any_order(pool: Pool) -> None:
-    pool.run(1, _check_any_order)
-
-
-def _check_any_order() -> None:
+@on_ranks(1)
+def test_one_rank_has_any_order() -> None:
     mesh = init_device_mesh("cpu", (1,))
     for layout in ("zigzag", "striped"):
         SequenceAxis(mesh, layout)
@@ -79,11 +73,8 @@ def _check_forgotten(layout: str) -> None:
     SequenceAxis(mesh, layout)
 
 
-def test_groups_are_those_of_the_mesh(pool: Pool) -> None:
-    pool.run(1, _check_groups)
-
-
-def _check_groups() -> None:
+@on_ranks(1)
+def test_groups_are_those_of_the_mesh() -> None:
     with fake_group(4):
         mesh = init_device_mesh("cpu", SIZES, mesh_dim_names=NAMES)
         for axis in (0, 1, 0, 1):
@@ -111,11 +102,9 @@ TWICE: dict[str, tuple[Any, Any, str]] = {
 
 
 @pytest.mark.parametrize("name", TWICE)
-def test_annotated_twice(pool: Pool, name: str) -> None:
-    pool.run(2, _check_twice, *TWICE[name])
-
-
-def _check_twice(first: Layout | None, second: Layout, message: str) -> None:
+@on_ranks(2)
+def test_annotated_twice(name: str) -> None:
+    first, second, message = TWICE[name]
     mesh = init_device_mesh("cpu", (2,))
     if first is None:
         config_of_call(mesh.get_group(), with_runs=False)
@@ -126,11 +115,8 @@ def _check_twice(first: Layout | None, second: Layout, message: str) -> None:
     assert sequence_layout(mesh) == (first if message else second)
 
 
-def test_used_without_runs(pool: Pool) -> None:
-    pool.run(2, _check_used)
-
-
-def _check_used() -> None:
+@on_ranks(2)
+def test_used_without_runs() -> None:
     """Tokens that were sharded contiguously are in no other order."""
     mesh = init_device_mesh("cpu", (2,))
     inputs = [shard_sequence(torch.randn(1, 2, 16, 4), mesh, 2) for _ in range(3)]
@@ -140,11 +126,8 @@ def _check_used() -> None:
         unshard_sequence(inputs[0], 2, BALANCED)
 
 
-def test_used_with_runs(pool: Pool) -> None:
-    pool.run(2, _check_used_with_runs)
-
-
-def _check_used_with_runs() -> None:
+@on_ranks(2)
+def test_used_with_runs() -> None:
     """Whoever forgets them the next time gets no contiguous attention instead."""
     mesh = init_device_mesh("cpu", (2,))
     local = [torch.randn(1, 2, 8, 4) for _ in range(3)]
@@ -171,11 +154,9 @@ RESOLVED: dict[str, tuple[Layout | None, bool, Layout | str]] = {
 
 
 @pytest.mark.parametrize("name", RESOLVED)
-def test_layout_of_a_call(pool: Pool, name: str) -> None:
-    pool.run(2, _check_resolved, *RESOLVED[name])
-
-
-def _check_resolved(annotated: Layout | None, with_runs: bool, expected: Layout | str) -> None:
+@on_ranks(2)
+def test_layout_of_a_call(name: str) -> None:
+    annotated, with_runs, expected = RESOLVED[name]
     mesh, whole = init_device_mesh("cpu", (2,)), torch.randn(3, 1, 2, 16, 4)
     if annotated:
         SequenceAxis(mesh, annotated)
@@ -195,11 +176,8 @@ def _check_resolved(annotated: Layout | None, with_runs: bool, expected: Layout 
         torch.testing.assert_close(ring_attention(*sharded, runs=runs).to_local(), dense)
 
 
-def test_unmodified_attention_has_no_runs(pool: Pool) -> None:
-    pool.run(2, _check_unmodified)
-
-
-def _check_unmodified() -> None:
+@on_ranks(2)
+def test_unmodified_attention_has_no_runs() -> None:
     mesh = init_device_mesh("cpu", (2,))
     SequenceAxis(mesh, BALANCED)
     x = DTensor.from_local(torch.randn(1, 2, 8, 4), mesh, [SEQUENCE], run_check=False)
@@ -218,11 +196,9 @@ REFUSALS: dict[str, tuple[Any, Any, type[Exception], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSALS)
-def test_refusal(pool: Pool, name: str) -> None:
-    pool.run(4, _check_refusal, *REFUSALS[name])
-
-
-def _check_refusal(axes: Any, layout: Any, error: type[Exception], message: str) -> None:
+@on_ranks(4)
+def test_refusal(name: str) -> None:
+    axes, layout, error, message = REFUSALS[name]
     mesh = init_device_mesh("cpu", SIZES, mesh_dim_names=NAMES if axes else None)
     axis = mesh[axes] if isinstance(axes, str) else mesh
     with pytest.raises(error, match=message):

@@ -14,8 +14,7 @@ from dtensor_ring import Mask, SequenceAxis, TransferPolicy, ring_attention
 from dtensor_ring.planning.run_table import as_layout
 from tests.dense import dense_attention
 from tests.meshes import eager_and_compiled, random_inputs
-from tests.pool import Pool
-from tests.transport.test_rotation import recorded
+from tests.pool import Pool, on_ranks
 
 SEQ_LEN = 12
 
@@ -77,35 +76,8 @@ def _check_case(layout: str | None, options: dict[str, Any]) -> None:
     assert torch.equal(ring_attention(*local, mesh=mesh, **options), outputs[0])
 
 
-@pytest.mark.parametrize("grad_dtype", [None, torch.bfloat16, torch.float64])
-def test_sums_of_gradients_travel_in_a_dtype(pool: Pool, grad_dtype: torch.dtype | None) -> None:
-    for dtypes, error in pool.run(3, _sums_of_gradients, grad_dtype):
-        assert dtypes == {torch.float32, grad_dtype or torch.float32}
-        least, most = (1e-5, 1e-2) if grad_dtype == torch.bfloat16 else (0.0, 1e-5)
-        assert least <= error <= most
-
-
-def _sums_of_gradients(grad_dtype: torch.dtype | None) -> tuple[set[torch.dtype], float]:
-    """Dtypes of the messages of backward, and the error of the gradient of the key."""
-    mesh = init_device_mesh("cpu", (3,))
-    policy = None if grad_dtype is None else TransferPolicy(grad_dtype=grad_dtype)
-    SequenceAxis(mesh, "contiguous", policy=policy)
-    *inputs, grad_out = random_inputs(seq_len=SEQ_LEN)
-    mine = as_layout("contiguous").positions(dist.get_rank(), 3, SEQ_LEN)
-    local = [x[:, :, mine].clone().requires_grad_() for x in inputs]
-    out = ring_attention(*local, mesh=mesh, mask=Mask.full())
-    with recorded() as hops:
-        out.backward(grad_out[:, :, mine])
-    expected = dense_attention(*inputs, Mask.full()).backward(grad_out)[1][:, :, mine]
-    error = (local[1].grad - expected).abs().max() / expected.abs().max()
-    return {message.dtype for hop in hops for message in hop}, error.item()
-
-
-def test_float64_takes_larger_numbers(pool: Pool) -> None:
-    pool.run(1, _check_float64)
-
-
-def _check_float64() -> None:
+@on_ranks(1)
+def test_float64_takes_larger_numbers() -> None:
     mesh = init_device_mesh("cpu", (1,))
     query, key, value = (x.double() for x in random_inputs()[:3])
     out = ring_attention(query * 1e-300, key, value, mesh=mesh, scale=1e300, softcap=1e200)
@@ -113,11 +85,8 @@ def _check_float64() -> None:
     torch.testing.assert_close(out, expected)
 
 
-def test_a_scale_that_float32_rounds_to_0(pool: Pool) -> None:
-    pool.run(1, _check_tiny_scale)
-
-
-def _check_tiny_scale() -> None:
+@on_ranks(1)
+def test_a_scale_that_float32_rounds_to_0() -> None:
     inputs = random_inputs()[:3]
     out = ring_attention(*inputs, mesh=init_device_mesh("cpu", (1,)), scale=1e-300)
     expected = dense_attention(*inputs, Mask.causal(), scale=0.0).out

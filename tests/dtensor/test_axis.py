@@ -31,7 +31,7 @@ from dtensor_ring.planning.route import ROUTES
 from dtensor_ring.planning.slices import Slices
 from tests.dense import dense_attention
 from tests.meshes import random_inputs
-from tests.pool import Pool
+from tests.pool import on_ranks
 from tests.transport.test_rotation import recorded
 
 SEQ_LEN = 24
@@ -41,11 +41,8 @@ POLICY = TransferPolicy(kv_dtype=torch.bfloat16, grad_dtype=torch.bfloat16)
 
 @pytest.mark.parametrize("strategy", ROUTES)
 @pytest.mark.parametrize("layout", ["contiguous", "striped", "zigzag", "block_cyclic:3"])
-def test_dense_result(pool: Pool, layout: str, strategy: str) -> None:
-    pool.run(3, _check_dense, layout, strategy)
-
-
-def _check_dense(layout: str, strategy: str) -> None:
+@on_ranks(3)
+def test_dense_result(layout: str, strategy: str) -> None:
     """The same on plain shards, on DTensors, and by the functions."""
     mesh = init_device_mesh("cpu", (3,), mesh_dim_names=("cp",))
     axis = SequenceAxis(mesh["cp"], layout, strategy=strategy)
@@ -76,11 +73,8 @@ def _check_dense(layout: str, strategy: str) -> None:
     torch.testing.assert_close(whole.double(), dense.out, atol=2e-5, rtol=0)
 
 
-def test_uneven_shards(pool: Pool) -> None:
-    pool.run(3, _check_uneven)
-
-
-def _check_uneven() -> None:
+@on_ranks(3)
+def test_uneven_shards() -> None:
     axis = SequenceAxis(init_device_mesh("cpu", (3,)), "zigzag")
     query, key, value, _ = random_inputs(seq_len=SEQ_LEN + 1)
     mine = axis.positions(SEQ_LEN + 1)
@@ -89,11 +83,8 @@ def _check_uneven() -> None:
     torch.testing.assert_close(out.double(), dense[:, :, mine], atol=1e-5, rtol=0)
 
 
-def test_policy_and_kernel_reach_every_road(pool: Pool) -> None:
-    pool.run(2, _check_roads)
-
-
-def _check_roads() -> None:
+@on_ranks(2)
+def test_policy_and_kernel_reach_every_road() -> None:
     """`ring_attention`, SDPA on DTensors, and the axis itself send the same dtypes."""
     axis = SequenceAxis(init_device_mesh("cpu", (2,)), "zigzag", kernel="reference", policy=POLICY)
     inputs = random_inputs(seq_len=SEQ_LEN, kv_heads=4)
@@ -113,11 +104,8 @@ def _check_roads() -> None:
         assert 1e-6 < error < 2e-2, "keys and values were rounded, and nothing else"
 
 
-def test_eight_bits_in_one_graph(pool: Pool) -> None:
-    pool.run(2, _check_eight_bits)
-
-
-def _check_eight_bits() -> None:
+@on_ranks(2)
+def test_eight_bits_in_one_graph() -> None:
     """Compiled as eager, on shards and on DTensors; keys and values travel as bytes."""
     axis = SequenceAxis(init_device_mesh("cpu", (2,)), policy=TransferPolicy(kv_dtype="int8"))
     inputs = random_inputs(seq_len=SEQ_LEN, kv_heads=4)
@@ -137,22 +125,16 @@ def _check_eight_bits() -> None:
         assert all(torch.equal(x, y) for x, y in zip(results[0], others, strict=True))
 
 
-def test_strategies_of_one_spec(pool: Pool) -> None:
-    pool.run(2, _check_specs)
-
-
-def _check_specs() -> None:
+@on_ranks(2)
+def test_strategies_of_one_spec() -> None:
     """However they are spelled, equal strategies configure an axis alike."""
     mesh = init_device_mesh("cpu", (2,))
     for spec in ("ulysses", "ulysses:2", "ulysses:2+direct"):
         assert SequenceAxis(mesh, strategy=spec).strategy == "ulysses:2"
 
 
-def test_a_layout_of_each_batch(pool: Pool) -> None:
-    pool.run(2, _check_per_batch)
-
-
-def _check_per_batch() -> None:
+@on_ranks(2)
+def test_a_layout_of_each_batch() -> None:
     """By name it is accepted as by value; each batch then brings its runs."""
     mesh = init_device_mesh("cpu", (2,))
     axis = SequenceAxis(mesh, "balanced")
@@ -178,11 +160,8 @@ def _check_per_batch() -> None:
         assert torch.equal(again, query)
 
 
-def test_prepared_calls_plan_nothing(pool: Pool) -> None:
-    pool.run(2, _check_prepared)
-
-
-def _check_prepared() -> None:
+@on_ranks(2)
+def test_prepared_calls_plan_nothing() -> None:
     """Not of the same tensors, and not in the same thread."""
     mesh = init_device_mesh("cpu", (2,))
     inputs = random_inputs(seq_len=SEQ_LEN)[:3]
@@ -217,11 +196,8 @@ def _check_prepared() -> None:
         axis.prepare(SEQ_LEN, cu_seqlens=[0, 24])  # pyrefly: ignore[bad-argument-type]
 
 
-def test_a_mesh_of_a_world_that_is_gone(pool: Pool) -> None:
-    pool.run(1, _check_two_worlds)
-
-
-def _check_two_worlds() -> None:
+@on_ranks(1)
+def test_a_mesh_of_a_world_that_is_gone() -> None:
     """Meshes of two worlds compare equal; what comes out has the mesh that went in."""
     for num_groups in (0, 3):
         dist.destroy_process_group()

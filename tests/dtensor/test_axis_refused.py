@@ -19,14 +19,12 @@ from dtensor_ring import (
     unshard_sequence,
 )
 from tests.dtensor.test_axis import POLICY
-from tests.pool import Pool
+from tests.pool import on_ranks
+from tests.refusals import Refused, check_refused
 
 
-def test_objects_of_one_axis(pool: Pool) -> None:
-    pool.run(2, _check_objects)
-
-
-def _check_objects() -> None:
+@on_ranks(2)
+def test_objects_of_one_axis() -> None:
     """What a new object leaves out is taken from the last one; each keeps its own."""
     mesh = init_device_mesh("cpu", (2,))
     axis = SequenceAxis(mesh, BlockCyclic(4), kernel="reference", policy=POLICY)
@@ -47,11 +45,8 @@ def _check_objects() -> None:
     assert axis.policy == POLICY
 
 
-def test_tensors_of_two_objects(pool: Pool) -> None:
-    pool.run(2, _check_two_objects)
-
-
-def _check_two_objects() -> None:
+@on_ranks(2)
+def test_tensors_of_two_objects() -> None:
     """Each goes by its own, in any order of the calls; mixed, both are named."""
     mesh, whole = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)), torch.randn(1, 2, 24, 8)
     how: list[dict[str, Any]] = [{"layout": "zigzag"}, {"layout": "striped", "policy": POLICY}]
@@ -68,31 +63,30 @@ def _check_two_objects() -> None:
             mix()
 
 
-REFUSALS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
-    "layout": ({"layout": "spiral"}, ValueError, "unknown layout 'spiral'; known layouts: contig"),
-    "strategy": ({"strategy": "tree"}, ValueError, "unknown strategy 'tree'; known .*ring"),
-    "groups": (
-        {"strategy": "ulysses:2"},
-        ValueError,
-        "do not divide the 1 of the axis; these.*ring",
-    ),
-    "kernel": ({"kernel": "fast"}, ValueError, "unknown kernel 'fast'; known kernels: flash_attn"),
-    "policy": ({"policy": torch.bfloat16}, TypeError, "policy must be a TransferPolicy, such as"),
-    "mesh": ({"mesh": "cp"}, TypeError, "mesh must be a DeviceMesh, got str"),
-    "transport": ({"transport": 42}, TypeError, "a subclass of Transport, got 42"),
+REFUSALS: Refused = {
+    ValueError: {
+        "unknown layout 'spiral'; known layouts: contig": {"layout": "spiral"},
+        "unknown strategy 'tree'; known .*ring": {"strategy": "tree"},
+        "do not divide the 1 of the axis; these.*ring": {"strategy": "ulysses:2"},
+        "unknown kernel 'fast'; known kernels: flash_attn": {"kernel": "fast"},
+    },
+    TypeError: {
+        "policy must be a TransferPolicy, such as": {"policy": torch.bfloat16},
+        "mesh must be a DeviceMesh, got str": {"mesh": "cp"},
+        "a subclass of Transport, got 42": {"transport": 42},
+    },
 }
 
 
-def test_refusals(pool: Pool) -> None:
-    pool.run(1, _check_refusals)
-
-
-def _check_refusals() -> None:
+@on_ranks(1)
+def test_refusals() -> None:
     mesh = init_device_mesh("cpu", (1,))
-    for options, error, match in REFUSALS.values():
-        with pytest.raises(error, match=match):
-            SequenceAxis(**{"mesh": mesh, **options})
+
+    def run(options: dict[str, Any]) -> None:
         assert "transport" in options or sequence_layout(mesh) is None, "nothing was recorded"
+        SequenceAxis(**{"mesh": mesh, **options})
+
+    check_refused(REFUSALS, run)
 
 
 @pytest.mark.parametrize(
@@ -113,22 +107,19 @@ def test_policies_that_are_none(name: str, dtype: Any, error: type[Exception], m
         TransferPolicy(**{name: dtype})
 
 
-WRONG: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
-    "a number": (5, {}, TypeError, "query must be a tensor or a DTensor, got int"),
-    "two dims": (torch.zeros(2, 2), {}, ValueError, r"be \(B, N, L, H\), got shape \(2, 2\)"),
-    "no mask": (torch.zeros(1, 1, 2, 2), {"mask": 3}, TypeError, r"must be a dtensor_ring\.M"),
+WRONG: Refused = {
+    TypeError: {
+        "query must be a tensor or a DTensor, got int": (5, {}),
+        r"must be a dtensor_ring\.M": (torch.zeros(1, 1, 2, 2), {"mask": 3}),
+    },
+    ValueError: {r"be \(B, N, L, H\), got shape \(2, 2\)": (torch.zeros(2, 2), {})},
 }
 
 
-def test_wrong_calls(pool: Pool) -> None:
-    pool.run(1, _check_wrong_calls)
-
-
-def _check_wrong_calls() -> None:
+@on_ranks(1)
+def test_wrong_calls() -> None:
     axis = SequenceAxis(init_device_mesh("cpu", (1,)))
-    for x, options, error, match in WRONG.values():
-        with pytest.raises(error, match=match):
-            axis.attention(x, x, x, **options)
+    check_refused(WRONG, lambda x: axis.attention(*[x[0]] * 3, **x[1]))
     x = axis.shard(torch.zeros(1, 1, 2, 2), 2)
     with pytest.raises(ValueError, match="seq_len is for local shards"):
         axis.attention(x, x, x, seq_len=2)

@@ -16,7 +16,7 @@ from dtensor_ring import Mask, SequenceAxis, Transport, ring_attention
 from dtensor_ring.transport.transport import P2P, ProcessGroupTransport, Work
 from tests.dtensor.test_axis import SEQ_LEN
 from tests.meshes import random_inputs
-from tests.pool import Pool
+from tests.pool import on_ranks
 
 
 class Loud(ProcessGroupTransport):
@@ -31,11 +31,8 @@ class Loud(ProcessGroupTransport):
         return super().start(receives, sends)
 
 
-def test_a_transport_of_the_users(pool: Pool) -> None:
-    pool.run(3, _check_transport)
-
-
-def _check_transport() -> None:
+@on_ranks(3)
+def test_a_transport_of_the_users() -> None:
     mesh = init_device_mesh("cpu", (3,))
     transport: Transport = Loud(mesh.get_group())
     axis = SequenceAxis(mesh, "contiguous", transport=transport)
@@ -49,11 +46,8 @@ def _check_transport() -> None:
         SequenceAxis(mesh, "contiguous", transport=Loud(mesh.get_group()))
 
 
-def test_strategies_of_calls(pool: Pool) -> None:
-    pool.run(3, _check_calls)
-
-
-def _check_calls() -> None:
+@on_ranks(3)
+def test_strategies_of_calls() -> None:
     """A call may have another strategy than its axis."""
     mesh = init_device_mesh("cpu", (3,))
     transport = Loud(mesh.get_group())

@@ -31,7 +31,7 @@ from dtensor_ring.dtensor.axis_config import UNANNOTATED
 from dtensor_ring.dtensor.cache_tag import tag_caches
 from tests.dense import dense_attention
 from tests.meshes import SEQUENCE, assert_same, place, random_inputs
-from tests.pool import Pool
+from tests.pool import Pool, on_ranks
 
 CAUSAL = Mask.causal()
 
@@ -46,8 +46,7 @@ def _stock(query: Tensor, key: Tensor, value: Tensor) -> Any:
 
 # torch has a tag for each thread, which need not be that of the annotation.
 @pytest.mark.parametrize(
-    ("attend", "seq_len", "in_thread"),
-    [(_ring, 13, False), (_stock, 15, True)],
+    ("attend", "seq_len", "in_thread"), [(_ring, 13, False), (_stock, 15, True)]
 )
 def test_layouts_have_graphs_of_their_own(
     pool: Pool, attend: Callable[..., Any], seq_len: int, in_thread: bool
@@ -71,12 +70,9 @@ def _check_layout(layout: str, attend: Callable[..., Any], seq_len: int, in_thre
     return counters["aot_autograd"]["autograd_cache_hit"]
 
 
-def test_ranks_have_graphs_of_their_own(pool: Pool) -> None:
+@on_ranks(4)
+def test_ranks_have_graphs_of_their_own() -> None:
     """The groups of two rings have different names; the first ring compiles first."""
-    pool.run(4, _check_rings)
-
-
-def _check_rings() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
     SequenceAxis(mesh["cp"], "zigzag")
     for ring in range(2):

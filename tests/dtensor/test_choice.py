@@ -20,7 +20,7 @@ from tests.dense import dense_attention
 from tests.forced import FAST, links, machine_by_bytes, machine_for, taken
 from tests.graphs import capturing
 from tests.meshes import random_inputs
-from tests.pool import Pool
+from tests.pool import Pool, on_ranks
 
 SEQ_LEN = 32
 DOCUMENTS = torch.tensor([0, 3, 31], dtype=torch.int32)
@@ -37,11 +37,8 @@ FORCED = [
 
 
 @pytest.mark.parametrize(("world_size", "fastest", "expected"), FORCED)
-def test_dense_result(pool: Pool, world_size: int, fastest: str, expected: str) -> None:
-    pool.run(world_size, _check_dense, fastest, expected)
-
-
-def _check_dense(fastest: str, expected: str) -> None:
+@on_ranks()
+def test_dense_result(fastest: str, expected: str) -> None:
     """On shards, on DTensors and by SDPA, forward and backward."""
     mesh, machine = init_device_mesh("cpu", (dist.get_world_size(),)), machine_for(fastest)
     axis = SequenceAxis(mesh, strategy="auto", machine=machine)
@@ -116,12 +113,9 @@ def _compiled(spec: str) -> list[list[str]]:
     return graphs
 
 
-def test_each_mask_and_shape_has_its_own(pool: Pool) -> None:
+@on_ranks(4)
+def test_each_mask_and_shape_has_its_own() -> None:
     """Per call, on an axis with another strategy: windows, documents and slices that hide much."""
-    pool.run(4, _check_by_mask)
-
-
-def _check_by_mask() -> None:
     mesh = init_device_mesh("cpu", (4,))
     SequenceAxis(mesh, "contiguous", strategy="all_gather", machine=machine_by_bytes(4000.0))
     query, key, value, _ = random_inputs(seq_len=64)
@@ -182,13 +176,9 @@ def test_what_is_not_simulated() -> None:
         dist.destroy_process_group()
 
 
-def test_a_graph_for_all_lengths(pool: Pool) -> None:
+@on_ranks(2)
+def test_a_graph_for_all_lengths() -> None:
     """Symbolic lengths have the choice of those that were traced."""
-    for graphs in pool.run(2, _dynamic):
-        assert graphs == [EXCHANGED]
-
-
-def _dynamic() -> list[list[str]]:
     graphs: list[list[str]] = []
     mesh = init_device_mesh("cpu", (2,))
     axis = SequenceAxis(mesh, strategy="auto", machine=machine_for("ulysses"))
@@ -199,4 +189,4 @@ def _dynamic() -> list[list[str]]:
         out = attend(*(x[:, :, mine] for x in inputs), mask=Mask.sliding(3), mesh=mesh)
         dense = dense_attention(*inputs, Mask.sliding(3)).out[:, :, mine]
         torch.testing.assert_close(out.double(), dense, atol=2e-5, rtol=0)
-    return graphs
+    assert graphs == [EXCHANGED]

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 
 from dtensor_ring import ContextParallel, SequenceAxis, ring_attention, shard_sequence
-from tests.pool import Pool
+from tests.pool import on_ranks
 
 
 class Calls(nn.Module):
@@ -35,11 +35,8 @@ class Attention(nn.Module):
         return F.scaled_dot_product_attention(query, key, value, is_causal=True)
 
 
-def test_export(pool: Pool) -> None:
-    pool.run(2, _check)
-
-
-def _check() -> None:
+@on_ranks(2)
+def test_export() -> None:
     mesh = init_device_mesh("cpu", (2,))
     SequenceAxis(mesh, "zigzag")
     heads = shard_sequence(torch.randn(1, 4, 8, 4), mesh, 2)

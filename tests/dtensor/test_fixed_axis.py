@@ -20,7 +20,7 @@ from dtensor_ring import (
     sum_over_sequence,
     unshard_sequence,
 )
-from tests.pool import Pool
+from tests.pool import Pool, on_ranks
 
 FIXED = TransferPolicy(order="fixed", block=16)
 SEQ_LEN = 56
@@ -106,7 +106,8 @@ REFUSED = [
 ]
 
 
-def _refused() -> None:
+@on_ranks(2)
+def test_what_is_not_served_is_refused_on_every_rank() -> None:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
     SequenceAxis(mesh, "contiguous", policy=FIXED)
     query, key = torch.randn(1, 4, 32, 32), torch.randn(1, 2, 32, 32)
@@ -115,10 +116,6 @@ def _refused() -> None:
             call(mesh, query, key)
     sharded = [shard_sequence(torch.randn(1, 2, 64, 8), mesh, 2) for _ in range(3)]
     ring_attention(*sharded)  # the ranks still agree
-
-
-def test_what_is_not_served_is_refused_on_every_rank(pool: Pool) -> None:
-    pool.run(2, _refused)
 
 
 def test_policies_that_round_are_refused() -> None:

@@ -25,14 +25,11 @@ from dtensor_ring import (
 )
 from dtensor_ring.dtensor.sequence_tensor import from_local_tokens
 from tests.meshes import eager_and_compiled
-from tests.pool import Pool
+from tests.pool import Pool, on_ranks
 
 
-def test_sum_over_the_axis(pool: Pool) -> None:
-    pool.run(3, _check_sum)
-
-
-def _check_sum() -> None:
+@on_ranks(3)
+def test_sum_over_the_axis() -> None:
     mesh, rank = init_device_mesh("cpu", (3,)), dist.get_rank()
     axis = SequenceAxis(mesh, "zigzag")
     for function in eager_and_compiled(axis.sum):
@@ -100,18 +97,15 @@ def test_ranks_that_differ(pool: Pool, name: str) -> None:
         assert "time limit" not in text, "nobody waits for it"
 
 
-def test_one_rank_sums_while_the_others_gather(pool: Pool) -> None:
+@on_ranks(3)
+def test_one_rank_sums_while_the_others_gather() -> None:
     """Words of a sum go to all ranks, those of a gather along the ring: all raise."""
-    for text in pool.run(3, _reported_of_three):
-        assert "direction: " in text or "the first cause" in text or "got no answer" in text, text
-        assert "time limit" not in text, "nobody waits"
-
-
-def _reported_of_three() -> str:
     mesh = init_device_mesh("cpu", (3,))
     with pytest.raises(RingError) as error:
         _sum(mesh) if dist.get_rank() == 1 else _unshard(mesh, (4, 9))
-    return str(error.value)
+    text = str(error.value)
+    assert "direction: " in text or "the first cause" in text or "got no answer" in text, text
+    assert "time limit" not in text, "nobody waits"
 
 
 def _reported(name: str) -> str:
@@ -125,11 +119,8 @@ def _reported(name: str) -> str:
     return text
 
 
-def test_gradients_average_over_the_axis(pool: Pool) -> None:
-    pool.run(2, _check_average)
-
-
-def _check_average() -> None:
+@on_ranks(2)
+def test_gradients_average_over_the_axis() -> None:
     """An embedding and a tied head around a sharded part: DDP's mean is the dense gradient."""
     mesh = init_device_mesh("cpu", (2,))
     torch.manual_seed(0)
@@ -162,11 +153,8 @@ class TwoOutputs(nn.Module):
         return [unshard_sequence(part, 0) for part in parts]
 
 
-def test_outputs_that_nobody_uses_under_ddp(pool: Pool) -> None:
-    pool.run(2, _check_unused)
-
-
-def _check_unused() -> None:
+@on_ranks(2)
+def test_outputs_that_nobody_uses_under_ddp() -> None:
     model = TwoOutputs(init_device_mesh("cpu", (2,)))
     ddp = DistributedDataParallel(model, find_unused_parameters=True)
     used, _ = ddp(torch.ones(8, 3))

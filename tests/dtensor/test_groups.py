@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from dtensor_ring import Mask, SequenceAxis, ring_attention, shard_sequence, unshard_sequence
 from tests.dense import dense_attention
 from tests.meshes import annotated_mesh, place, random_inputs
-from tests.pool import Pool
+from tests.pool import on_ranks
 
 ANOTHER_WORLD = "was made before .* and a new init_process_group: make the mesh again"
 
@@ -78,11 +78,8 @@ def _sdpa(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(query, key, value, is_causal=True)
 
 
-def test_groups_of_the_same_ranks(pool: Pool) -> None:
-    pool.run(2, _check_groups)
-
-
-def _check_groups() -> None:
+@on_ranks(2)
+def test_groups_of_the_same_ranks() -> None:
     local, old = [torch.randn(1, 2, 4, 8) for _ in range(3)], None
     for world in range(2):
         for _ in range(2):
@@ -104,11 +101,8 @@ def _check_groups() -> None:
             old = None
 
 
-def test_ranks_out_of_order(pool: Pool) -> None:
-    pool.run(3, _check_order)
-
-
-def _check_order() -> None:
+@on_ranks(3)
+def test_ranks_out_of_order() -> None:
     """The ranks of a group ascend, whatever the mesh says."""
     mesh = DeviceMesh("cpu", [2, 0, 1])
     local = [torch.randn(1, 2, 4, 8) for _ in range(3)]
@@ -116,11 +110,8 @@ def _check_order() -> None:
         ring_attention(*local, mesh=mesh)
 
 
-def test_tensors_of_another_world(pool: Pool) -> None:
-    pool.run(2, _check_another_world)
-
-
-def _check_another_world() -> None:
+@on_ranks(2)
+def test_tensors_of_another_world() -> None:
     """Groups of the new world take their names, so torch takes their meshes for meshes of today."""
     whole = torch.arange(16.0).view(1, 1, 16, 1)
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "cp"))
@@ -143,11 +134,8 @@ def _check_another_world() -> None:
     assert torch.equal(unshard_sequence(sharded, 2), whole)
 
 
-def test_rows_of_a_batch_over_another_axis(pool: Pool) -> None:
-    pool.run(4, _check_rows)
-
-
-def _check_rows() -> None:
+@on_ranks(4)
+def test_rows_of_a_batch_over_another_axis() -> None:
     """Boundaries by row, for which a rank looks up its place on the axis of the batch."""
     *inputs, _ = random_inputs(batch=4)
     cu_seqlens = torch.tensor([[0, 3, 16], [0, 5, 16], [0, 7, 16], [0, 9, 16]], dtype=torch.int32)
@@ -163,11 +151,8 @@ def _check_rows() -> None:
         dist.new_group([0])
 
 
-def test_compiled_in_a_second_world(pool: Pool) -> None:
-    pool.run(1, _check_compiled)
-
-
-def _check_compiled() -> None:
+@on_ranks(1)
+def test_compiled_in_a_second_world() -> None:
     """The first one knows nothing of attention, and its mesh is what DTensor's fakes have."""
     for world in ("first", "second", "third"):
         mesh = init_device_mesh("cpu", (1,))
@@ -198,11 +183,8 @@ def _local(x: Tensor) -> Tensor:
     return x.to_local() if isinstance(x, DTensor) else x
 
 
-def test_tensors_are_saved_without_groups(pool: Pool) -> None:
-    pool.run(2, _check_saved)
-
-
-def _check_saved() -> None:
+@on_ranks(2)
+def test_tensors_are_saved_without_groups() -> None:
     mesh = init_device_mesh("cpu", (2,))
     SequenceAxis(mesh, "zigzag")
     inputs = [shard_sequence(torch.randn(1, 2, 8, 4), mesh, 2) for _ in range(3)]

@@ -18,7 +18,7 @@ from dtensor_ring.dtensor.annotation import annotation_of, axis_group
 from dtensor_ring.dtensor.known_calls import MAX_KNOWN, known_call
 from dtensor_ring.planning.run_table import as_layout
 from tests.dense import dense_attention
-from tests.pool import Pool
+from tests.pool import on_ranks
 from tests.rings import Ring
 
 SHAPE = 1, 2, 24, 8
@@ -36,11 +36,8 @@ def _whole() -> list[Tensor]:
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_calls_follow_the_axis(pool: Pool, world_size: int) -> None:
-    pool.run(world_size, _check_layouts)
-
-
-def _check_layouts() -> None:
+@on_ranks()
+def test_calls_follow_the_axis() -> None:
     mesh = _mesh()
     *inputs, grad = _whole()
     for layout in ("zigzag", "striped", "contiguous", "zigzag"):
@@ -59,11 +56,8 @@ def _check_layouts() -> None:
             assert known_call(*shards, mesh, (mask, *ASKED[1:])) is not None
 
 
-def test_wrong_arguments_are_refused_after_right_ones(pool: Pool) -> None:
-    pool.run(1, _check_refused)
-
-
-def _check_refused() -> None:
+@on_ranks(1)
+def test_wrong_arguments_are_refused_after_right_ones() -> None:
     mesh = _mesh()
     query, key, value, _ = _whole()
     wrong: list[tuple[tuple[Any, ...], dict[str, Any], type[Exception]]] = [
@@ -82,11 +76,8 @@ def _check_refused() -> None:
             ring_attention(*inputs, mesh=mesh, **options)
 
 
-def test_numbers_that_change_are_read_again(pool: Pool) -> None:
-    pool.run(1, _check_changed)
-
-
-def _check_changed() -> None:
+@on_ranks(1)
+def test_numbers_that_change_are_read_again() -> None:
     mesh, scale = _mesh(), torch.tensor(0.5)
     query, key, value, _ = _whole()
     last = query[:, :, -1:]
@@ -97,11 +88,8 @@ def _check_changed() -> None:
             assert torch.equal(*found), number
 
 
-def test_modes_see_known_calls(pool: Pool) -> None:
-    pool.run(1, _check_modes)
-
-
-def _check_modes() -> None:
+@on_ranks(1)
+def test_modes_see_known_calls() -> None:
     mesh = _mesh()
     inputs = [x.requires_grad_() for x in _whole()[:3]]
 
@@ -125,11 +113,8 @@ def _check_modes() -> None:
         assert call(*(torch.empty(SHAPE) for _ in range(3))).is_meta
 
 
-def test_few_calls_are_kept(pool: Pool) -> None:
-    pool.run(1, _check_kept)
-
-
-def _check_kept() -> None:
+@on_ranks(1)
+def test_few_calls_are_kept() -> None:
     mesh = _mesh()
     calls = annotation_of(axis_group(mesh)).calls
     for length in range(1, MAX_KNOWN + 3):

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from dtensor_ring import SequenceAxis
 from dtensor_ring.extension import Padded, from_local_tokens, output_mesh
-from tests.pool import Pool
+from tests.pool import on_ranks
 
 SEQ_LEN = 13
 
@@ -23,11 +23,8 @@ def padded(x: torch.Tensor, layout: str) -> Any:
     return from_local_tokens(x[:, own], output_mesh(axis, order), 1, SEQ_LEN)
 
 
-def test_scatter(pool: Pool) -> None:
-    pool.run(2, _check_scatter)
-
-
-def _check_scatter() -> None:
+@on_ranks(2)
+def test_scatter() -> None:
     """Into zeros, as backward does, and never across two orders."""
     whole = torch.arange(2 * SEQ_LEN * 4.0).view(2, SEQ_LEN, 4).sin()
     index = whole.argmax(-1, keepdim=True)

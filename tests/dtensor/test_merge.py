@@ -16,7 +16,8 @@ from torch.distributed.tensor import DTensor, Partial, Shard
 from dtensor_ring import Mask, merge_attention, ring_attention, unshard_sequence
 from tests.dense import dense_attention
 from tests.meshes import BATCH, HEADS, REPLICATE, SEQUENCE, annotated_mesh, place, random_inputs
-from tests.pool import Pool
+from tests.pool import Pool, on_ranks
+from tests.refusals import Refused, check_refused
 
 CAUSAL, FULL = Mask.causal(), Mask.full()
 TOLERANCES = {torch.float64: 1e-13, torch.float32: 2e-5, torch.bfloat16: 6e-2, torch.float16: 8e-3}
@@ -201,48 +202,42 @@ def test_opcheck(order: tuple[int, ...], dtype: torch.dtype) -> None:
 
 
 OUT, LSE = torch.zeros(1, 2, 8, 4), torch.zeros(1, 2, 8)
-REFUSALS: dict[str, tuple[Any, type[Exception], str]] = {
-    "a pair": ((OUT, LSE), TypeError, r"pairs, got Tensor in parts\[0\]; call ring_attention\("),
-    "a dict": ({}, TypeError, r"parts must be a list of \(out, lse\) pairs, got dict"),
-    "none": ([], ValueError, r"parts must hold at least one \(out, lse\) pair, got none"),
-    "an out alone": ([(OUT,)], TypeError, r"parts must be \(out, lse\) pairs, got tuple in"),
-    "no lse": ([(OUT, None)], TypeError, r"lse of parts\[0\] must be a tensor, got NoneType"),
-    "sparse": ([(OUT.to_sparse(), LSE)], ValueError, r"out of parts\[0\] must be a dense"),
-    "token-major": (
-        [(OUT.transpose(1, 2), LSE)],
-        ValueError,
-        r"out \(B, N, S, Hv\) and lse .*, got out \(1, 8, 2, 4\) .*\(1, 2, 8\) .*; transpose\(1, 2",
-    ),
-    "integers": ([(OUT.int(), LSE)], ValueError, "floating dtype of 16 bits or more, got out"),
-    "narrow lse": ([(OUT, LSE.bfloat16())], ValueError, "lse of torch.float32 or wider, got out"),
-    "lse of float64": ([(OUT.double(), LSE)], ValueError, "lse of torch.float64 or wider, got"),
-    "complex lse": ([(OUT, LSE.cfloat())], ValueError, "lse of torch.float32 or wider, got"),
-    "on meta": ([(OUT, LSE.to("meta"))], ValueError, "out and lse placed alike"),
-    "other queries": (
-        [(OUT, LSE), (OUT[:, :, 1:], LSE[:, :, 1:])],
-        ValueError,
-        r"same queries, .* out of parts\[0\] \(1, 2, 8, 4\) .*, of parts\[1\] \(1, 2, 7, 4\)",
-    ),
-    "other dtypes": (
-        [(OUT, LSE), (OUT.half(), LSE)],
-        ValueError,
-        r"same queries, placed alike, .* torch.float32, cpu, of parts\[1\] .* torch.float16, cpu",
-    ),
+REFUSALS: Refused = {
+    TypeError: {
+        r"pairs, got Tensor in parts\[0\]; call ring_attention\(": (OUT, LSE),
+        r"parts must be a list of \(out, lse\) pairs, got dict": {},
+        r"parts must be \(out, lse\) pairs, got tuple in": [(OUT,)],
+        r"lse of parts\[0\] must be a tensor, got NoneType": [(OUT, None)],
+    },
+    ValueError: {
+        r"parts must hold at least one \(out, lse\) pair, got none": [],
+        r"out of parts\[0\] must be a dense": [(OUT.to_sparse(), LSE)],
+        r"out \(B, N, S, Hv\) and lse .*, got out \(1, 8, 2, 4\) .*\(1, 2, 8\) .*; transpose": [
+            (OUT.transpose(1, 2), LSE)
+        ],
+        "floating dtype of 16 bits or more, got out": [(OUT.int(), LSE)],
+        "lse of torch.float32 or wider, got out": [(OUT, LSE.bfloat16())],
+        "lse of torch.float64 or wider, got": [(OUT.double(), LSE)],
+        "lse of torch.float32 or wider, got": [(OUT, LSE.cfloat())],
+        "out and lse placed alike": [(OUT, LSE.to("meta"))],
+        r"same queries, .* out of parts\[0\] \(1, 2, 8, 4\) .*, of parts\[1\] \(1, 2, 7, 4\)": [
+            (OUT, LSE),
+            (OUT[:, :, 1:], LSE[:, :, 1:]),
+        ],
+        r"same queries, placed alike, .* torch.float32, cpu, of parts\[1\] .* torch.float16, cpu": [
+            (OUT, LSE),
+            (OUT.half(), LSE),
+        ],
+    },
 }
 
 
-@pytest.mark.parametrize("name", REFUSALS)
-def test_refusals(name: str) -> None:
-    parts, error, message = REFUSALS[name]
-    with pytest.raises(error, match=message):
-        merge_attention(parts)
+def test_refusals() -> None:
+    check_refused(REFUSALS, merge_attention)
 
 
-def test_refusals_of_dtensors(pool: Pool) -> None:
-    pool.run(1, _refusals_of_dtensors)
-
-
-def _refusals_of_dtensors() -> None:
+@on_ranks(1)
+def test_refusals_of_dtensors() -> None:
     mesh = init_device_mesh("cpu", (1,))
 
     def placed(where: Any) -> Any:

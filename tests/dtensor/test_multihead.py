@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from dtensor_ring import ContextParallel, sequence_layout, shard_sequence, unshard_sequence
 from dtensor_ring.planning.run_table import as_layout
-from tests.pool import Pool
+from tests.pool import Pool, on_ranks
 
 WIDTH, HEADS, LENGTH, OTHER_LENGTH = 16, 4, 12, 8
 CAUSAL = nn.Transformer.generate_square_subsequent_mask(LENGTH, dtype=torch.float64)
@@ -62,11 +62,8 @@ COMPILED = "attention, causal", "causal encoder", "decoder"
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_module(pool: Pool, name: str) -> None:
-    pool.run(2, _check_module, name)
-
-
-def _check_module(name: str) -> None:
+@on_ranks(2)
+def test_module(name: str) -> None:
     """In training, and in inference, where layers have a fast path; saved, copied and compiled."""
     make, parts, call = MODULES[name]
     mesh = init_device_mesh("cpu", (2,))
@@ -106,11 +103,8 @@ def _check_module(name: str) -> None:
         same(call(compiled, *local), call(stock, *whole))
 
 
-def test_uneven_shards(pool: Pool) -> None:
-    pool.run(2, _check_uneven)
-
-
-def _check_uneven() -> None:
+@on_ranks(2)
+def test_uneven_shards() -> None:
     make, _, call = MODULES["attention, causal"]
     stock = make()
     style = ContextParallel("zigzag", seq_len=LENGTH - 1)
@@ -152,11 +146,8 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
 ]
 
 
-def test_refused(pool: Pool) -> None:
-    pool.run(2, _check_refused)
-
-
-def _check_refused() -> None:
+@on_ranks(2)
+def test_refused() -> None:
     mesh = init_device_mesh("cpu", (2,))
     x = torch.randn(2, 6, WIDTH)
 

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from dtensor_ring import SequenceAxis, ring_attention, shard_sequence
 from tests.meshes import random_inputs
-from tests.pool import Pool
+from tests.pool import on_ranks
 
 CHANGES: dict[str, Callable[[Tensor], Any]] = {
     "scaled": lambda out: out.mul_(2),
@@ -26,11 +26,8 @@ CHANGES: dict[str, Callable[[Tensor], Any]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_outputs_change_in_place(pool: Pool, change: str) -> None:
-    pool.run(2, _check_change, change)
-
-
-def _check_change(change: str) -> None:
+@on_ranks(2)
+def test_outputs_change_in_place(change: str) -> None:
     """As those of PyTorch's attention in one process: the next backward sees that they did."""
     mesh = init_device_mesh("cpu", (2,))
     SequenceAxis(mesh, "zigzag")
@@ -56,11 +53,8 @@ def _shard(x: Tensor) -> Tensor:
     return x.to_local() if isinstance(x, DTensor) else x
 
 
-def test_outputs_of_no_grad_change_in_place(pool: Pool) -> None:
-    pool.run(1, _check_change_after_no_grad)
-
-
-def _check_change_after_no_grad() -> None:
+@on_ranks(1)
+def test_outputs_of_no_grad_change_in_place() -> None:
     mesh, factor = init_device_mesh("cpu", (1,)), torch.ones((), requires_grad=True)
     with torch.no_grad():
         out = ring_attention(*random_inputs()[:3], mesh=mesh)

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 from dtensor_ring import Balanced, Mask, SequenceAxis, Striped, exchange, relayout, shard_sequence
 from dtensor_ring.planning.layout import Layout
 from dtensor_ring.planning.run_table import as_layout
-from tests.pool import Pool
+from tests.pool import on_ranks
 
 BALANCED = Balanced(Mask.causal(), 24, 4, (0, 5, 24), block=2)
 TURNS: list[tuple[Any, Any]] = [
@@ -29,16 +29,8 @@ TURNS: list[tuple[Any, Any]] = [
 """The layout that tokens are in, and the one that they come in; the axis is zigzag."""
 
 
-def test_tokens_come_in_the_other_order(pool: Pool) -> None:
-    pool.run(4, _relayout)
-
-
-def _positions(layout: Any) -> list[int]:
-    found: Layout = as_layout("zigzag" if layout is None else layout)
-    return found.positions(dist.get_rank(), 4, 24)
-
-
-def _relayout() -> None:
+@on_ranks(4)
+def test_tokens_come_in_the_other_order() -> None:
     mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("cp",))
     SequenceAxis(mesh, "zigzag")
     whole = torch.arange(24 * 6.0).view(2, 24, 3)
@@ -61,6 +53,11 @@ def _relayout() -> None:
     assert relayout(tokens, mesh, 0, "zigzag", seq_len=19) is tokens
 
 
+def _positions(layout: Any) -> list[int]:
+    found: Layout = as_layout("zigzag" if layout is None else layout)
+    return found.positions(dist.get_rank(), 4, 24)
+
+
 def _dtensors(mesh: Any, whole: Tensor) -> None:
     """Lengths that do not divide, and a mesh of two axes."""
     sharded = shard_sequence(whole[:, :19], mesh, 1).requires_grad_()
@@ -77,11 +74,8 @@ def _dtensors(mesh: Any, whole: Tensor) -> None:
     assert torch.equal(relayout(two, both["cp"], 1).full_tensor(), whole)
 
 
-def test_exchange(pool: Pool) -> None:
-    pool.run(4, _exchange)
-
-
-def _exchange() -> None:
+@on_ranks(4)
+def test_exchange() -> None:
     mesh, rank = init_device_mesh("cpu", (4,), mesh_dim_names=("cp",)), dist.get_rank()
     SequenceAxis(mesh, "zigzag")
     whole = [torch.randn(2, heads, 24, 3) for heads in (8, 2)]
@@ -132,12 +126,9 @@ WRONG: dict[str, tuple[type[Exception], str, Any]] = {
 }  # fmt: skip
 
 
-def test_bad_input(pool: Pool) -> None:
+@on_ranks(4)
+def test_bad_input() -> None:
     """Rank 0 alone calls: nothing is sent before it is refused."""
-    pool.run(4, _bad_input)
-
-
-def _bad_input() -> None:
     mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("cp",))
     x = torch.zeros(1, 2, 4, 3)
     for error, match, call in WRONG.values():

@@ -28,7 +28,7 @@ from tests.meshes import (
     place,
     random_inputs,
 )
-from tests.pool import Pool
+from tests.pool import on_ranks
 
 aten = torch.ops.aten
 
@@ -42,11 +42,9 @@ CASES: dict[str, tuple[tuple[Placement, ...], str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_dense_result(pool: Pool, name: str) -> None:
-    pool.run(4, _check_case, *CASES[name])
-
-
-def _check_case(placements: tuple[Placement, ...], layout: str, options: dict[str, Any]) -> None:
+@on_ranks(4)
+def test_dense_result(name: str) -> None:
+    placements, layout, options = CASES[name]
     mesh = annotated_mesh((2, 2), placements, layout)
     heads = (4, 2) if options.get("enable_gqa") else (4, 4)
     query, key, value, grad_out = random_inputs(2, 14 if layout != "striped" else 16, *heads)
@@ -77,11 +75,8 @@ def _check_case(placements: tuple[Placement, ...], layout: str, options: dict[st
 
 
 @pytest.mark.parametrize("shape", [(8, 4), (3, 8, 4), (2, 1, 3, 8, 4)])
-def test_other_numbers_of_dims(pool: Pool, shape: tuple[int, ...]) -> None:
-    pool.run(2, _check_dims, shape)
-
-
-def _check_dims(shape: tuple[int, ...]) -> None:
+@on_ranks(2)
+def test_other_numbers_of_dims(shape: tuple[int, ...]) -> None:
     """PyTorch has fused kernels for some of them."""
     mesh = annotated_mesh((2,), (SEQUENCE,), "zigzag")
     x, dim = torch.randn(shape), len(shape) - 2
@@ -110,11 +105,8 @@ def _four(x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("shape", [(0, 3, 8, 4), (2, 0, 8, 4), (2, 3, 0, 4), (0, 8, 4)])
-def test_empty_tensors(pool: Pool, shape: tuple[int, ...]) -> None:
-    pool.run(2, _check_empty, shape)
-
-
-def _check_empty(shape: tuple[int, ...]) -> None:
+@on_ranks(2)
+def test_empty_tensors(shape: tuple[int, ...]) -> None:
     """PyTorch computes these before DTensor's dispatcher sees them."""
     mesh, dim = annotated_mesh((2,), (SEQUENCE,), "zigzag"), len(shape) - 2
     whole = [torch.randn(shape), torch.randn(shape), torch.randn(*shape[:-1], 5)]
@@ -143,11 +135,8 @@ GPU_OPS: dict[str, Callable[..., Any]] = {
 
 
 @pytest.mark.parametrize("name", GPU_OPS)
-def test_ops_of_gpus(pool: Pool, name: str) -> None:
-    pool.run(2, _check_gpu_op, name)
-
-
-def _check_gpu_op(name: str) -> None:
+@on_ranks(2)
+def test_ops_of_gpus(name: str) -> None:
     mesh = annotated_mesh((2,), (SEQUENCE,), "zigzag")
     *whole, grad_out = random_inputs(kv_heads=4)
     dense = dense_attention(*whole, Mask.causal(), scale=0.3)
@@ -188,11 +177,8 @@ REFUSALS: dict[str, tuple[list[tuple[Placement, ...]], dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("mode", [nullcontext, torch.no_grad, torch.inference_mode])
-def test_refusals(pool: Pool, mode: Any) -> None:
-    pool.run(4, _check_refusals, mode)
-
-
-def _check_refusals(mode: Any) -> None:
+@on_ranks(4)
+def test_refusals(mode: Any) -> None:
     mesh = annotated_mesh((2, 2), (SEQUENCE, REPLICATE), "zigzag")
     for refusal in REFUSALS.values():
         _check_refusal(mesh, mode, *refusal)
@@ -227,12 +213,10 @@ UNFUSED: dict[str, tuple[int, int, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", UNFUSED)
-def test_unfused(pool: Pool, name: str) -> None:
-    pool.run(2, _check_unfused, *UNFUSED[name])
-
-
-def _check_unfused(kv_heads: int, value_head_dim: int, options: dict[str, Any]) -> None:
+@on_ranks(2)
+def test_unfused(name: str) -> None:
     """In a context without fused kernels, with and without gradients, in float64."""
+    kv_heads, value_head_dim, options = UNFUSED[name]
     mesh = annotated_mesh((2,), (SEQUENCE,), "zigzag")
     whole = random_inputs(kv_heads=kv_heads, value_head_dim=value_head_dim)
     *whole, grad_out = (x.double() for x in whole)
@@ -262,11 +246,8 @@ def _check_unfused(kv_heads: int, value_head_dim: int, options: dict[str, Any]) 
                     same(attention(*inputs), dense.out)
 
 
-def test_unfused_is_refused(pool: Pool) -> None:
-    pool.run(2, _check_unfused_refusals)
-
-
-def _check_unfused_refusals() -> None:
+@on_ranks(2)
+def test_unfused_is_refused() -> None:
     """What a ring cannot do is refused alike in every context, and before a graph runs."""
     mesh = annotated_mesh((2,), (SEQUENCE,), "zigzag")
     query, key, value, _ = (place(x, mesh, (SEQUENCE,)) for x in random_inputs(kv_heads=4))

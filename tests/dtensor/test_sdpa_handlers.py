@@ -19,7 +19,7 @@ from dtensor_ring import SequenceAxis, shard_sequence
 from dtensor_ring.dtensor import sdpa
 from tests.dtensor.test_sdpa import GPU_OPS
 from tests.meshes import BATCH, HEADS, REPLICATE, SEQUENCE, annotated_mesh, place, random_inputs
-from tests.pool import Pool
+from tests.pool import on_ranks
 
 aten = torch.ops.aten
 HANDLERS = DTensor._op_dispatcher._custom_op_handlers
@@ -39,11 +39,8 @@ def handlers_of_others() -> Iterator[None]:
         HANDLERS.update(saved)
 
 
-def test_as_before(pool: Pool) -> None:
-    pool.run(2, _check_as_before)
-
-
-def _check_as_before() -> None:
+@on_ranks(2)
+def test_as_before() -> None:
     """On an axis that is not annotated, once another one is."""
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "cp"))
     query, key, value, _ = random_inputs(4, 8, 4, 4)
@@ -86,11 +83,8 @@ def _outcomes(mesh: DeviceMesh, *whole: Tensor) -> Iterator[tuple[Any, ...]]:
     yield "no rule on CPUs", str(failure.value.__cause__ or failure.value)
 
 
-def test_attention_over_another_dim_says_which_it_should_be(pool: Pool) -> None:
-    pool.run(2, _check_other_dim)
-
-
-def _check_other_dim() -> None:
+@on_ranks(2)
+def test_attention_over_another_dim_says_which_it_should_be() -> None:
     mesh = annotated_mesh((2,), (SEQUENCE,), "zigzag")
     whole = random_inputs(kv_heads=4)[:3]
     for ndim, inputs in ((4, whole), (3, [x[0] for x in whole]), (5, [x[None] for x in whole])):
@@ -113,11 +107,8 @@ def _outcome(name: Any, out: DTensor, inputs: list[DTensor]) -> tuple[Any, ...]:
     return name, [x.placements for x in results], *(x.to_local() for x in results)
 
 
-def test_other_handlers_are_called(pool: Pool) -> None:
-    pool.run(2, _check_chain)
-
-
-def _check_chain() -> None:
+@on_ranks(2)
+def test_other_handlers_are_called() -> None:
     mesh = annotated_mesh((2,), (SEQUENCE,), "zigzag")
     query, key, value, _ = random_inputs(kv_heads=4)
     ours, other = (
@@ -145,11 +136,8 @@ def _check_chain() -> None:
         assert called == list(ops)
 
 
-def test_other_ops_of_dtensors_are_not_ours(pool: Pool) -> None:
-    pool.run(1, _check_other_ops)
-
-
-def _check_other_ops() -> None:
+@on_ranks(1)
+def test_other_ops_of_dtensors_are_not_ours() -> None:
     """The table holds attention, what replaces it, and the one op that its tracing asks for."""
     with handlers_of_others():
         before = set(HANDLERS)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from functools import partial
 from typing import Any
 
 import pytest
@@ -23,63 +25,45 @@ from dtensor_ring import (
     shard_sequence,
     unshard_sequence,
 )
-from tests.pool import Pool
+from dtensor_ring.dtensor.annotation import annotation_of
+from dtensor_ring.planning.run_table import as_layout
+from tests.pool import on_ranks
+from tests.refusals import Refused, check_refused
 
 LAYOUTS = ("contiguous", "striped", "zigzag")
 
-# Which tokens each rank holds, written out: the ranks, the length, and the tokens by rank.
-HELD: dict[str, list[tuple[int, int, list[list[int]]]]] = {
-    "contiguous": [
-        (1, 3, [[0, 1, 2]]),
-        (2, 5, [[0, 1, 2], [3, 4]]),
-        (3, 9, [[0, 1, 2], [3, 4, 5], [6, 7, 8]]),
-        (4, 5, [[0, 1], [2, 3], [4], []]),
-    ],
-    "striped": [
-        (1, 3, [[0, 1, 2]]),
-        (3, 9, [[0, 3, 6], [1, 4, 7], [2, 5, 8]]),
-        (4, 8, [[0, 4], [1, 5], [2, 6], [3, 7]]),
-    ],
-    "zigzag": [
-        (1, 3, [[0, 1, 2]]),
-        (2, 8, [[0, 1, 6, 7], [2, 3, 4, 5]]),
-        (2, 5, [[0, 1, 4], [2, 3]]),
-        (3, 12, [[0, 1, 10, 11], [2, 3, 8, 9], [4, 5, 6, 7]]),
-        (4, 5, [[0, 4], [1, 3], [2], []]),
-    ],
-}
-
-
 CAUSAL = Mask.causal()
-BALANCED = [
-    Balanced(CAUSAL, 3, 1, block=2),
-    Balanced(CAUSAL, 16, 2, (0, 12, 16), block=2),
-    Balanced(CAUSAL, 12, 3, (0, 8, 12), block=1),
-    Balanced(CAUSAL, 9, 4, (0, 7, 9), block=1),  # the last rank holds nothing
+HELD: list[tuple[int, int, str | Balanced]] = [
+    *((1, 3, name) for name in LAYOUTS),
+    *((2, 5, name) for name in ("contiguous", "zigzag")),
+    *((3, 12, name) for name in LAYOUTS),
+    *((4, 5, name) for name in ("contiguous", "zigzag")),  # the last rank holds nothing
+    (4, 8, "striped"),
+    (1, 3, Balanced(CAUSAL, 3, 1, block=2)),
+    (2, 16, Balanced(CAUSAL, 16, 2, (0, 12, 16), block=2)),
+    (3, 12, Balanced(CAUSAL, 12, 3, (0, 8, 12), block=1)),
+    (4, 9, Balanced(CAUSAL, 9, 4, (0, 7, 9), block=1)),  # nor here
 ]
+"""Ranks, a length, and the layout."""
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_round_trip(pool: Pool, layout: str) -> None:
-    for world_size, seq_len, held in HELD[layout]:
-        pool.run(world_size, _check_round_trip, layout, seq_len, held)
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@on_ranks()
+def test_round_trips() -> None:
+    size = dist.get_world_size()
+    for layout, seq_len in [(layout, length) for ranks, length, layout in HELD if ranks == size]:
+        mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("cp",))
+        annotation_of(mesh.get_group()).config = None  # that of the layout before
+        _check_round_trip(mesh, layout, seq_len)
 
 
-@pytest.mark.parametrize("layout", BALANCED, ids=lambda layout: f"{layout.world_size} ranks")
-def test_round_trip_of_a_batch(pool: Pool, layout: Balanced) -> None:
-    world_size, seq_len = layout.world_size, layout.seq_len
-    held = [layout.positions(rank, world_size, seq_len) for rank in range(world_size)]
-    pool.run(world_size, _check_round_trip, layout, seq_len, held)
-
-
-def _check_round_trip(layout: Balanced | str, seq_len: int, held: list[list[int]]) -> None:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
-    mine = torch.tensor(held[dist.get_rank()], dtype=torch.int64)
+def _check_round_trip(mesh: DeviceMesh, layout: Balanced | str, seq_len: int) -> None:
+    mine = torch.tensor(as_layout(layout).positions(dist.get_rank(), mesh.size(), seq_len)).long()
     again = of_batch(layout)
     for dim in (0, 1, 2, -1, -2):
         shape = [2, 3, 4]
         shape[dim] = seq_len
-        for whole in (torch.randn(shape), torch.arange(whole_size(shape)).view(shape)):
+        for whole in (torch.randn(shape), torch.arange(math.prod(shape)).view(shape)):
             sharded = shard_sequence(whole, mesh, dim, layout)
             assert sequence_layout(mesh).name == getattr(layout, "name", layout)
             assert sharded.placements == (Shard(dim % 3),)
@@ -95,16 +79,9 @@ def of_batch(layout: Balanced | str) -> Balanced | None:
     return layout if isinstance(layout, Balanced) else None
 
 
-def whole_size(shape: list[int]) -> int:
-    return int(torch.tensor(shape).prod())
-
-
 @pytest.mark.parametrize("layout", [*LAYOUTS, Balanced(CAUSAL, 8, 4, (0, 6, 8), block=1)])
-def test_gradients(pool: Pool, layout: Balanced | str) -> None:
-    pool.run(4, _check_gradients, layout)
-
-
-def _check_gradients(layout: Balanced | str) -> None:
+@on_ranks(4)
+def test_gradients(layout: Balanced | str) -> None:
     mesh, again = init_device_mesh("cpu", (4,)), of_batch(layout)
     weight = torch.randn(2, 8, 3)
     whole = torch.randn(2, 8, 3, requires_grad=True)
@@ -120,11 +97,8 @@ def _check_gradients(layout: Balanced | str) -> None:
     torch.testing.assert_close(whole.grad, expected)
 
 
-def test_two_batches_on_one_mesh(pool: Pool) -> None:
-    pool.run(2, _check_two_batches)
-
-
-def _check_two_batches() -> None:
+@on_ranks(2)
+def test_two_batches_on_one_mesh() -> None:
     mesh, whole = init_device_mesh("cpu", (2,)), torch.randn(16)
     layouts = [Balanced(CAUSAL, 16, 2, (0, end, 16), block=2) for end in (10, 12)]
     first, second = (shard_sequence(whole, mesh, 0, layout) for layout in layouts)
@@ -134,11 +108,8 @@ def _check_two_batches() -> None:
         assert torch.equal(unshard_sequence(sharded, 0, layout), whole)
 
 
-def test_refusals_of_a_batch(pool: Pool) -> None:
-    pool.run(4, _check_refusals_of_a_batch)
-
-
-def _check_refusals_of_a_batch() -> None:
+@on_ranks(4)
+def test_refusals_of_a_batch() -> None:
     mesh, whole = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp")), torch.arange(16)
     layout, longer = (Balanced(CAUSAL, seq_len, 2, block=2) for seq_len in (16, 18))
     zigzag = shard_sequence(whole, mesh["dp"], 0, "zigzag")
@@ -154,11 +125,8 @@ def _check_refusals_of_a_batch() -> None:
             function(*args)
 
 
-def test_unaligned_default_is_contiguous(pool: Pool) -> None:
-    pool.run(2, _check_default)
-
-
-def _check_default() -> None:
+@on_ranks(2)
+def test_unaligned_default_is_contiguous() -> None:
     mesh = init_device_mesh("cpu", (2,))
     sharded = shard_sequence(torch.arange(6), mesh, 0)
     assert sequence_layout(mesh) is None
@@ -166,12 +134,9 @@ def _check_default() -> None:
     assert torch.equal(unshard_sequence(sharded, 0), torch.arange(6))
 
 
-def test_all_lengths_compile_twice(pool: Pool) -> None:
+@on_ranks(2)
+def test_all_lengths_compile_twice() -> None:
     """From the second length on it is a symbol of the graph."""
-    pool.run(2, _check_lengths)
-
-
-def _check_lengths() -> None:
     mesh, counter = init_device_mesh("cpu", (2,)), CompileCounter()
     SequenceAxis(mesh, "zigzag")
     shard = torch.compile(shard_sequence, fullgraph=True, backend=counter)
@@ -181,11 +146,8 @@ def _check_lengths() -> None:
     assert counter.frame_count <= 2
 
 
-def test_unshard_on_more_axes(pool: Pool) -> None:
-    pool.run(4, _check_more_axes)
-
-
-def _check_more_axes() -> None:
+@on_ranks(4)
+def test_unshard_on_more_axes() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
     SequenceAxis(mesh["cp"], "zigzag")
     whole = torch.randn(4, 9, 2)
@@ -213,60 +175,62 @@ def placed(local: Tensor, mesh: Any, placements: Any, whole: Tensor) -> DTensor:
     )
 
 
-def test_refusals(pool: Pool) -> None:
-    pool.run(4, _check_refusals)
-
-
-def _check_refusals() -> None:
+@on_ranks(4)
+def test_refusals() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
-    tokens = torch.arange(9)
-    with pytest.raises(
-        ValueError, match="multiple of the 2 ranks of the ring, got 9; pad it to 10"
-    ):
+    tokens: Any = torch.arange(9)
+    with pytest.raises(ValueError, match="of the 2 ranks of the ring, got 9; pad it to 10"):
         shard_sequence(tokens, mesh["dp"], 0, "striped")
-    SequenceAxis(mesh["cp"], "zigzag")
-    with pytest.raises(ValueError, match="unknown layout 'spiral'"):
-        shard_sequence(tokens, mesh["cp"], 0, "spiral")
-    with pytest.raises(ValueError, match="runs over one axis"):
-        shard_sequence(tokens, mesh, 0)
-    with pytest.raises(IndexError, match=r"dim must be from -1 to 0 for a tensor of .*, got 1"):
-        shard_sequence(tokens, mesh["cp"], 1)
-    sharded = shard_sequence(torch.arange(8).view(2, 4), mesh["cp"], 1)
-    with pytest.raises(ValueError, match="dim 0 of dtensor must be sharded over one mesh axis"):
-        unshard_sequence(sharded, 0)
-    with pytest.raises(IndexError, match=r"dim must be from -2 to 1 for a dtensor of .*, got 2"):
-        unshard_sequence(sharded, 2)
-    with pytest.raises(TypeError, match="dtensor must be a DTensor, as shard_sequence returns, "):
-        unshard_sequence(tokens, 0)  # pyrefly: ignore
-    for wrong in (None, "1", 1.0, True):
-        with pytest.raises(TypeError, match=f"dim must be an int, got {wrong!r}"):
-            shard_sequence(tokens, mesh["cp"], wrong)
-        with pytest.raises(TypeError, match=f"dim must be an int, got {wrong!r}"):
-            unshard_sequence(sharded, wrong)
-    with pytest.raises(
-        ValueError, match=r"tensor must be a dense, strided tensor, got a torch.spa"
-    ):
-        shard_sequence(tokens.to_sparse(), mesh["cp"], 0)
-    for dtype in (torch.uint16, torch.float8_e4m3fn):
-        narrow = shard_sequence(tokens.to(dtype), mesh["cp"], 0)
-        assert torch.equal(unshard_sequence(narrow, 0).int(), tokens.int()), "bytes are moved"
-    for misuse in (lambda x: unshard_sequence(sharded, 1, x), sequence_runs):
-        with pytest.raises(
-            TypeError, match=r"only a Balanced layout .* got 'zigzag'; of any other"
-        ):
-            misuse("zigzag")
+    SequenceAxis(cp := mesh["cp"], "zigzag")
+    sharded: Any = shard_sequence(torch.arange(8).view(2, 4), cp, 1)
     line = init_device_mesh("cpu", (4,))
-    shard_sequence(tokens, line, 0)
-    with pytest.raises(ValueError, match=r"contiguous, it cannot become zigzag: .* annotate"):
-        SequenceAxis(line, "zigzag")
-    for tensor in ([0, 1], shard_sequence(tokens, line, 0)):
-        with pytest.raises(
-            TypeError, match="tensor must be a plain tensor that every rank holds wh"
-        ):
-            shard_sequence(tensor, line, 0)
+    of_line: Any = shard_sequence(tokens, line, 0)
     absent = DeviceMesh("cpu", [(dist.get_rank() + 1) % 4], _init_backend=False)
-    with pytest.raises(ValueError, match="is not part of"):
-        shard_sequence(tokens, absent, 0)
+    refused: Refused = {
+        ValueError: {
+            "unknown layout 'spiral'": lambda: shard_sequence(tokens, cp, 0, "spiral"),
+            "runs over one axis": lambda: shard_sequence(tokens, mesh, 0),
+            "dim 0 of dtensor must be sharded over one mesh axis": lambda: unshard_sequence(
+                sharded, 0
+            ),
+            "must be a dense, strided tensor, got a torch.spa": lambda: shard_sequence(
+                tokens.to_sparse(), cp, 0
+            ),
+            "contiguous, it cannot become zigzag: .* annotate": lambda: SequenceAxis(
+                line, "zigzag"
+            ),
+            "is not part of": lambda: shard_sequence(tokens, absent, 0),
+        },
+        IndexError: {
+            "dim must be from -1 to 0 for a tensor of .*, got 1": lambda: shard_sequence(
+                tokens, cp, 1
+            ),
+            "dim must be from -2 to 1 for a dtensor of .*, got 2": lambda: unshard_sequence(
+                sharded, 2
+            ),
+        },
+        TypeError: {
+            "must be a DTensor, as shard_sequence returns, ": lambda: unshard_sequence(tokens, 0),
+            "only a Balanced layout .* got 'zigzag'; of any": lambda: sequence_runs("zigzag"),
+            "only a Balanced layout .*; of any other": lambda: unshard_sequence(
+                sharded, 1, "zigzag"
+            ),
+            "must be a plain tensor that every rank holds whole": lambda: shard_sequence(
+                of_line, line, 0
+            ),
+            "be a plain tensor that every rank holds whole": lambda: shard_sequence(
+                [0, 1], line, 0
+            ),
+        },
+    }
+    check_refused(refused)
+    for wrong in (None, "1", 1.0, True):
+        for call in (lambda x: shard_sequence(tokens, cp, x), partial(unshard_sequence, sharded)):
+            with pytest.raises(TypeError, match=f"dim must be an int, got {wrong!r}"):
+                call(wrong)
+    for dtype in (torch.uint16, torch.float8_e4m3fn):
+        narrow = shard_sequence(tokens.to(dtype), cp, 0)
+        assert torch.equal(unshard_sequence(narrow, 0).int(), tokens.int()), "bytes are moved"
 
 
 def test_slices_as_a_tensor() -> None:

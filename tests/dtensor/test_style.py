@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from inspect import signature
+from itertools import product
 from typing import Any
 
 import pytest
@@ -25,7 +26,7 @@ from dtensor_ring.ops.ring_op import ring_backward_op, ring_op
 from dtensor_ring.planning.run_table import as_layout
 from tests.dense import dense_attention
 from tests.meshes import random_inputs
-from tests.pool import Pool
+from tests.pool import Pool, on_ranks
 
 NUM_LAYERS, WIDTH, HEADS, SEQ_LEN = 2, 16, 2, 12
 
@@ -77,30 +78,19 @@ def ring_model(layout: str, seq_len: int | None = None) -> tuple[nn.Module, Mode
     return ringing, whole, mine
 
 
-@pytest.mark.parametrize("layout", ["contiguous", "striped", "zigzag"])
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_model(pool: Pool, layout: str, world_size: int) -> None:
-    pool.run(world_size, _check_model, layout)
+MODELS: list[Any] = [
+    *product((1, 2, 3), ("contiguous", "striped", "zigzag"), (None,), (None,)),
+    *product((2,), ("contiguous", "zigzag"), (None,), (63,)),
+    *product((3,), ("contiguous", "zigzag"), (None,), (64, 2)),
+    *product((2,), ("zigzag",), ("aot_eager",), (None, 63)),
+    pytest.param(2, "zigzag", "inductor", None, marks=pytest.mark.repeats),
+]
+"""Ranks, layouts, compilers, and lengths that the ranks do not divide."""
 
 
-@pytest.mark.parametrize(
-    "backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.repeats)]
-)
-def test_compiled_model(pool: Pool, backend: str) -> None:
-    pool.run(2, _check_model, "zigzag", backend)
-
-
-@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
-@pytest.mark.parametrize(("world_size", "seq_len"), [(2, 63), (3, 64), (3, 2)])
-def test_uneven_shards(pool: Pool, layout: str, world_size: int, seq_len: int) -> None:
-    pool.run(world_size, _check_model, layout, None, seq_len)
-
-
-def test_compiled_uneven_shards(pool: Pool) -> None:
-    pool.run(2, _check_model, "zigzag", "aot_eager", 63)
-
-
-def _check_model(layout: str, backend: str | None = None, seq_len: int | None = None) -> None:
+@pytest.mark.parametrize(("world_size", "layout", "backend", "seq_len"), MODELS)
+@on_ranks()
+def test_model(layout: str, backend: str | None, seq_len: int | None) -> None:
     ringing, whole, mine = ring_model(layout, seq_len)
     x, grad = torch.randn(2, 2, seq_len or SEQ_LEN, WIDTH)
     expected = whole(x)
@@ -118,11 +108,8 @@ def _check_model(layout: str, backend: str | None = None, seq_len: int | None = 
         torch.testing.assert_close(ours.grad, theirs.grad, atol=1e-4, rtol=1e-4)
 
 
-def test_lengths_that_nobody_told(pool: Pool) -> None:
-    pool.run(2, _check_untold)
-
-
-def _check_untold() -> None:
+@on_ranks(2)
+def test_lengths_that_nobody_told() -> None:
     """The error says how to tell them; a told one that no shard has is refused by each rank."""
     mesh = init_device_mesh("cpu", (2,))
     for seq_len, error, message in (
@@ -150,11 +137,8 @@ class Mixes(nn.Module):
         return [self.then(ring_attention(query, key, value), value)]
 
 
-def test_whole_results(pool: Pool) -> None:
-    pool.run(2, _check_whole_results)
-
-
-def _check_whole_results() -> None:
+@on_ranks(2)
+def test_whole_results() -> None:
     """One that has all tokens on each rank is refused, also compiled; parts of tokens are not."""
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "cp"))
     inputs = torch.randn(3, 1, 2, 6, 4)
@@ -173,11 +157,8 @@ def _check_whole_results() -> None:
                 called(*inputs)
 
 
-def test_one_node_per_attention(pool: Pool) -> None:
-    pool.run(2, _check_graph)
-
-
-def _check_graph() -> None:
+@on_ranks(2)
+def test_one_node_per_attention() -> None:
     ringing, _, mine = ring_model("zigzag")
     graphs: list[fx.GraphModule] = []
 
@@ -196,11 +177,8 @@ def _check_graph() -> None:
         assert not [target for target in others if "attention" in target or "c10d" in target]
 
 
-def test_batch_sizes_recompile_twice_at_most(pool: Pool) -> None:
-    pool.run(2, _check_recompiles)
-
-
-def _check_recompiles() -> None:
+@on_ranks(2)
+def test_batch_sizes_recompile_twice_at_most() -> None:
     ringing, _, mine = ring_model("zigzag")
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(ringing, fullgraph=True, backend=counter)
@@ -236,13 +214,9 @@ CALLS: dict[str, tuple[tuple[str, ...], str, list[str], str, str]] = {
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_calls(pool: Pool, name: str) -> None:
-    pool.run(2, _check_call, *CALLS[name])
-
-
-def _check_call(
-    inputs: tuple[str, ...], positional: str, names: list[str], placed: str, placed_names: str
-) -> None:
+@on_ranks(2)
+def test_calls(name: str) -> None:
+    inputs, positional, names, placed, placed_names = CALLS[name]
     mesh = init_device_mesh("cpu", (2,))
     style = ContextParallel("striped", inputs=inputs)
     module = parallelize_module(Capture(), mesh, style)
@@ -292,11 +266,8 @@ class Windowed(nn.Module):
         return ring_attention(q, k, v, mask=Mask.sliding(2), return_lse=True)
 
 
-def test_ring_attention_inside(pool: Pool) -> None:
-    pool.run(3, _check_inside)
-
-
-def _check_inside() -> None:
+@on_ranks(3)
+def test_ring_attention_inside() -> None:
     mesh = init_device_mesh("cpu", (3,))
     style = ContextParallel("zigzag", inputs=("q", "k", "v"))
     module = parallelize_module(Windowed(), mesh, {"": style})
@@ -347,11 +318,8 @@ def _check_refusals() -> None:
             flat(torch.zeros(1, 2, 4, 8), wrong, torch.zeros(1, 2, 4, 8))
 
 
-def test_the_name_of_a_layer_that_fails_is_forgotten(pool: Pool) -> None:
-    pool.run(1, _check_name)
-
-
-def _check_name() -> None:
+@on_ranks(1)
+def test_the_name_of_a_layer_that_fails_is_forgotten() -> None:
     """Or ranks would compare it in the next call of the thread, whatever that is."""
     mesh = init_device_mesh("cpu", (1,))
     module = parallelize_module(Attention(), mesh, ContextParallel())

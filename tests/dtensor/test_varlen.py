@@ -20,7 +20,7 @@ from dtensor_ring import Mask, SequenceAxis, Slices, unshard_sequence
 from tests.dense import dense_attention
 from tests.dtensor.flex.flex_calls import OFTEN, cases
 from tests.graphs import capturing
-from tests.pool import Pool
+from tests.pool import Pool, on_ranks
 from tests.slices import shown
 
 LENGTH = 42
@@ -112,11 +112,8 @@ def _check(
         torch.testing.assert_close(unshard_sequence(actual, 0), wanted[0].transpose(0, 1))
 
 
-def test_heads_on_another_axis(pool: Pool) -> None:
-    pool.run(4, _check_heads)
-
-
-def _check_heads() -> None:
+@on_ranks(4)
+def test_heads_on_another_axis() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
     axis = SequenceAxis(mesh["cp"], "zigzag")
     torch.manual_seed(0)
@@ -136,11 +133,8 @@ def _check_heads() -> None:
     torch.testing.assert_close(found.double(), dense.out[0].transpose(0, 1), atol=1e-5, rtol=1e-5)
 
 
-def test_what_is_refused(pool: Pool) -> None:
-    pool.run(2, _check_refused)
-
-
-def _check_refused() -> None:
+@on_ranks(2)
+def test_what_is_refused() -> None:
     axis = SequenceAxis(init_device_mesh("cpu", (2,)), "zigzag")
     whole = [torch.randn(LENGTH, 2, 8) for _ in range(3)]
     placed: Any = [axis.shard(x, 0) for x in whole]

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from dtensor_ring import RingError
 from dtensor_ring.extension import checked_barrier
 from dtensor_ring.handover.call import end_calls, group_beside, handing_over
-from tests.pool import Pool
+from tests.pool import on_ranks
 
 CPU = torch.device("cpu")
 
@@ -31,7 +31,9 @@ def leaves(group: Any, error: BaseException) -> None:
         raise error
 
 
-def check_error(error: type[BaseException]) -> None:
+@pytest.mark.parametrize("error", [RingError, ValueError, KeyboardInterrupt])
+@on_ranks(2)
+def test_an_error_ends_a_hand_over(error: type[BaseException]) -> None:
     group, begin = group_beside(init_device_mesh("cpu", (2,)).get_group()), time.monotonic()
     if dist.get_rank() == 0:
         with pytest.raises(error, match="of another group") as caught:
@@ -43,18 +45,14 @@ def check_error(error: type[BaseException]) -> None:
     assert time.monotonic() - begin < 30, "a deadline against hangs"
 
 
-@pytest.mark.parametrize("error", [RingError, ValueError, KeyboardInterrupt])
-def test_an_error_ends_a_hand_over(pool: Pool, error: type[BaseException]) -> None:
-    pool.run(2, check_error, error)
-
-
 def hears_and_raises(group: Any) -> None:
     with handing_over(group, {}, CPU) as posts:
         posts.hear(1 - dist.get_rank(), torch.zeros(1))
         raise ValueError("on all")
 
 
-def check_all_raise() -> None:
+@on_ranks(2)
+def test_all_ranks_raise() -> None:
     """At the same point, but what they wait for was never sent."""
     group, begin = init_device_mesh("cpu", (2,)).get_group(), time.monotonic()
     with pytest.raises(ValueError, match="on all"):
@@ -62,11 +60,8 @@ def check_all_raise() -> None:
     assert time.monotonic() - begin < 30, "a deadline against hangs"
 
 
-def test_all_ranks_raise(pool: Pool) -> None:
-    pool.run(2, check_all_raise)
-
-
-def check_end() -> None:
+@on_ranks(2)
+def test_calls_of_another_group_end() -> None:
     group, begin = init_device_mesh("cpu", (2,)).get_group(), time.monotonic()
     if dist.get_rank() == 0:
         end_calls(group, ValueError("elsewhere"))
@@ -78,11 +73,8 @@ def check_end() -> None:
     assert time.monotonic() - begin < 30, "a deadline against hangs"
 
 
-def test_calls_of_another_group_end(pool: Pool) -> None:
-    pool.run(2, check_end)
-
-
-def check_beside() -> None:
+@on_ranks(2)
+def test_a_group_beside_another() -> None:
     """Messages of a group and of the one beside it are apart, and each compares its own calls."""
     group = init_device_mesh("cpu", (2,)).get_group()
     beside, rank, heard = group_beside(group), dist.get_rank(), torch.zeros(2)
@@ -100,7 +92,3 @@ def check_beside() -> None:
         handing_over(beside, {"step": rank}, CPU),
     ):
         pass
-
-
-def test_a_group_beside_another(pool: Pool) -> None:
-    pool.run(2, check_beside)

@@ -19,7 +19,7 @@ from dtensor_ring import HandOver, RingError, ShardedCache, hand_over
 from dtensor_ring.handover.plan import head_span
 from dtensor_ring.transport.transport import ProcessGroupTransport
 from tests.decode.caches import LAYERS, tokens
-from tests.pool import Pool
+from tests.pool import Pool, on_ranks
 
 PAIRS = [
     ((0,), (1,)),
@@ -141,7 +141,8 @@ def test_hand_over(pool: Pool) -> None:
     pool.run(4, check_moves, PAIRS, FORMATS)
 
 
-def check_heads() -> None:
+@on_ranks(4)
+def test_tensor_parallel_heads() -> None:
     """Tensor-parallel ranks get the columns of their heads; heads that are fewer are copied."""
     mesh = init_device_mesh("cpu", (4,))
     grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
@@ -155,11 +156,8 @@ def check_heads() -> None:
             assert torch.equal(found, x[:, begin:end, target.positions])
 
 
-def test_tensor_parallel_heads(pool: Pool) -> None:
-    pool.run(4, check_heads)
-
-
-def check_layers() -> None:
+@on_ranks(3)
+def test_layers_are_sent_one_by_one() -> None:
     """Layers are sent while later ones are computed; padding does not move."""
     mesh, source, target = init_device_mesh("cpu", (3,)), cache_on((0, 1)), cache_on((2,))
     torch.manual_seed(0)
@@ -196,11 +194,8 @@ def check_layers() -> None:
             assert all(map(torch.equal, target.whole(number), (x[:, :, :9] for x in pair)))
 
 
-def test_layers_are_sent_one_by_one(pool: Pool) -> None:
-    pool.run(3, check_layers)
-
-
-def check_refused() -> None:
+@on_ranks(3)
+def test_what_does_not_fit() -> None:
     mesh, rank = init_device_mesh("cpu", (3,)), dist.get_rank()
     source = cache_on((0, 1))
     target, rounded, filled = (cache_on((2,), *x) for x in ((), (None, 64, "int8"), ()))
@@ -227,11 +222,8 @@ def check_refused() -> None:
         hand_over(source, target, mesh)
 
 
-def test_what_does_not_fit(pool: Pool) -> None:
-    pool.run(3, check_refused)
-
-
-def check_failure() -> None:
+@on_ranks(3)
+def test_a_rank_raises() -> None:
     """A rank raises before its second layer: all ranks know at once, and none waits."""
     mesh, rank = init_device_mesh("cpu", (3,)), dist.get_rank()
     source, target = cache_on((0, 1)), cache_on((2,))
@@ -248,7 +240,3 @@ def check_failure() -> None:
         move()
     assert time.monotonic() - begin < 30, "a deadline against hangs"
     assert target is None or not target.seq_len
-
-
-def test_a_rank_raises(pool: Pool) -> None:
-    pool.run(3, check_failure)

@@ -15,7 +15,7 @@ from dtensor_ring.handover.pages import moving_blocks
 from dtensor_ring.handover.plan import MovedTokens
 from dtensor_ring.paged.page_memory import QuantisedPages, _tensors
 from tests.handover.test_hand_over import sent_bytes
-from tests.pool import Pool
+from tests.pool import on_ranks
 
 BLOCK, LAYERS, HEADS, DIMS = 16, 2, 2, (8, 4)
 GROUPS = [([0], [1]), ([0, 1], [2]), ([0, 1, 2], [1, 2]), ([2], [0, 1])]
@@ -52,7 +52,31 @@ def kept_bytes(lengths: tuple[int, ...], kv_dtype: str | None) -> int:
     return LAYERS * total
 
 
-def check_moves(kv_dtype: str | None) -> None:
+def columns(cache: PagedCache | None, pairs: list[Any], side: int) -> dict[Any, Any]:
+    """By layer, sequence and block: the tokens, and for full units the numbers as they are kept."""
+    found: dict[Any, Any] = {}
+    if cache is None:
+        return found
+    dealing, memory = cache.pool.dealing, cache._memory
+    for layer in range(LAYERS):
+        for number, pair in enumerate(pairs):
+            sequence = pair[side]
+            pieces = [x.split(BLOCK, 2) for x in cache.gather(layer, sequence)]
+            mine = [n for n in range(sequence.num_blocks) if dealing.owner(n) == cache.rank]
+            for at, block in enumerate(mine):
+                kept = [x[at] for x in pieces]
+                full = (block + 1) * BLOCK <= len(sequence)
+                if isinstance(memory, QuantisedPages) and full:
+                    unit = sequence.blocks[cache.rank][at] + layer * memory._num_units
+                    kept += [x[unit] for q in memory._closed for x in _tensors(q)]
+                    assert memory._slot[unit] < 0
+                found[layer, number, block] = kept
+    return found
+
+
+@pytest.mark.parametrize("kv_dtype", [None, "int8", "fp8"])
+@on_ranks(3)
+def test_blocks_move(kv_dtype: str | None) -> None:
     group, rank = group_beside(init_device_mesh("cpu", (3,)).get_group()), dist.get_rank()
     for ranks in GROUPS:
         (one, given), (other, taken) = (pool_on(x, kv_dtype) for x in ranks)
@@ -92,34 +116,8 @@ def check_moves(kv_dtype: str | None) -> None:
             assert all(map(torch.equal, x, everything[key])), key
 
 
-def columns(cache: PagedCache | None, pairs: list[Any], side: int) -> dict[Any, Any]:
-    """By layer, sequence and block: the tokens, and for full units the numbers as they are kept."""
-    found: dict[Any, Any] = {}
-    if cache is None:
-        return found
-    dealing, memory = cache.pool.dealing, cache._memory
-    for layer in range(LAYERS):
-        for number, pair in enumerate(pairs):
-            sequence = pair[side]
-            pieces = [x.split(BLOCK, 2) for x in cache.gather(layer, sequence)]
-            mine = [n for n in range(sequence.num_blocks) if dealing.owner(n) == cache.rank]
-            for at, block in enumerate(mine):
-                kept = [x[at] for x in pieces]
-                full = (block + 1) * BLOCK <= len(sequence)
-                if isinstance(memory, QuantisedPages) and full:
-                    unit = sequence.blocks[cache.rank][at] + layer * memory._num_units
-                    kept += [x[unit] for q in memory._closed for x in _tensors(q)]
-                    assert memory._slot[unit] < 0
-                found[layer, number, block] = kept
-    return found
-
-
-@pytest.mark.parametrize("kv_dtype", [None, "int8", "fp8"])
-def test_blocks_move(pool: Pool, kv_dtype: str | None) -> None:
-    pool.run(3, check_moves, kv_dtype)
-
-
-def check_differ() -> None:
+@on_ranks(2)
+def test_ranks_differ() -> None:
     """Ranks that move other blocks."""
     group = group_beside(init_device_mesh("cpu", (2,)).get_group())
     rank, ranks = dist.get_rank(), ([0], [1])
@@ -137,7 +135,3 @@ def check_differ() -> None:
 
     with pytest.raises(RingError, match="they differ in blocks that move"):
         move()
-
-
-def test_ranks_differ(pool: Pool) -> None:
-    pool.run(2, check_differ)

@@ -6,20 +6,30 @@ from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
 
-from dtensor_ring.lab.recorded import Cost
+import torch
+from torch import Tensor
+
+from dtensor_ring.lab.recorded import Cost, Recorder
 from dtensor_ring.transport.transport import P2P, ProcessGroupTransport
 
 
 def counted(run: Callable[[], Any]) -> tuple[Any, Cost]:
-    """What a call returns, and its messages; buffers are not counted."""
-    cost, start = Cost(), ProcessGroupTransport.start
+    """What a call returns, its messages, and the most bytes of buffers at once."""
+    noted, real = Recorder(), ProcessGroupTransport
+    start, allocate, free = real.start, real.allocate, real.free
 
-    def counting(this: Any, receives: list[P2P], sends: list[P2P]) -> Any:
-        nonlocal cost
-        sent, received = (sum(x.flat.nbytes for x in side) for side in (sends, receives))
-        cost += Cost(sent, received, len(sends))
+    def starting(this: Any, receives: list[P2P], sends: list[P2P]) -> Any:
+        noted.start(receives, sends)
         return start(this, receives, sends)
 
-    with patch.object(ProcessGroupTransport, "start", counting):
+    def allocating(this: Any, num_bytes: int, device: torch.device) -> Tensor:
+        noted.allocate(num_bytes, device)
+        return allocate(this, num_bytes, device)
+
+    def freeing(this: Any, buffer: Tensor) -> None:
+        noted.free(buffer)
+        free(this, buffer)
+
+    with patch.multiple(real, start=starting, allocate=allocating, free=freeing):
         result = run()
-    return result, cost
+    return result, noted.cost

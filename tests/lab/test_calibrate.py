@@ -32,7 +32,7 @@ from dtensor_ring.lab.machine import FORMS, Curve, KernelSpeed, Links, Machine
 from dtensor_ring.lab.presets import as_machine
 from parallel_plans.models import load
 from tests.fake_cuda import fake_cuda
-from tests.pool import Pool
+from tests.pool import Pool, on_ranks
 from tests.scripts import run_script
 from tests.test_public import ROOT
 
@@ -290,11 +290,8 @@ def test_kinds_of_messages() -> None:
             assert messages.calls.pop() == (kind if kind != "p2p" else "shift", expected)
 
 
-def test_time_of_a_gpu(pool: Pool) -> None:
-    pool.run(1, _check_gpu)
-
-
-def _check_gpu() -> None:
+@on_ranks(1)
+def test_time_of_a_gpu() -> None:
     """Events time what the stream does, and the host is not asked to wait for each call."""
     with fake_cuda():
         watch = Stopwatch(torch.device("cuda"), Effort(repeats=3, shortest=1e-3, longest=1.0))
@@ -310,11 +307,8 @@ def _check_gpu() -> None:
         assert 0 <= first <= second
 
 
-def test_a_series_stops_at_long_calls(pool: Pool) -> None:
-    pool.run(1, _check_long)
-
-
-def _check_long() -> None:
+@on_ranks(1)
+def test_a_series_stops_at_long_calls() -> None:
     now = [0.0]
     made = []
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import cycle
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from dtensor_ring.lab.recorded import Cost, RankAttention, Recorder
 from dtensor_ring.planning.route import ROUTES
 from dtensor_ring.planning.run_table import as_layout
 from dtensor_ring.planning.strategy import as_strategy
+from dtensor_ring.transport import rotation
 from dtensor_ring.transport.transport import ProcessGroupTransport, TransferPolicy
 from tests.lab.counted import counted
 from tests.pool import Pool
@@ -36,6 +38,7 @@ SEEN: list[dict[str, Any]] = [
 STRATEGIES = [*ROUTES, "ulysses:2", "ulysses:2+all_gather", "ulysses:4"]
 POLICIES = [TransferPolicy(), TransferPolicy("int8"), TransferPolicy(grad_dtype=torch.bfloat16)]
 POLICIES += [TransferPolicy("fp8")]
+EXCHANGED = BATCH * SEQ_LEN // WORLD_SIZE * sum(HEADS) * sum(HEAD_DIMS) * DTYPE.itemsize
 ROWS = 3, 64, 1024, 4096
 """Queries that are decoded, times batch; many of them are merged in two rounds."""
 
@@ -53,15 +56,30 @@ def rings() -> list[Case]:
     ]
 
 
-def test_counted_is_what_gloo_sends(pool: Pool) -> None:
-    """Strategies, masks, layouts, eight bits, and decode; `test_chosen_keys.py` has chosen keys."""
-    by_rank = pool.run(WORLD_SIZE, _sent)
+@pytest.mark.parametrize("large", [rotation.LARGE, 6 * 128])
+def test_counted_is_what_gloo_sends(
+    pool: Pool, large: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Strategies, masks, layouts, eight bits, and decode; `test_chosen_keys.py` has chosen keys.
+
+    Large messages of whole shards need no buffer.
+    """
+    monkeypatch.setattr(rotation, "LARGE", large)
+    by_rank = pool.run(WORLD_SIZE, _sent, large)
     for rank, found in enumerate(by_rank):
         expected = [*map(_of_ring, rings(), cycle([rank])), *_decoded(rank)]
         assert len(expected) >= 36
         for number, costs in enumerate(zip(found, expected, strict=True)):
             of_gloo, here = costs
-            assert of_gloo == [replace(x, held=0) for x in here], (rank, number)
+            assert [replace(x, held=0) for x in of_gloo] == [replace(x, held=0) for x in here]
+            beside = [y.held - x.held for x, y in zip(of_gloo, here, strict=True)]
+            case = rings()[number] if number < len(rings()) else None
+            if case is None or "ulysses" not in case.ring.strategy:
+                assert not any(beside), (rank, number)
+            elif case.policy.kv_dtype is None:
+                # Query, key, value and output of the ring, and their gradients.
+                assert beside[0] == EXCHANGED, (rank, number)
+                assert beside[1] >= 2 * EXCHANGED, (rank, number)
             assert sum(x.messages for x in here), "something is sent"
 
 
@@ -86,9 +104,20 @@ def _decoded(rank: int) -> list[tuple[Cost]]:
     return found
 
 
-def _sent() -> list[list[Cost]]:
+def _sent(large: int) -> list[list[Cost]]:
     """What a rank really sends, forward and backward."""
     rank, group = dist.get_rank(), dist.group.WORLD
+    with patch.object(rotation, "LARGE", large):
+        found = _of_rings(rank)
+    for merge in MERGES:
+        for rows in ROWS:
+            out = torch.zeros(rows, 2, 1, 16)
+            combine = Combine(ProcessGroupTransport(group), rank, WORLD_SIZE, merge)
+            found.append([counted(lambda: combine(out, out[..., 0]))[1]])  # noqa: B023
+    return found
+
+
+def _of_rings(rank: int) -> list[list[Cost]]:
     found = []
     for case in rings():
         attend = case.attend
@@ -98,11 +127,6 @@ def _sent() -> list[list[Cost]]:
         (out, _), there = counted(lambda: attend(*before.shards(rank)))  # noqa: B023
         _, back = counted(lambda: out.backward(torch.ones_like(out)))  # noqa: B023
         found.append([there, back])
-    for merge in MERGES:
-        for rows in ROWS:
-            out = torch.zeros(rows, 2, 1, 16)
-            combine = Combine(ProcessGroupTransport(group), rank, WORLD_SIZE, merge)
-            found.append([counted(lambda: combine(out, out[..., 0]))[1]])  # noqa: B023
     return found
 
 

@@ -18,7 +18,7 @@ from dtensor_ring.ops import bound
 from dtensor_ring.ops.bound import MAX_BOUND, BoundCall, bound_call
 from dtensor_ring.ops.nodes import is_plain
 from dtensor_ring.ops.options import Batch, Call, Place, flatten
-from tests.pool import Pool
+from tests.pool import on_ranks
 from tests.rings import fake_group
 
 MASK = Mask.causal()
@@ -47,11 +47,8 @@ SOLE: list[tuple[int, list[int] | None, dict[str, Any], bool]] = [
 ]
 
 
-def test_equal_calls_are_bound_once(pool: Pool) -> None:
-    pool.run(1, _check_bound)
-
-
-def _check_bound() -> None:
+@on_ranks(1)
+def test_equal_calls_are_bound_once() -> None:
     with fake_group(1):
         assert _bound() is _bound()
         assert len({id(x) for x in (_bound(), _bound(length=9), _bound(softcap=2.0))}) == 3
@@ -67,11 +64,8 @@ def _check_bound() -> None:
     assert ranks == [0, 1, 0]
 
 
-def test_the_launch_that_is_all(pool: Pool) -> None:
-    pool.run(1, _check_sole)
-
-
-def _check_sole() -> None:
+@on_ranks(1)
+def test_the_launch_that_is_all() -> None:
     x = torch.zeros(1, 2, 8, 4)
     for size, ends, scores, is_sole in SOLE:
         with fake_group(size, size - 1):

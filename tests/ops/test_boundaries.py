@@ -18,7 +18,7 @@ from dtensor_ring.ops.boundaries import documents_of, on_host, run_table, slices
 from dtensor_ring.ops.options import Batch, flatten
 from dtensor_ring.ops.ring_op import ring_op
 from tests.meshes import BATCH, SEQUENCE, annotated_mesh, place, random_inputs
-from tests.pool import Pool
+from tests.pool import on_ranks
 from tests.rings import Case, Ring
 
 READ: dict[str, tuple[Callable[[Tensor], Any], list[Any]]] = {
@@ -116,12 +116,9 @@ def test_large_numbers_do_not_become_small_ones() -> None:
         documents.check(8)
 
 
-def test_results_are_those_of_int32_on_the_cpu(pool: Pool) -> None:
+@on_ranks(4)
+def test_results_are_those_of_int32_on_the_cpu() -> None:
     """Of the boundaries of all rows, of which a rank takes its own; forward and backward."""
-    pool.run(4, _compare)
-
-
-def _compare() -> None:
     mesh = annotated_mesh((2, 2), (BATCH, SEQUENCE), "zigzag")
     *whole, grad_out = (place(x, mesh, (BATCH, SEQUENCE)) for x in random_inputs(kv_heads=4))
     narrow = torch.tensor([[0, 5, 16], [0, 9, 12]], dtype=torch.int32)
@@ -134,11 +131,8 @@ def _compare() -> None:
     assert all(all(map(torch.equal, result, results[0])) for result in results)
 
 
-def test_fake_kernels_do_not_read(pool: Pool) -> None:
-    pool.run(1, _fake)
-
-
-def _fake() -> None:
+@on_ranks(1)
+def test_fake_kernels_do_not_read() -> None:
     """As a compiler calls them: tensors of a GPU have no content."""
     case = Case(Ring(ZigZag(), 1, 8, Mask.causal()), torch.float32)
     with FakeTensorMode():

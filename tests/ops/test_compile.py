@@ -34,7 +34,7 @@ from dtensor_ring.ops.options import Batch, Call, Place, default_scale, flatten
 from dtensor_ring.ops.ring_op import ring_op
 from dtensor_ring.transport.transport import DEFAULT_POLICY
 from tests.dense import dense_attention, largest
-from tests.pool import Pool
+from tests.pool import Pool, on_ranks
 from tests.rings import Case, Ring, fake_group
 from tests.slices import shown
 
@@ -141,20 +141,16 @@ def printed(module: GraphModule) -> str:
     return "\n".join([*lines, f"return {names[first]}"])
 
 
-def test_inductor_equals_eager(pool: Pool) -> None:
-    for errors in pool.run(2, _inductor_errors, timeout=300):
-        assert largest(errors) < 1e-5, errors
-
-
-def _inductor_errors() -> list[float]:
-    """Of the output, of the gradients of input and parameters."""
+@on_ranks(2, timeout=300)
+def test_inductor_equals_eager() -> None:
     module, x, results = ThreeAttentions(), torch.randn(2, 6, 32, requires_grad=True), []
     cu_seqlens = torch.tensor([0, 4, 9], dtype=torch.int32)
     for attend in (module, torch.compile(module, fullgraph=True)):
         out = attend(x, cu_seqlens)
         grads = torch.autograd.grad(out.square().sum(), [x, *module.parameters()])
         results.append([out, *grads])
-    return [relative_error(*pair) for pair in zip(*results, strict=True)]
+    errors = [relative_error(*pair) for pair in zip(*results, strict=True)]
+    assert largest(errors) < 1e-5, errors
 
 
 def relative_error(eager: Tensor, compiled: Tensor) -> float:
@@ -162,15 +158,9 @@ def relative_error(eager: Tensor, compiled: Tensor) -> float:
     return ((eager - compiled).abs().max() / eager.abs().max()).item()
 
 
-def test_five_batches_of_documents_compile_once(pool: Pool) -> None:
+@on_ranks(2)
+def test_five_batches_of_documents_compile_once() -> None:
     """Whatever their boundaries, and the runs that balance them."""
-    for num_compiled, num_layouts, errors in pool.run(2, _five_batches):
-        assert (num_compiled, num_layouts) == (1, 5)
-        assert largest(errors) < 1e-6, errors
-
-
-def _five_batches() -> tuple[int, int, list[float]]:
-    """How often it compiled, how many layouts differed, and errors of output and gradient."""
     counter = CompileCounterWithBackend("aot_eager")
     module, layouts, errors = ThreeAttentions(), set(), []
     compiled = torch.compile(module, backend=counter, fullgraph=True)
@@ -182,7 +172,8 @@ def _five_batches() -> tuple[int, int, list[float]]:
         outputs = module(x, *data), compiled(x, *data)
         grads = [torch.autograd.grad(out.square().sum(), x)[0] for out in outputs]
         errors += [relative_error(*outputs), relative_error(*grads)]
-    return counter.frame_count, len(layouts), errors
+    assert (counter.frame_count, len(layouts)) == (1, 5)
+    assert largest(errors) < 1e-6, errors
 
 
 MASKS = {
@@ -195,29 +186,9 @@ MASKS = {
 }
 
 
-def test_slices_of_one_shape_compile_once(pool: Pool) -> None:
+@on_ranks(2)
+def test_slices_of_one_shape_compile_once() -> None:
     """And are right, in eager mode as they are."""
-    for num_compiled, errors in pool.run(2, _six_masks):
-        assert num_compiled == 1
-        assert largest(errors) < 1e-5, errors
-
-
-def test_slices_that_are_no_tensor_do_not_compile(pool: Pool) -> None:
-    pool.run(1, _compile_with_an_object)
-
-
-def _compile_with_an_object() -> None:
-    x = shard_sequence(torch.randn(1, 2, 16, 8), init_device_mesh("cpu", (1,)), 2)
-    compiled = torch.compile(ring_attention, backend="eager", fullgraph=True)
-    reported = (
-        r"slices must be a tensor in a compiled function, .*by sequence_slices\(slices, num_slices"
-    )
-    with pytest.raises(torch._dynamo.exc.Unsupported, match=reported):
-        compiled(x, x, x, slices=BLOCK)
-
-
-def _six_masks() -> tuple[int, list[float]]:
-    """How often it compiled, and errors of outputs and gradients."""
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(ring_attention, backend=counter, fullgraph=True)
     torch.manual_seed(0)
@@ -234,4 +205,16 @@ def _six_masks() -> tuple[int, list[float]]:
             found = out, *torch.autograd.grad(out, inputs, grad_out)
             pairs = zip(expected, found, strict=True)
             errors += [relative_error(x, unshard_sequence(y, 2)) for x, y in pairs]
-    return counter.frame_count, errors
+    assert counter.frame_count == 1
+    assert largest(errors) < 1e-5, errors
+
+
+@on_ranks(1)
+def test_slices_that_are_no_tensor_do_not_compile() -> None:
+    x = shard_sequence(torch.randn(1, 2, 16, 8), init_device_mesh("cpu", (1,)), 2)
+    compiled = torch.compile(ring_attention, backend="eager", fullgraph=True)
+    reported = (
+        r"slices must be a tensor in a compiled function, .*by sequence_slices\(slices, num_slices"
+    )
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=reported):
+        compiled(x, x, x, slices=BLOCK)

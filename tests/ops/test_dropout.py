@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,59 +12,22 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
-from dtensor_ring import Balanced, Contiguous, Mask, SequenceAxis, Slices, ring_attention
+from dtensor_ring import Mask, SequenceAxis, ring_attention
 from dtensor_ring import shard_sequence as shard
 from dtensor_ring import unshard_sequence as unshard
-from dtensor_ring.planning.layout import BlockCyclic, Striped, ZigZag
 from tests.dense import dense_attention, dropout_factors
-from tests.ops.test_op import errors_of
-from tests.pool import Pool
-from tests.rings import Case, Ring
+from tests.pool import Pool, on_ranks
+from tests.refusals import Refused, check_refused
 
 CAUSAL, FULL = Mask.causal(), Mask.full()
-DOCUMENTS = ((0, 3, 4, 4, 11, 24), (0, 9, 11, 24, 24, 24))
-LAYOUTS = Contiguous(), Striped(), ZigZag(), BlockCyclic(2)
 RATE = 0.3
-
-
-def cases(world_size: int) -> list[Case]:
-    """Layouts, strategies and options of an attention that drops weights."""
-
-    def case(ring: Ring, **options: Any) -> Case:
-        return Case(ring, dropout_p=RATE, **options)
-
-    rings = [Ring(layout, world_size, 24, CAUSAL) for layout in LAYOUTS]
-    rings += [Ring(layout, world_size, 24, CAUSAL, DOCUMENTS) for layout in LAYOUTS]
-    rings += [Ring(ZigZag(), world_size, 21, Mask.sliding(5), strategy="all_gather")]
-    rings += [Ring(Balanced(CAUSAL, 24, world_size, DOCUMENTS, block=2), world_size, 24, CAUSAL)]
-    rings += [Ring(Contiguous(), world_size, 12, FULL, key_seq_len=20)]
-    slices = Slices.documents(torch.tensor(DOCUMENTS[0]), Mask.sliding(4))
-    rings += [Ring(Striped(), world_size, 24, FULL, slices=slices)]
-    ring = Ring(ZigZag(), world_size, 24, CAUSAL)
-    options: list[dict[str, Any]] = [
-        {"sinks": (0.5, -1.0, 2.0, 0.0), "grad_lse": True},
-        {"softcap": 2.0, "heads": (2, 2), "batch": 3},
-        {"seed": 2**61 + 5, "heads": (3, 1)},
-    ]
-    return [*map(case, rings), *(case(ring, **x) for x in options)]
-
-
-@pytest.mark.parametrize("world_size", [1, 4])
-def test_equals_dense_attention_with_the_same_mask(pool: Pool, world_size: int) -> None:
-    given = cases(world_size)
-    for rank, by_case in enumerate(pool.run(world_size, errors_of, given)):
-        for case, found in zip(given, by_case, strict=True):
-            assert max(found.values()) < 1e-12, f"rank {rank}: {case} {found}"
 
 
 # Of DTensors on a mesh of more axes: batch rows and heads are counted in the whole batch.
 @pytest.mark.parametrize("strategy", ["ring", "ulysses"])
 @pytest.mark.parametrize("other", [Shard(0), Shard(1)], ids=["batch", "heads"])
-def test_counts_in_the_whole_batch(pool: Pool, strategy: str, other: Shard) -> None:
-    pool.run(4, _check_whole_batch, strategy, other)
-
-
-def _check_whole_batch(strategy: str, other: Shard) -> None:
+@on_ranks(4)
+def test_counts_in_the_whole_batch(strategy: str, other: Shard) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("other", "cp"))
     SequenceAxis(mesh["cp"], "contiguous", strategy=strategy)
     whole = _inputs()
@@ -120,11 +81,8 @@ def _attended(strategy: str) -> list[Tensor]:
     return results
 
 
-def test_recomputation_drops_the_same_weights(pool: Pool) -> None:
-    pool.run(2, _check_recomputation)
-
-
-def _check_recomputation() -> None:
+@on_ranks(2)
+def test_recomputation_drops_the_same_weights() -> None:
     mesh = init_device_mesh("cpu", (2,))
     axis = SequenceAxis(mesh, "striped")
     seen: list[Tensor] = []
@@ -143,11 +101,8 @@ def _check_recomputation() -> None:
         seen.clear()
 
 
-def test_compiled(pool: Pool) -> None:
-    pool.run(2, _check_compiled)
-
-
-def _check_compiled() -> None:
+@on_ranks(2)
+def test_compiled() -> None:
     """One graph, whose seeds come from the random state, alike on all ranks, anew in each call."""
     mesh = init_device_mesh("cpu", (2,))
     axis = SequenceAxis(mesh, "zigzag")
@@ -161,8 +116,7 @@ def _check_compiled() -> None:
     torch.manual_seed(2)
     # A seed that is given says what is dropped in graphs, too.
     given = torch.compile(
-        lambda *x: axis.attention(*x[:3], dropout_p=RATE, dropout_seed=x[3]),
-        fullgraph=True,
+        lambda *x: axis.attention(*x[:3], dropout_p=RATE, dropout_seed=x[3]), fullgraph=True
     )
     out = given(*inputs, torch.tensor(5))
     dense = dense_attention(*whole, CAUSAL, factors=dropout_factors(RATE, 5, (2, 4, 16, 16)))
@@ -205,43 +159,36 @@ def test_masks_are_independent() -> None:
         assert chi_square < 20, f"{name}: {chi_square} over {count:,} pairs, size {size}"
 
 
-REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
-    "rate": ({"dropout_p": 1.0}, ValueError, "at least 0 and less than 1, got 1.0"),
-    "negative": ({"dropout_p": -0.1}, ValueError, "at least 0 and less than 1, got -0.1"),
-    "text": ({"dropout_p": "0.1"}, TypeError, "dropout_p must be a number"),
-    "number": ({"dropout_p": 0.1, "dropout_seed": 5}, TypeError, "must be a plain tensor"),
-    "float seed": (
-        {"dropout_p": 0.1, "dropout_seed": torch.tensor(1.0)},
-        ValueError,
-        r"one int64 number, shape \(\), on cpu, got \(\) torch.float32",
-    ),
-    "kernel": (
-        {"dropout_p": 0.1, "kernel": "cpu_flash"},
-        ValueError,
-        "'cpu_flash' cannot serve this attention .*cannot drop weights by the positions",
-    ),
+REFUSED: Refused = {
+    ValueError: {
+        "at least 0 and less than 1, got 1.0": {"dropout_p": 1.0},
+        "at least 0 and less than 1, got -0.1": {"dropout_p": -0.1},
+        r"one int64 number, shape \(\), on cpu, got \(\) torch.float32": {
+            "dropout_p": 0.1,
+            "dropout_seed": torch.tensor(1.0),
+        },
+        "'cpu_flash' cannot serve this attention .*cannot drop weights by the positions": {
+            "dropout_p": 0.1,
+            "kernel": "cpu_flash",
+        },
+    },
+    TypeError: {
+        "dropout_p must be a number": {"dropout_p": "0.1"},
+        "must be a plain tensor": {"dropout_p": 0.1, "dropout_seed": 5},
+    },
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_refused(pool: Pool, name: str) -> None:
-    pool.run(2, _check_refused, name)
-
-
-def _check_refused(name: str) -> None:
-    options, error, message = REFUSED[name]
+@on_ranks(2)
+def test_refused() -> None:
     mesh = init_device_mesh("cpu", (2,))
     SequenceAxis(mesh, "zigzag")
     x = torch.randn(1, 2, 8, 8)
-    with pytest.raises(error, match=message):
-        ring_attention(x, x, x, mesh=mesh, **options)
+    check_refused(REFUSED, lambda options: ring_attention(x, x, x, mesh=mesh, **options))
 
 
-def test_ranks_with_other_rates_are_refused(pool: Pool) -> None:
-    pool.run(2, _check_rates_differ)
-
-
-def _check_rates_differ() -> None:
+@on_ranks(2)
+def test_ranks_with_other_rates_are_refused() -> None:
     mesh = init_device_mesh("cpu", (2,))
     SequenceAxis(mesh, "zigzag")
     x = torch.randn(1, 2, 8, 8)

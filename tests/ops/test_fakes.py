@@ -20,7 +20,7 @@ from dtensor_ring.ops.ring_op import ring_backward_op, ring_op
 from dtensor_ring.planning.run_table import RunTable
 from dtensor_ring.transport.transport import TransferPolicy
 from tests.ops.test_compile import BLOCK
-from tests.pool import Pool
+from tests.pool import Pool, on_ranks
 from tests.rings import Case, Ring, fake_group, local
 
 CAUSAL, FULL = Mask.causal(), Mask.full()
@@ -45,11 +45,8 @@ CHECKED = {
 
 
 @pytest.mark.parametrize("case", CHECKED.values(), ids=list(CHECKED))
-def test_opcheck(pool: Pool, case: Case) -> None:
-    pool.run(1, _opcheck, case)
-
-
-def _opcheck(case: Case) -> None:
+@on_ranks(1)
+def test_opcheck(case: Case) -> None:
     rank = case.ring.world_size - 1
     group = fake_group(case.ring.world_size, rank) if rank else nullcontext()
     with group, warnings.catch_warnings():

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from dtensor_ring import Mask, ZigZag
-from tests.pool import Pool
+from tests.pool import Pool, on_ranks
 from tests.rings import Case, Ring, local
 
 CAUSAL = Mask.causal()
@@ -34,11 +34,8 @@ def _gradcheck(case: Case) -> bool:
     return torch.autograd.gradcheck(lambda *x: Everywhere.apply(case, *x), inputs)
 
 
-def test_second_derivatives_are_refused(pool: Pool) -> None:
-    pool.run(2, _second_derivative)
-
-
-def _second_derivative() -> None:
+@on_ranks(2)
+def test_second_derivatives_are_refused() -> None:
     case = Case(Ring(ZigZag(), 2, 8, CAUSAL))
     inputs = [x.requires_grad_() for x in case.shards(dist.get_rank())]
     out, _ = case.attend(*inputs)
@@ -47,12 +44,9 @@ def _second_derivative() -> None:
         grads[0].sum().backward()
 
 
-def test_forward_mode_is_refused(pool: Pool) -> None:
+@on_ranks(1)
+def test_forward_mode_is_refused() -> None:
     """Its tangent would be lost."""
-    pool.run(1, _forward_mode)
-
-
-def _forward_mode() -> None:
     case = Case(Ring(ZigZag(), 1, 8, CAUSAL))
     inputs = [x.detach() for x in case.inputs()]
     warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated")  # PyTorch's own, inside

@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from dtensor_ring import Balanced, Contiguous, Mask, Striped, ZigZag
+from dtensor_ring import Balanced, BlockCyclic, Contiguous, Mask, Slices, Striped, ZigZag
 from dtensor_ring.planning.layout import Layout
 from tests.dense import largest
 from tests.pool import Pool
@@ -180,6 +180,43 @@ def test_edges(pool: Pool, world_size: int) -> None:
         if not largest(found.values()) < 1e-12
     }
     assert not too_large
+
+
+BY_ROW = ((0, 3, 4, 4, 11, 24), (0, 9, 11, 24, 24, 24))
+EVERYWHERE: dict[str, list[dict[str, Any]]] = {
+    "dropout": [
+        {"dropout_p": 0.3},
+        {"dropout_p": 0.3, "sinks": SINKS, "grad_lse": True},
+        {"dropout_p": 0.3, "softcap": 2.0, "heads": (2, 2), "batch": 3},
+        {"dropout_p": 0.3, "seed": 2**61 + 5, "heads": (3, 1)},
+    ],
+    "a bias by distance": [
+        {"extent": 5},
+        {"extent": 1, "sinks": SINKS, "grad_lse": True},
+        {"extent": 40, "heads": (2, 2), "batch": 3, "head_dims": (8, 6)},
+        {"extent": 5, "dropout_p": 0.3, "softcap": 1.5},
+    ],
+}
+"""Options that rings of every kind have, and then more of a zigzag ring."""
+
+
+@pytest.mark.parametrize("name", EVERYWHERE)
+@pytest.mark.parametrize("world_size", [1, 4])
+def test_options_of_rings_of_every_kind(pool: Pool, world_size: int, name: str) -> None:
+    layouts = *LAYOUTS, BlockCyclic(2)
+    balanced = Balanced(CAUSAL, 24, world_size, BY_ROW, block=2)
+    slices = Slices.documents(torch.tensor(BY_ROW[0]), Mask.sliding(4))
+    rings = [Ring(x, world_size, 24, CAUSAL, rows) for x in layouts for rows in (None, BY_ROW)]
+    rings += [Ring(ZigZag(), world_size, 21, Mask.sliding(5), strategy="all_gather")]
+    rings += [Ring(balanced, world_size, 24, CAUSAL)]
+    rings += [Ring(Contiguous(), world_size, 12, FULL, key_seq_len=20)]
+    rings += [Ring(Striped(), world_size, 24, FULL, slices=slices)]
+    first, *others = EVERYWHERE[name]
+    cases = [Case(ring, **first) for ring in rings]
+    cases += [Case(Ring(ZigZag(), world_size, 24, CAUSAL), **options) for options in others]
+    for rank, by_case in enumerate(pool.run(world_size, errors_of, cases)):
+        for case, found in zip(cases, by_case, strict=True):
+            assert max(found.values()) < 1e-12, f"rank {rank}: {case} {found}"
 
 
 @pytest.mark.parametrize("kernel", [None, "reference"])

@@ -12,54 +12,16 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from dtensor_ring import (
-    Balanced,
-    Contiguous,
     Mask,
     SequenceAxis,
-    Slices,
     TransferPolicy,
     decode_attention,
     ring_attention,
     shard_sequence,
 )
-from dtensor_ring.planning.layout import BlockCyclic, Striped, ZigZag
-from tests.ops.test_op import errors_of
-from tests.pool import Pool
-from tests.rings import Case, Ring
+from tests.pool import on_ranks
 
 CAUSAL, FULL = Mask.causal(), Mask.full()
-DOCUMENTS = ((0, 3, 4, 4, 11, 24), (0, 9, 11, 24, 24, 24))
-LAYOUTS = Contiguous(), Striped(), ZigZag(), BlockCyclic(2)
-
-
-def cases(world_size: int) -> list[Case]:
-    """Layouts, masks, strategies and options; a bias for some distances, or for all."""
-
-    def case(ring: Ring, extent: int = 5, **options: Any) -> Case:
-        return Case(ring, extent=extent, **options)
-
-    rings = [Ring(layout, world_size, 24, CAUSAL) for layout in LAYOUTS]
-    rings += [Ring(layout, world_size, 24, CAUSAL, DOCUMENTS) for layout in LAYOUTS]
-    rings += [Ring(ZigZag(), world_size, 21, Mask.sliding(4), strategy="all_gather")]
-    rings += [Ring(Balanced(CAUSAL, 24, world_size, DOCUMENTS, block=2), world_size, 24, CAUSAL)]
-    rings += [Ring(Contiguous(), world_size, 12, FULL, key_seq_len=20)]
-    slices = Slices.documents(torch.tensor(DOCUMENTS[0]), Mask.sliding(4))
-    rings += [Ring(Striped(), world_size, 24, FULL, slices=slices)]
-    ring = Ring(ZigZag(), world_size, 24, CAUSAL)
-    options: list[dict[str, Any]] = [
-        {"extent": 1, "sinks": (0.5, -1.0, 2.0, 0.0), "grad_lse": True},
-        {"extent": 40, "heads": (2, 2), "batch": 3, "head_dims": (8, 6)},
-        {"dropout_p": 0.3, "softcap": 1.5},
-    ]
-    return [*map(case, rings), *(case(ring, **x) for x in options)]
-
-
-@pytest.mark.parametrize("world_size", [1, 4])
-def test_equals_dense_attention(pool: Pool, world_size: int) -> None:
-    given = cases(world_size)
-    for rank, by_case in enumerate(pool.run(world_size, errors_of, given)):
-        for case, found in zip(given, by_case, strict=True):
-            assert max(found.values()) < 1e-12, f"rank {rank}: {case} {found}"
 
 
 def _whole(extent: int = 5, seq_len: int = 16) -> list[Tensor]:
@@ -83,7 +45,11 @@ def _expected(whole: list[Tensor], mask: Mask, scale: float) -> tuple[Tensor, Te
     return scores.softmax(-1)[..., :-1] @ value, scores.logsumexp(-1)
 
 
-def _check_public(kind: str, strategy: str) -> None:
+@pytest.mark.parametrize("strategy", ["ring", "ulysses"])
+@pytest.mark.parametrize("kind", ["shards", "dtensors", "axis"])
+@on_ranks(2)
+def test_public_functions(kind: str, strategy: str) -> None:
+    """With a sink of each query, which is not of each head."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     axis, mask = SequenceAxis(mesh, "zigzag", strategy=strategy), Mask.sliding(9)
     whole = [x.requires_grad_() for x in _whole()]
@@ -120,14 +86,8 @@ def _check_public(kind: str, strategy: str) -> None:
         torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("strategy", ["ring", "ulysses"])
-@pytest.mark.parametrize("kind", ["shards", "dtensors", "axis"])
-def test_public_functions(pool: Pool, kind: str, strategy: str) -> None:
-    """With a sink of each query, which is not of each head."""
-    pool.run(2, _check_public, kind, strategy)
-
-
-def _check_decoding() -> None:
+@on_ranks(2)
+def test_decoding() -> None:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     axis, mask = SequenceAxis(mesh, "zigzag"), Mask.sliding(9)
     whole = _whole()
@@ -143,11 +103,9 @@ def _check_decoding() -> None:
         decode_attention(query, key, value, query_starts=torch.tensor([13, 12]), **how)
 
 
-def test_decoding(pool: Pool) -> None:
-    pool.run(2, _check_decoding)
-
-
-def _check_refused() -> None:
+@on_ranks(1)
+def test_refused() -> None:
+    """Also a query that is wider by mistake."""
     mesh = init_device_mesh("cpu", (1,))
     query, key, value, bias, sinks = _whole()
     wide = torch.cat([query, bias], -1)
@@ -178,12 +136,8 @@ def _check_refused() -> None:
         axis.attention(query, key, value, relative_bias=bias)
 
 
-def test_refused(pool: Pool) -> None:
-    """Also a query that is wider by mistake."""
-    pool.run(1, _check_refused)
-
-
-def _check_compiled() -> None:
+@on_ranks(2)
+def test_compiled_in_one_graph() -> None:
     mesh = init_device_mesh("cpu", (2,))
     axis = SequenceAxis(mesh, "zigzag")
     local = [axis.shard(x, 2).to_local().requires_grad_() for x in _whole()]
@@ -198,7 +152,3 @@ def _check_compiled() -> None:
         results.append([out, *torch.autograd.grad(out.sum(), local)])
     for x, y in zip(*results, strict=True):
         torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
-
-
-def test_compiled_in_one_graph(pool: Pool) -> None:
-    pool.run(2, _check_compiled)

@@ -13,7 +13,7 @@ from torch.library import opcheck
 
 from dtensor_ring import RingError
 from dtensor_ring.ops.axis_ops import gather_rows_op, sum_ranks_op, sum_rows_op
-from tests.pool import Pool
+from tests.pool import Pool, on_ranks
 
 WIDTH = 3
 
@@ -48,34 +48,26 @@ def test_equals_one_process(pool: Pool, rows: list[int]) -> None:
         assert errors == [0.0] * 4
 
 
-def differing(what: str) -> str:
+@pytest.mark.parametrize("what", ["rows", "width"])
+@on_ranks(2)
+def test_ranks_that_differ_are_reported(what: str) -> None:
     rank, name = place()
     rows = [2, 1 + rank] if what == "rows" else [2, 1]
     width = WIDTH + rank if what == "width" else WIDTH
-    with pytest.raises(RingError) as error:
+    with pytest.raises(RingError, match=f"differ in {what}"):
         gather_rows_op(torch.zeros(rows[rank], width), rows, rank, name)
-    return str(error.value)
 
 
-@pytest.mark.parametrize("what", ["rows", "width"])
-def test_ranks_that_differ_are_reported(pool: Pool, what: str) -> None:
-    for text in pool.run(2, differing, what):
-        assert f"differ in {what}" in text
-
-
-def short() -> str:
+@on_ranks(2)
+def test_a_part_that_is_too_short_is_reported_to_all() -> None:
     rank, name = place()
-    with pytest.raises((ValueError, RingError)) as error:
+    message = "a part of 1 rows came where 2 were announced"
+    with pytest.raises((ValueError, RingError), match=message):
         gather_rows_op(torch.zeros(2 - rank, WIDTH), [2, 2], rank, name)
-    return str(error.value)
 
 
-def test_a_part_that_is_too_short_is_reported_to_all(pool: Pool) -> None:
-    for text in pool.run(2, short):
-        assert "a part of 1 rows came where 2 were announced" in text
-
-
-def check_ops() -> None:
+@on_ranks(1)
+def test_ops() -> None:
     # opcheck looks at .grad of copies that are no leaves, whatever it is given.
     warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
     x = torch.randn(2, WIDTH, requires_grad=True)
@@ -83,10 +75,6 @@ def check_ops() -> None:
     opcheck(sum_rows_op, (x, [2], *place()))
     for given in (x, x.detach(), x.sum(), torch.ones(3, dtype=torch.int32)):
         opcheck(sum_ranks_op, (given, dist.group.WORLD.group_name))
-
-
-def test_ops(pool: Pool) -> None:
-    pool.run(1, check_ops)
 
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -123,26 +111,14 @@ def test_sum_over_ranks(pool: Pool, world_size: int, dtype: torch.dtype) -> None
     assert all(torch.equal(x, y) for found in others for x, y in zip(first, found, strict=True))
 
 
-def check_other_dtypes() -> None:
+@on_ranks(3)
+def test_sum_over_ranks_of_other_dtypes() -> None:
     rank, name = place()
     for dtype, expected in ((torch.bool, torch.int64), (torch.int32, torch.int64)):
         total = sum_ranks_op(torch.tensor([True, rank > 0]).to(dtype), name)
         assert (total.dtype, total.tolist()) == (expected, [3, 2])
     local = torch.tensor([1 + 2j]).mul(rank).conj()
     assert sum_ranks_op(local, name).tolist() == [3 - 6j]
-
-
-def test_sum_over_ranks_of_other_dtypes(pool: Pool) -> None:
-    pool.run(3, check_other_dtypes)
-
-
-def check_unused_gradient() -> None:
-    """A rank that did not use a sum takes part in the backward of the others."""
-    rank, name = place()
-    local = torch.ones(2, requires_grad=True)
-    total, other = sum_ranks_op(local, name), torch.zeros(2, requires_grad=True)
-    Select.apply(total, other, rank == 0).sum().backward()
-    assert local.grad.tolist() == [1.0, 1.0]
 
 
 class Select(torch.autograd.Function):
@@ -158,5 +134,11 @@ class Select(torch.autograd.Function):
         return grads[0] if ctx.is_used else None, grads[0], None
 
 
-def test_unused_gradient_of_a_sum(pool: Pool) -> None:
-    pool.run(2, check_unused_gradient)
+@on_ranks(2)
+def test_unused_gradient_of_a_sum() -> None:
+    """A rank that did not use a sum takes part in the backward of the others."""
+    rank, name = place()
+    local = torch.ones(2, requires_grad=True)
+    total, other = sum_ranks_op(local, name), torch.zeros(2, requires_grad=True)
+    Select.apply(total, other, rank == 0).sum().backward()
+    assert local.grad.tolist() == [1.0, 1.0]

@@ -15,7 +15,8 @@ from torch.utils.checkpoint import checkpoint
 from dtensor_ring.agreement.call_record import RingError
 from dtensor_ring.ops.axis_ops import attached, receive_op, send_op
 from dtensor_ring.transport.transport import ProcessGroupTransport, set_transport
-from tests.pool import Pool
+from tests.lab.counted import counted
+from tests.pool import Pool, on_ranks
 
 LAYERS, ROWS, NUMBERS = 3, 2, 5
 
@@ -85,20 +86,16 @@ def inputs() -> tuple[Tensor, Tensor]:
     return tuple(torch.randn(x, dtype=torch.float64, requires_grad=True) for x in shapes)
 
 
-def errors(checkpoints: bool) -> list[float]:
-    """Of the output and both gradients."""
+@pytest.mark.parametrize("checkpoints", [False, True])
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+@on_ranks()
+def test_equals_one_process(checkpoints: bool) -> None:
     given = inputs()
     found = []
     for out in (Everywhere.apply(*given, checkpoints), whole(*given)):
         found.append([out.detach(), *torch.autograd.grad(out.square().sum(), given)])
-    return [(x - y).abs().max().item() for x, y in zip(*found, strict=True)]
-
-
-@pytest.mark.parametrize("checkpoints", [False, True])
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_equals_one_process(pool: Pool, world_size: int, checkpoints: bool) -> None:
-    for found in pool.run(world_size, errors, checkpoints):
-        assert max(found) < 1e-12, found
+    found = [(x - y).abs().max().item() for x, y in zip(*found, strict=True)]
+    assert max(found) < 1e-12, found
 
 
 def gradcheck() -> bool:
@@ -109,7 +106,9 @@ def test_gradcheck(pool: Pool) -> None:
     assert pool.run(2, gradcheck) == [True] * 2
 
 
-def check_ops() -> None:
+@on_ranks(1)
+def test_ops() -> None:
+    """On one rank, which receives zeros and sends to nobody."""
     # opcheck looks at .grad of copies that are no leaves, whatever it is given.
     warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
     group = dist.group.WORLD.group_name
@@ -120,34 +119,17 @@ def check_ops() -> None:
     assert receive_op(half, ROWS, NUMBERS, 1, group).dtype == torch.float32
 
 
-def test_ops(pool: Pool) -> None:
-    """On one rank, which receives zeros and sends to nobody."""
-    pool.run(1, check_ops)
-
-
 def messages() -> tuple[int, int]:
-    """How many this rank sent forward, and in all."""
-    counts = []
-    start = ProcessGroupTransport.start
-
-    def counted(self: Any, receives: Any, sends: Any) -> Any:
-        counts.append(len(sends))
-        return start(self, receives, sends)
-
-    ProcessGroupTransport.start = counted  # type: ignore[method-assign]
-    try:
-        shards, weights = inputs()
-        out = handed_over(shards[dist.get_rank()], weights)
-        forward = sum(counts)
-        out.sum().backward()
-    finally:
-        ProcessGroupTransport.start = start  # type: ignore[method-assign]
-    return forward, sum(counts)
+    """How many this rank sent forward, and backward."""
+    shards, weights = inputs()
+    out, forward = counted(lambda: handed_over(shards[dist.get_rank()], weights))
+    _, backward = counted(lambda: out.sum().backward())
+    return forward.messages, backward.messages
 
 
 def test_a_layer_sends_one_message_each_way(pool: Pool) -> None:
     found = pool.run(3, messages)
-    assert found == [(LAYERS, LAYERS), (LAYERS, 2 * LAYERS), (0, LAYERS)]
+    assert found == [(LAYERS, 0), (LAYERS, LAYERS), (0, LAYERS)]
 
 
 def differ() -> str:

@@ -17,7 +17,7 @@ from dtensor_ring.compute.kernels.registry import unregister_kernel
 from dtensor_ring.compute.memory import HEAD_MAJOR, TOKEN_MAJOR, order_of
 from dtensor_ring.ops import checks, ring_op
 from dtensor_ring.ops.checks import ALIGNMENT, is_aligned, loadable
-from tests.pool import Pool
+from tests.pool import on_ranks
 
 SHAPE = 2, 4, 6, 8
 
@@ -83,11 +83,8 @@ class Picky(Reference):
         return super().backward(saved, q, k, v, *rest)
 
 
-def test_kernels_get_what_they_can_load(pool: Pool) -> None:
-    pool.run(1, _check_the_op)
-
-
-def _check_the_op() -> None:
+@on_ranks(1)
+def test_kernels_get_what_they_can_load() -> None:
     """Query, key, value and gradient begin between the multiples; the outcome is the same."""
     results, mesh = [], init_device_mesh("cpu", (1,))
     register_kernel(Picky())

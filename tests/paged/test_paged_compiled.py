@@ -92,10 +92,7 @@ class Unlaunched:
 @contextmanager
 def compiled_for(architecture: str, kernel: str) -> Iterator[Compiling]:
     (other,) = {*KERNELS} - {kernel}
-    with (
-        compiling(architecture, MODULE, kernel) as found,
-        patch(f"{MODULE}.{other}", Unlaunched()),
-    ):
+    with compiling(architecture, MODULE, kernel) as found, patch(f"{MODULE}.{other}", Unlaunched()):
         yield found
 
 

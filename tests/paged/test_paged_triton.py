@@ -347,12 +347,7 @@ def check_in_the_interpreter(names: Sequence[str]) -> None:
     """`tests/interpreted.py` calls it."""
     from tests.compute.test_merge_triton import patched_once
 
-    with (
-        warnings.catch_warnings(),
-        mended_interpreter(),
-        patched_once(),
-        np.errstate(all="ignore"),
-    ):
+    with warnings.catch_warnings(), mended_interpreter(), patched_once(), np.errstate(all="ignore"):
         # That exp(x) is infinite beyond a softcap is no news, nor that infinities times 0 are NaN
         # in rows that only fill a tile.
         warnings.filterwarnings("ignore", "All-NaN slice")

@@ -66,10 +66,7 @@ BROKEN = [
 @pytest.mark.parametrize(("shards", "message"), BROKEN)
 def test_broken_promises(shards: list[list[tuple[int, ...]]], message: str) -> None:
     layout = Written(tuple(tuple(Run(*run) for run in shard) for shard in shards))
-    for refuse in (
-        lambda: shard_table(layout, 2, 8),
-        lambda: plan(layout, Mask.causal(), 0, 2, 8),
-    ):
+    for refuse in (lambda: shard_table(layout, 2, 8), lambda: plan(layout, Mask.causal(), 0, 2, 8)):
         with pytest.raises(ValueError, match=re.escape(message)) as caught:
             refuse()
         prefix = f"{layout!r} breaks the promise of Layout.runs for 8 tokens on 2 ranks: rank "

@@ -19,10 +19,8 @@ from dtensor_ring.planning.tile import (
     FULL,
     QuerySlice,
     Tile,
-    _band_parts,
     _band_tiles,
     _index_band,
-    _triangle,
     coalesce,
     packed_tiles,
     query_slices_of,
@@ -72,36 +70,6 @@ def check(tiles: list[Tile], expected: Pairs) -> None:
 def test_band_tiles(num_rows: int, num_cols: int, left: int | None, right: int | None) -> None:
     expected = band((0, num_rows), (0, num_cols), left, right)
     check(list(_band_tiles(num_rows, num_cols, left, right)), expected)
-
-
-@given(st.integers(1, 9), st.integers(1, 9), bounds, bounds)
-def test_parts_of_a_trimmed_band(
-    num_rows: int, num_cols: int, left: int | None, right: int | None
-) -> None:
-    expected = band((0, num_rows), (0, num_cols), left, right)
-    is_trimmed = (
-        {i for i, _ in expected} == set(range(num_rows))
-        and {j for _, j in expected} == set(range(num_cols))
-        # A bound that nothing reaches is none.
-        and (left is None or left < num_rows - 1)
-        and (right is None or right < num_cols - 1)
-    )
-    if is_trimmed:
-        check(list(_band_parts(num_rows, num_cols, left, right)), expected)
-
-
-@given(st.integers(1, 12), st.integers(1, 12), st.none() | st.integers(0, 12), st.data())
-def test_area(num_rows: int, num_cols: int, left: int | None, data: st.DataObject) -> None:
-    right = data.draw(st.none() | st.integers(0, 12))
-    rows, cols = (3, 3 + num_rows), (5, 5 + num_cols)
-    seen = band(rows, cols, left, right)
-    if {i for i, _ in seen} == set(range(*rows)) and {j for _, j in seen} == set(range(*cols)):
-        assert Tile(rows, cols, Mask(left, right)).area == len(seen)
-
-
-def test_triangle() -> None:
-    for longest, num_terms in product(range(-2, 8), range(6)):
-        assert _triangle(longest, num_terms) == sum(max(0, longest - i) for i in range(num_terms))
 
 
 tile_grids = st.lists(

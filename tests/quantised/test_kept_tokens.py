@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -22,6 +20,7 @@ from dtensor_ring.quantised.kept_tokens import (
     no_tokens,
 )
 from tests.quantised.rounded import Rounded
+from tests.refusals import Refused, check_refused
 
 every_kind = pytest.mark.parametrize("kind", KINDS)
 every_format = pytest.mark.parametrize("name", [None, *FORMATS])
@@ -129,28 +128,19 @@ def test_half_the_bytes_of_a_long_text(name: str, head_dim: int) -> None:
     assert found <= 0.53 * plain
 
 
-REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
-    "format": (
-        lambda: format_named("int4"),
-        ValueError,
-        'one of "int8", "fp8", or None .* \'int4\'',
-    ),
-    "dtype": (lambda: format_named(torch.int8), TypeError, 'one of "int8", .* torch.int8'),
-    "integers": (
-        lambda: kept(torch.zeros(1, 1, 2, 4, dtype=torch.int64), "int8", "keys", []),
-        ValueError,
-        "of torch.int64 have no eight bits, .*; leave kv_dtype out",
-    ),
-    "no channels": (
-        lambda: kept(torch.zeros(1, 1, 2, 0), "int8", "keys", []),
-        ValueError,
-        "of head dim 0 have no eight bits: leave kv_dtype out",
-    ),
+REFUSED: Refused = {
+    ValueError: {
+        'one of "int8", "fp8", or None .* \'int4\'': lambda: format_named("int4"),
+        "of torch.int64 have no eight bits, .*; leave kv_dtype out": lambda: kept(
+            torch.zeros(1, 1, 2, 4, dtype=torch.int64), "int8", "keys", []
+        ),
+        "of head dim 0 have no eight bits: leave kv_dtype out": lambda: kept(
+            torch.zeros(1, 1, 2, 0), "int8", "keys", []
+        ),
+    },
+    TypeError: {'one of "int8", .* torch.int8': lambda: format_named(torch.int8)},
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_refused(name: str) -> None:
-    call, kind, message = REFUSED[name]
-    with pytest.raises(kind, match=message):
-        call()
+def test_refused() -> None:
+    check_refused(REFUSED)

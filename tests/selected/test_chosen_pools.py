@@ -33,7 +33,7 @@ from dtensor_ring.selected import run
 from dtensor_ring.selected.plan import pool_numbers
 from tests.decode.test_decode_messages import Counted
 from tests.layouts import LAYOUTS
-from tests.pool import Pool
+from tests.pool import Pool, on_ranks
 from tests.selected.indexers import dense
 
 HEADS, DIM = 3, 4
@@ -131,7 +131,8 @@ def test_equals_plain_loops(
     pool.run(world_size, of_rank, x0, x1, x2, x3, x4, x5)
 
 
-def wrong_calls() -> None:
+@on_ranks(1)
+def test_wrong_calls() -> None:
     mesh = init_device_mesh("cpu", (1,))
     query, tokens, weights = inputs(8)
     pools = tokens[:, :2]
@@ -163,11 +164,20 @@ def wrong_calls() -> None:
             whole_pools(tokens, mesh, 2, **how)
 
 
-def test_wrong_calls(pool: Pool) -> None:
-    pool.run(1, wrong_calls)
-
-
-def attention_of_rank(spec: str, length: int, size: int, sees_all: bool = False) -> None:
+@pytest.mark.parametrize(
+    ("world_size", "spec", "length", "size"),
+    [
+        (2, "contiguous", 23, 4),
+        (3, "zigzag", 37, 5),
+        (3, "striped", 24, 4),
+        (4, "block_cyclic:3", 41, 2),
+        (4, "contiguous", 24, 9),
+        (1, "zigzag", 12, 3),
+    ],
+)
+@pytest.mark.parametrize("sees_all", [False, True])
+@on_ranks()
+def test_attention_to_pools(spec: str, length: int, size: int, sees_all: bool) -> None:
     """To overlapping pools by their numbers, with the gradients of all that they are made of.
 
     Or to all that end before a query, by a mask of positions and without a list.
@@ -216,24 +226,6 @@ def attention_of_rank(spec: str, length: int, size: int, sees_all: bool = False)
         grads, (wanted[0][:, :, mine], wanted[1][:, mine], wanted[2]), strict=True
     ):
         torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
-
-
-@pytest.mark.parametrize(
-    ("world_size", "spec", "length", "size"),
-    [
-        (2, "contiguous", 23, 4),
-        (3, "zigzag", 37, 5),
-        (3, "striped", 24, 4),
-        (4, "block_cyclic:3", 41, 2),
-        (4, "contiguous", 24, 9),
-        (1, "zigzag", 12, 3),
-    ],
-)
-@pytest.mark.parametrize("sees_all", [False, True])
-def test_attention_to_pools(
-    pool: Pool, world_size: int, spec: str, length: int, size: int, sees_all: bool
-) -> None:
-    pool.run(world_size, attention_of_rank, spec, length, size, sees_all)
 
 
 def messages(size: int) -> tuple[int, int]:

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from dtensor_ring import Mask, decode_select_keys, decode_selected_attention
 from dtensor_ring.planning.tile import CAUSAL, FULL
 from tests.decode.test_decode_messages import Counted
-from tests.pool import Pool
+from tests.pool import Pool, on_ranks
 from tests.rings import Ring
 from tests.selected.indexers import Indexer, dense
 
@@ -111,11 +111,8 @@ def _of_rank(case: Case) -> tuple[Tensor, Tensor]:
     return found, out
 
 
-def test_blocks_of_rows_apart(pool: Pool) -> None:
-    pool.run(1, _check_rows_apart)
-
-
-def _check_rows_apart() -> None:
+@on_ranks(1)
+def test_blocks_of_rows_apart() -> None:
     mesh = init_device_mesh("cpu", (1,))
     given = torch.ones(2, 1, 2, 3), torch.ones(2, 9, 3), torch.ones(2, 1, 2), 1
     starts = torch.tensor([7, 8])
@@ -137,11 +134,8 @@ def _messages() -> tuple[int, int]:
     return counted.record_works, counted.others
 
 
-def test_no_gradient(pool: Pool) -> None:
-    pool.run(1, _check_no_gradient)
-
-
-def _check_no_gradient() -> None:
+@on_ranks(1)
+def test_no_gradient() -> None:
     query = torch.randn(1, 2, 1, 4, requires_grad=True)
     with pytest.raises(NotImplementedError, match="no gradient"):
         decode_selected_attention(query, torch.randn(1, 1, 3, 4), 4, torch.zeros(1, 1, 1).int())

@@ -22,7 +22,7 @@ from dtensor_ring.selected.listed_attention import (
     listed_forward,
     lists_of,
 )
-from tests.pool import Pool
+from tests.pool import on_ranks
 from tests.selected.indexers import dense
 from tests.selected.latent_package import FORWARD, install, package
 
@@ -264,12 +264,9 @@ def test_missing(
     assert LISTED.missing() == "its flash-attn-4 has no lists of keys; 4.0.0b36 has them"
 
 
-def test_on_ranks(pool: Pool) -> None:
+@on_ranks(2)
+def test_on_ranks() -> None:
     """The whole call, of local shards, whose keys and gradients travel."""
-    pool.run(2, check_ranks)
-
-
-def check_ranks() -> None:
     generator = torch.Generator().manual_seed(3)
     query, latents = (
         torch.randn(2, heads, 20, 576, generator=generator).bfloat16() for heads in (4, 1)

@@ -19,7 +19,7 @@ from dtensor_ring.selected.plan import pool_table
 from dtensor_ring.selected.pools import pool_tokens
 from tests.decode.test_decode_messages import Counted
 from tests.layouts import LAYOUTS
-from tests.pool import Pool
+from tests.pool import Pool, on_ranks
 
 DIM = 3
 
@@ -53,7 +53,22 @@ def dense(x: Tensor, gates: Tensor | None, size: int) -> Tensor:
     return torch.stack(pools, 1) if pools else x[:, :0]
 
 
-def of_rank(spec: str, length: int, size: int, gate_dim: int) -> None:
+CASES = [
+    (2, "contiguous", 23, 4, 0),
+    (3, "zigzag", 37, 5, DIM),
+    (3, "striped", 24, 4, 1),
+    (4, "block_cyclic:3", 41, 2, DIM),
+    (2, "balanced", 24, 5, 1),
+    (4, "contiguous", 24, 9, 0),  # of some ranks no token is the last of a pool
+    (2, "zigzag", 6, 7, 0),  # no pool at all
+    (1, "zigzag", 10, 3, DIM),
+    (2, "zigzag", 20, 1, 0),
+]
+
+
+@pytest.mark.parametrize(("world_size", "spec", "length", "size", "gate_dim"), CASES)
+@on_ranks()
+def test_equals_one_process(spec: str, length: int, size: int, gate_dim: int) -> None:
     """Results and gradients, with the loss of all ranks together."""
     world_size, rank = dist.get_world_size(), dist.get_rank()
     mesh = init_device_mesh("cpu", (world_size,))
@@ -81,26 +96,6 @@ def of_rank(spec: str, length: int, size: int, gate_dim: int) -> None:
         torch.testing.assert_close(ours, theirs[:, mine], rtol=1e-12, atol=1e-12)
 
 
-CASES = [
-    (2, "contiguous", 23, 4, 0),
-    (3, "zigzag", 37, 5, DIM),
-    (3, "striped", 24, 4, 1),
-    (4, "block_cyclic:3", 41, 2, DIM),
-    (2, "balanced", 24, 5, 1),
-    (4, "contiguous", 24, 9, 0),  # of some ranks no token is the last of a pool
-    (2, "zigzag", 6, 7, 0),  # no pool at all
-    (1, "zigzag", 10, 3, DIM),
-    (2, "zigzag", 20, 1, 0),
-]
-
-
-@pytest.mark.parametrize(("world_size", "spec", "length", "size", "gate_dim"), CASES)
-def test_equals_one_process(
-    pool: Pool, world_size: int, spec: str, length: int, size: int, gate_dim: int
-) -> None:
-    pool.run(world_size, of_rank, spec, length, size, gate_dim)
-
-
 def in_16_bits() -> tuple[Tensor, Tensor]:
     mesh = init_device_mesh("cpu", (1,))
     both = torch.randn(2, 1, 64, DIM, generator=torch.Generator().manual_seed(0)).bfloat16()
@@ -114,24 +109,21 @@ def test_16_bits_are_rounded_once(pool: Pool) -> None:
     assert torch.equal(found, expected)
 
 
-def messages() -> list[int]:
-    """Of zigzag shards that pools divide, and that they do not."""
+@on_ranks(2)
+def test_shards_of_whole_pools_send_nothing() -> None:
     mesh = init_device_mesh("cpu", (2,))
     counts = []
     for size in (4, 5):
         with Counted() as counted:
             pool_tokens(torch.ones(1, 16, DIM), mesh, size, layout="zigzag")
         counts.append(counted.others)
-    return counts
+    whole, cut = counts
+    assert whole == 0
+    assert cut > 0
 
 
-def test_shards_of_whole_pools_send_nothing(pool: Pool) -> None:
-    for whole, cut in pool.run(2, messages):
-        assert whole == 0
-        assert cut > 0
-
-
-def wrong_calls() -> None:
+@on_ranks(1)
+def test_wrong_calls() -> None:
     mesh = init_device_mesh("cpu", (1,))
     x: Any = torch.ones(1, 6, DIM)
     for error, match, given, how in (
@@ -145,7 +137,3 @@ def wrong_calls() -> None:
     ):
         with pytest.raises(error, match=match):
             pool_tokens(given, mesh, **{"size": 2, "layout": "zigzag"} | how)
-
-
-def test_wrong_calls(pool: Pool) -> None:
-    pool.run(1, wrong_calls)

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from dtensor_ring import SequenceAxis, selected_attention
 from dtensor_ring.selected import listed_attention
-from tests.pool import Pool
+from tests.pool import Pool, on_ranks
 from tests.selected.indexers import dense
 
 SINKS = (0.5, -1.0, 2.0, 0.0)
@@ -133,13 +133,10 @@ def test_other_numbers_of_ranks(pool: Pool, world_size: int) -> None:
     pool.run(world_size, check_case, Case(layout="contiguous", seq_len=15))
 
 
-def check_chunks() -> None:
+@on_ranks(2)
+def test_chunks_of_one_query() -> None:
     listed_attention.CHUNK, before = 1, listed_attention.CHUNK
     try:
         check_case(CASES["sinks and lse"])
     finally:
         listed_attention.CHUNK = before
-
-
-def test_chunks_of_one_query(pool: Pool) -> None:
-    pool.run(2, check_chunks)

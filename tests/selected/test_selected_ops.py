@@ -35,7 +35,7 @@ from dtensor_ring.selected.plan import key_positions, request_bytes
 from dtensor_ring.transport import transport
 from dtensor_ring.transport.transport import P2P, BufferPool, ProcessGroupTransport
 from tests.ops.test_fakes import description
-from tests.pool import Pool
+from tests.pool import Pool, on_ranks
 from tests.rings import Case, Ring, fake_group
 from tests.selected.indexers import dense
 from tests.test_memory import Counted
@@ -85,11 +85,8 @@ def on_one_process(seq_len: int = SEQ_LEN) -> tuple[Tensor, Tensor]:
     return selected, out
 
 
-def test_opcheck(pool: Pool) -> None:
-    pool.run(1, _opcheck)
-
-
-def _opcheck() -> None:
+@on_ranks(1)
+def test_opcheck() -> None:
     warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
     case, x = Case(Ring(Balanced(CAUSAL, 8, 1), 1, 8, CAUSAL), torch.float32), inputs(8)
     options = flatten(case.call())
@@ -109,12 +106,8 @@ def _opcheck() -> None:
 
 
 @pytest.mark.parametrize("is_token_major", [True, False])
-def test_fakes_promise_what_is_returned(pool: Pool, is_token_major: bool) -> None:
-    for promised, returned in pool.run(2, _described, is_token_major):
-        assert promised == returned
-
-
-def _described(is_token_major: bool) -> list[list[Any]]:
+@on_ranks(2)
+def test_fakes_promise_what_is_returned(is_token_major: bool) -> None:
     ring = Ring(Balanced(CAUSAL, SEQ_LEN, 2), 2, SEQ_LEN, CAUSAL)
     mine, x = ring.positions(dist.get_rank()), inputs()
     options = flatten(Case(ring).call())
@@ -132,17 +125,12 @@ def _described(is_token_major: bool) -> list[list[Any]]:
             inputs_back = torch.ones_like(out), None, query, rows, *listed, out, lse
             grads = selected_backward_op(*inputs_back, *options)
         described.append([description(each) for each in (selected, out, lse, *grads)])
-    return described
+    promised, returned = described
+    assert promised == returned
 
 
-def test_compiled_calls_are_one_node_each(pool: Pool) -> None:
-    for forward, backward, differs in pool.run(2, _compiled):
-        assert forward == ["select_keys", "selected_attention"]
-        assert backward == ["selected_attention_backward"]
-        assert differs == 0.0
-
-
-def _compiled() -> tuple[list[str], list[str], float]:
+@on_ranks(2)
+def test_compiled_calls_are_one_node_each() -> None:
     graphs: list[list[str]] = []
 
     def capture(module: GraphModule, _: Any) -> Any:
@@ -162,15 +150,14 @@ def _compiled() -> tuple[list[str], list[str], float]:
         outputs.append([selected, out.detach(), leaves["query"].grad, leaves["latents"].grad])
         assert leaves["index_key"].grad is None
     differs = max(float((a - b).abs().max()) for a, b in zip(*outputs, strict=True))
-    return graphs[0], graphs[1], differs
+    assert graphs[0] == ["select_keys", "selected_attention"]
+    assert graphs[1] == ["selected_attention_backward"]
+    assert differs == 0.0
 
 
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
-def test_dtensors_and_shards_equal_one_process(pool: Pool, layout: str) -> None:
-    pool.run(2, _check_placed, layout)
-
-
-def _check_placed(layout: str) -> None:
+@on_ranks(2)
+def test_dtensors_and_shards_equal_one_process(layout: str) -> None:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
     axis, x = SequenceAxis(mesh["cp"], layout), inputs()
     mine, (positions, out) = axis.positions(SEQ_LEN), on_one_process()
@@ -194,11 +181,8 @@ def _check_placed(layout: str) -> None:
         assert torch.equal(one, other.to_local())
 
 
-def test_runs_of_a_batch(pool: Pool) -> None:
-    pool.run(2, _check_runs)
-
-
-def _check_runs() -> None:
+@on_ranks(2)
+def test_runs_of_a_batch() -> None:
     mesh = init_device_mesh("cpu", (2,))
     layout = Balanced(CAUSAL, SEQ_LEN, 2, block=3)
     SequenceAxis(mesh, "balanced")
@@ -210,11 +194,8 @@ def _check_runs() -> None:
     torch.testing.assert_close(out.double(), expected[:, :, mine], atol=1e-5, rtol=0)
 
 
-def test_a_turn_of_ranks_with_different_numbers_of_keys(pool: Pool) -> None:
-    pool.run(2, _check_turn)
-
-
-def _check_turn() -> None:
+@on_ranks(2)
+def test_a_turn_of_ranks_with_different_numbers_of_keys() -> None:
     """The last 8 tokens, all on one rank; a list is nearly as long as the keys of a rank."""
     mesh, rank = init_device_mesh("cpu", (2,)), dist.get_rank()
     SequenceAxis(mesh, "zigzag")
@@ -241,18 +222,13 @@ DIFFERENCES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("what", DIFFERENCES)
-def test_ranks_that_differ_are_reported(pool: Pool, what: str) -> None:
-    for text in pool.run(2, _differing, what):
-        assert f"differ in {what}" in text
-
-
-def _differing(what: str) -> str:
+@on_ranks(2)
+def test_ranks_that_differ_are_reported(what: str) -> None:
     mesh, x = init_device_mesh("cpu", (2,)), inputs()
     given = {name: x[name] for name in ("index_query", "index_key", "weights")} | {"k": 3}
     given |= DIFFERENCES[what] if dist.get_rank() else {}
-    with pytest.raises(RingError) as error:
+    with pytest.raises(RingError, match=f"differ in {what}"):
         select_keys(**given, mesh=mesh)
-    return str(error.value)
 
 
 WRONG = {
@@ -272,11 +248,8 @@ WRONG_LISTS = {
 }
 
 
-def test_bad_calls(pool: Pool) -> None:
-    pool.run(1, _check_bad_calls)
-
-
-def _check_bad_calls() -> None:
+@on_ranks(1)
+def test_bad_calls() -> None:
     mesh, x = init_device_mesh("cpu", (1,)), inputs()
     index = {name: x[name] for name in ("index_query", "index_key", "weights")}
     for text, wrong in WRONG.items():
@@ -289,12 +262,9 @@ def _check_bad_calls() -> None:
             selected_attention(**{**latents, "selected": right, "mesh": mesh} | wrong)
 
 
-def test_narrow_keys_are_widened_where_they_arrive(pool: Pool) -> None:
+@on_ranks(2)
+def test_narrow_keys_are_widened_where_they_arrive() -> None:
     """The keys of a model in 16 bits, whose indexer has its queries in float32."""
-    pool.run(2, _check_narrow)
-
-
-def _check_narrow() -> None:
     mesh, rank, x = init_device_mesh("cpu", (2,)), dist.get_rank(), inputs(2 * SEQ_LEN)
     SequenceAxis(mesh, "contiguous")
     own = slice(rank * SEQ_LEN, (rank + 1) * SEQ_LEN)
@@ -314,13 +284,8 @@ def _check_narrow() -> None:
 
 
 @pytest.mark.parametrize("route", ["selected", "all"])
-def test_bytes_are_those_of_the_plan(pool: Pool, route: str) -> None:
-    for received, planned in pool.run(4, _received, route):
-        assert received == planned
-
-
-def _received(route: str) -> tuple[list[int], list[int]]:
-    """By index keys, requests, keys and gradients."""
+@on_ranks(4)
+def test_bytes_are_those_of_the_plan(route: str) -> None:
     mesh, rank = init_device_mesh("cpu", (4,)), dist.get_rank()
     axis, x, received = SequenceAxis(mesh, "zigzag"), inputs(64), []
     mine = axis.positions(64)
@@ -347,7 +312,7 @@ def _received(route: str) -> tuple[list[int], list[int]]:
     keys, gradients = (of_key * (sum(x) - x[rank]) for x in (wanted, given))
     planned_index = Ring(axis.layout, 4, 64, CAUSAL).plans()[rank].num_received * 2 * 4 * 4
     forward = [asked] * (route == "selected") + [keys]
-    return [index, *received], [planned_index, *forward, *forward, gradients]
+    assert [index, *received] == [planned_index, *forward, *forward, gradients]
 
 
 def _counts(selected: Tensor, positions: Any, route: str) -> tuple[list[int], list[int]]:

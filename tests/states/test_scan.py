@@ -22,7 +22,7 @@ from dtensor_ring.states.op import scan_op
 from dtensor_ring.states.plan import owners_of, steps_of
 from dtensor_ring.states.run import Maps, scan
 from tests.played import PlayedTransport, play
-from tests.pool import Pool
+from tests.pool import Pool, on_ranks
 
 SHAPE = (2, 3, 4, 5)
 """Rows, heads and numbers of a state."""
@@ -76,22 +76,18 @@ def errors(kind: str, owners: tuple[int, ...]) -> dict[str, float]:
     return {name: (x - y).abs().max().item() for name, (x, y) in pairs.items()}
 
 
-def all_errors(at_once: int) -> dict[str, float]:
+@pytest.mark.parametrize("at_once", [8, 0], ids=["one round", "rounds"])
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@on_ranks()
+def test_equals_one_process(at_once: int) -> None:
     size, found = dist.get_world_size(), {}
     layouts = {"contiguous": tuple(range(size)), "zigzag": owners_of(ZigZag(), size, 2)}
     with patch.object(run, "MAX_AT_ONCE", at_once):
         for kind, (layout, owners) in product(KINDS, layouts.items()):
             of_case = errors(kind, owners)
             found |= {f"{kind}, {layout}, {name}": x for name, x in of_case.items()}
-    return found
-
-
-@pytest.mark.parametrize("at_once", [8, 0], ids=["one round", "rounds"])
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_equals_one_process(pool: Pool, world_size: int, at_once: int) -> None:
-    for found in pool.run(world_size, all_errors, at_once):
-        assert len(found) == 22
-        assert max(found.values()) < 1e-12, found
+    assert len(found) == 22
+    assert max(found.values()) < 1e-12, found
 
 
 def of_rank(
@@ -218,7 +214,8 @@ def test_refused(error: type[Exception], match: str, made: Any) -> None:
         made()
 
 
-def check_op() -> None:
+@on_ranks(1)
+def test_op() -> None:
     """Schema, fake kernel and gradients; three maps of one rank are joined without messages."""
     warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
     name = dist.group.WORLD.group_name
@@ -237,10 +234,6 @@ def check_op() -> None:
         few = [x[:, :1, :1].detach().requires_grad_() for x in maps.values()]
         assert torch.autograd.gradcheck(scanned, few)
         assert torch.autograd.gradgradcheck(scanned, few)
-
-
-def test_op(pool: Pool) -> None:
-    pool.run(1, check_op)
 
 
 def compiled_error() -> float:

@@ -14,21 +14,26 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dtensor_ring.transport import transport as process_group
 from dtensor_ring.transport.transport import P2P, ProcessGroupTransport, set_transport, transport_of
-from tests.pool import Pool
+from tests.pool import on_ranks
 
 
-def test_gloo_sends_nothing_of_a_gpu(pool: Pool) -> None:
-    pool.run(2, _prepare_for_a_gpu)
-
-
-def _prepare_for_a_gpu() -> None:
+@on_ranks(2)
+def test_gloo_sends_nothing_of_a_gpu() -> None:
     with pytest.raises(ValueError, match=r"on CUDA and their group is gloo's, .*\"nccl\"\)"):
         ProcessGroupTransport(dist.group.WORLD).prepare(torch.device("cuda"))
 
 
-def test_receives_go_first(pool: Pool) -> None:
-    for order in pool.run(2, _exchange):
-        assert order == ["recv", "recv", "send", "send"]
+@on_ranks(2)
+def test_receives_go_first() -> None:
+    rank, group = dist.get_rank(), Posting()
+    given, got = [torch.full((2,), 10.0 * rank + i) for i in range(2)], torch.zeros(2, 2)
+    transport = ProcessGroupTransport(group)
+    works = transport.start([P2P(x, 1 - rank) for x in got], [P2P(x, 1 - rank) for x in given])
+    for work in works:
+        work.wait()
+    assert got.tolist() == [[10.0 * (1 - rank) + i] * 2 for i in range(2)]
+    assert not transport.start([], [])
+    assert group.order == ["recv", "recv", "send", "send"]
 
 
 class Posting:
@@ -46,25 +51,8 @@ class Posting:
         return dist.group.WORLD.send(*message)
 
 
-def _exchange() -> list[str]:
-    """Two messages each way, which arrive in the order in which they were given."""
-    rank, group = dist.get_rank(), Posting()
-    given, got = [torch.full((2,), 10.0 * rank + i) for i in range(2)], torch.zeros(2, 2)
-    transport = ProcessGroupTransport(group)
-    works = transport.start([P2P(x, 1 - rank) for x in got], [P2P(x, 1 - rank) for x in given])
-    for work in works:
-        work.wait()
-    assert got.tolist() == [[10.0 * (1 - rank) + i] * 2 for i in range(2)]
-    assert not transport.start([], [])
-    return group.order
-
-
-def test_messages_of_gpus_start_together(pool: Pool) -> None:
-    for order in pool.run(2, _start_on_a_gpu):
-        assert order == ["irecv", "isend"]
-
-
-def _start_on_a_gpu() -> list[str]:
+@on_ranks(2)
+def test_messages_of_gpus_start_together() -> None:
     started: list[str] = []
 
     def start(operations: list[dist.P2POp]) -> list[dist.Work]:
@@ -75,14 +63,11 @@ def _start_on_a_gpu() -> list[str]:
     with FakeTensorMode(), patch.object(dist, "batch_isend_irecv", start):
         coming, leaving = (P2P(torch.empty(2, device="cuda"), peer) for _ in range(2))
         ProcessGroupTransport(dist.group.WORLD).start([coming], [leaving])
-    return started
+    assert started == ["irecv", "isend"]
 
 
-def test_the_transport_of_a_group(pool: Pool) -> None:
-    pool.run(1, _check_transport_of)
-
-
-def _check_transport_of() -> None:
+@on_ranks(1)
+def test_the_transport_of_a_group() -> None:
     group = dist.group.WORLD
     assert isinstance(transport_of(group), ProcessGroupTransport)
     mine = ProcessGroupTransport(group)

@@ -25,7 +25,7 @@ from dtensor_ring.transport.rotation import ShardRotation
 from dtensor_ring.transport.transport import P2P, ProcessGroupTransport, Work
 from tests.columns import indices_of
 from tests.played import PlayedTransport, play
-from tests.pool import Pool
+from tests.pool import Pool, on_ranks
 from tests.rings import Ring
 
 CAUSAL, FULL = Mask.causal(), Mask.full()
@@ -243,11 +243,8 @@ class Counting(ProcessGroupTransport):
         self.freed.add(buffer.data_ptr())
 
 
-def test_buffers_go_back_when_a_kernel_raises(pool: Pool) -> None:
-    pool.run(2, _raise_in_a_step)
-
-
-def _raise_in_a_step() -> None:
+@on_ranks(2)
+def test_buffers_go_back_when_a_kernel_raises() -> None:
     """Those that messages may still write to do not; the next ring finds its messages."""
     last, first = Counting(dist.group.WORLD), Counting(dist.group.WORLD)
     with pytest.raises(RuntimeError, match="a kernel"):
@@ -275,13 +272,8 @@ def _raise_in(number: int, transport: Counting) -> None:
 
 
 @pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.float64])
-def test_keys_and_values_travel_in_a_dtype(pool: Pool, kv_dtype: torch.dtype) -> None:
-    for dtypes in pool.run(3, _rotate_in, kv_dtype):
-        assert dtypes == {kv_dtype}
-
-
-def _rotate_in(kv_dtype: torch.dtype) -> set[torch.dtype]:
-    """Dtypes of the messages; a rank's own keys and values are not rounded."""
+@on_ranks(3)
+def test_keys_and_values_travel_in_a_dtype(kv_dtype: torch.dtype) -> None:
     ring = Ring(Contiguous(), 3, 12, FULL)
     plan = ring.plans()[dist.get_rank()]
     key, value = shard_of(ring, plan.rank)
@@ -295,7 +287,7 @@ def _rotate_in(kv_dtype: torch.dtype) -> set[torch.dtype]:
             assert kv[0].dtype == torch.float32
             assert _positions(kv) == expected.tolist()
             shards.end_step(step, label)
-    return {message.dtype for hop in hops for message in hop}
+    assert {message.dtype for hop in hops for message in hop} == {kv_dtype}
 
 
 def _positions(pair: Pair) -> list[float]:

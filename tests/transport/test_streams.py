@@ -193,18 +193,9 @@ FREE = Happened("free", CURRENT, uses=WRITTEN)
         ([PACK, SEND, READS, WAIT, PACK, FREE], None),
         ([RECEIVE, OTHER, WAIT], None),
         ([READS, RECEIVE, WAIT, LOSS], None),
-        (
-            [RECEIVE, READS, WAIT],
-            "a kernel on the current stream uses memory that a message",
-        ),
-        (
-            [SEND, PACK, WAIT],
-            "pack on the current stream uses memory that a message",
-        ),
-        (
-            [SEND, FREE, WAIT],
-            "free on the current stream uses memory that a message",
-        ),
+        ([RECEIVE, READS, WAIT], "a kernel on the current stream uses memory that a message"),
+        ([SEND, PACK, WAIT], "pack on the current stream uses memory that a message"),
+        ([SEND, FREE, WAIT], "free on the current stream uses memory that a message"),
         ([RECEIVE, LOSS, WAIT], "memory of a message in flight goes back to the allocator"),
         ([RECEIVE, WAIT, FREE, READS], "a kernel uses memory that was given back"),
     ],

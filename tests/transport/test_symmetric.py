@@ -43,7 +43,7 @@ from tests.layouts import LAYOUTS
 from tests.meshes import random_inputs
 from tests.played import PlayedTransport, play
 from tests.played_group import PlayedGroup
-from tests.pool import Pool
+from tests.pool import Pool, on_ranks
 from tests.rings import Case, Ring
 from tests.test_played import Played, of_rank
 
@@ -218,12 +218,9 @@ def _attend_in_order(folder: Path | None = None) -> list[Tensor]:
 
 
 @pytest.mark.gpu
-def test_on_a_gpu(pool: Pool) -> None:
+@on_ranks(2)
+def test_on_a_gpu() -> None:
     """Two processes share one GPU, whose memory each maps a second time."""
-    pool.run(2, _attend_on_a_gpu)
-
-
-def _attend_on_a_gpu() -> None:
     os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"  # read in the first rendezvous
     warnings.simplefilter("default")  # as in each test that needs a GPU
     group = dist.group.WORLD
@@ -240,11 +237,8 @@ def _attend_on_a_gpu() -> None:
                 torch.testing.assert_close(x.cpu().double(), expected, rtol=1e-4, atol=1e-4)
 
 
-def test_the_policy_chooses(pool: Pool) -> None:
-    pool.run(2, _choose)
-
-
-def _choose() -> None:
+@on_ranks(2)
+def test_the_policy_chooses() -> None:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
     axis = SequenceAxis(mesh, "zigzag", policy=SYMMETRIC)
     chosen = transport_of(mesh.get_group())
@@ -260,11 +254,8 @@ def _choose() -> None:
         SequenceAxis(mesh, "zigzag", transport=own)
 
 
-def test_ranks_that_differ(pool: Pool) -> None:
-    pool.run(2, _differ)
-
-
-def _differ() -> None:
+@on_ranks(2)
+def test_ranks_that_differ() -> None:
     """A rank whose policy is another one registers nothing: records are compared first."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
     axis = SequenceAxis(mesh, "zigzag", policy=None if dist.get_rank() else SYMMETRIC)
@@ -279,11 +270,8 @@ def test_unknown_transports(transport: Any) -> None:
         TransferPolicy(transport=transport)
 
 
-def test_hosts_and_builds_that_are_refused(pool: Pool) -> None:
-    pool.run(2, _refuse)
-
-
-def _refuse() -> None:
+@on_ranks(2)
+def test_hosts_and_builds_that_are_refused() -> None:
     group, cuda = dist.group.WORLD, torch.device("cuda", 0)
     assert group is not None
     with pytest.MonkeyPatch.context() as patch:

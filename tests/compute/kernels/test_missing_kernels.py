@@ -32,6 +32,7 @@ from tests.tiles import GPU
 NEWER = ["flash_attn4", "cudnn", "flash_attn2", "cuda_flash", "cpu_flash"]
 NEWER += ["cudnn_flex", "cudnn_sdpa"]
 """Kernels of Hopper and Blackwell."""
+FRONTEND, FRONTENDS = "nvidia-cudnn-frontend 1.32 or later", "1.9.0 1.31.0 | 1.32.0 2.0"
 
 
 @pytest.fixture
@@ -113,35 +114,40 @@ def test_available_kernels() -> None:
         assert all(available[name] == "no CUDA device" for name in GPU)
 
 
-def test_missing_flash_attn2(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(package: str) -> str:
-        raise PackageNotFoundError(package)
+def not_installed(package: str) -> str:
+    raise PackageNotFoundError(package)
 
+
+def check_versions(
+    monkeypatch: pytest.MonkeyPatch, reason: Callable[[], str | None], needs: str, known: str
+) -> None:
+    """Versions that are too old, or too new, stand before the bar, those that serve after it."""
+    others, serve = (x.split() for x in known.split("|"))
+    for version in others + serve:
+        monkeypatch.setattr(packages, "version", lambda _, version=version: version)
+        expected = f"it needs {needs}, found {version}" if version in others else None
+        assert reason() == expected, version
+
+
+def test_missing_flash_attn2(monkeypatch: pytest.MonkeyPatch) -> None:
     def not_loading(module: str) -> None:
         raise ImportError(f"{module} was built for another torch")
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setattr(flash_attn2, "load", lambda module: None)
-    monkeypatch.setattr(packages, "version", missing)
+    monkeypatch.setattr(packages, "version", not_installed)
     assert KERNELS["flash_attn2"].missing() == "the flash-attn package is not installed"
-    for version, reason in {
-        "2.6.3": "it needs flash-attn 2.7 or a later 2.x, found 2.6.3",
-        "2.7.0": None,
-        "2.10.0.post1": None,
-        "3.0.0": "it needs flash-attn 2.7 or a later 2.x, found 3.0.0",
-    }.items():
-        monkeypatch.setattr(packages, "version", lambda _, version=version: version)
-        assert KERNELS["flash_attn2"].missing() == reason
+    known = "2.6.3 3.0.0 | 2.7.0 2.10.0.post1"
+    check_versions(
+        monkeypatch, KERNELS["flash_attn2"].missing, "flash-attn 2.7 or a later 2.x", known
+    )
     monkeypatch.setattr(packages, "version", lambda _: "2.8.0")
     monkeypatch.setattr(flash_attn2, "load", not_loading)
     assert "does not load: flash_attn.flash_attn_interface was" in KERNELS["flash_attn2"].missing()
 
 
 def test_missing_flash_attn4(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(package: str) -> str:
-        raise PackageNotFoundError(package)
-
     def not_loading(module: str) -> None:
         raise ImportError(f"{module} needs another cutlass")
 
@@ -150,20 +156,10 @@ def test_missing_flash_attn4(monkeypatch: pytest.MonkeyPatch) -> None:
 
     function = SimpleNamespace(_flash_attn_fwd=lambda q, return_lse, max_seqlen_q: None)
     monkeypatch.setattr(flash_attn4, "load", lambda module: function)
-    monkeypatch.setattr(packages, "version", missing)
+    monkeypatch.setattr(packages, "version", not_installed)
     assert reason() == "the flash-attn-4 package is not installed"
-    for version, is_old in {
-        "4.0.0b9": True,
-        "4.0.0b27": True,
-        "4.0.0b28": False,
-        "4.0.0b36.dev1+g12": False,
-        "4.0.0": False,
-        "4.1.2": False,
-        "5.0.0": True,
-    }.items():
-        monkeypatch.setattr(packages, "version", lambda _, version=version: version)
-        expected = f"it needs flash-attn-4 4.0.0b28 or a later 4.x, found {version}"
-        assert reason() == (expected if is_old else None)
+    known = "4.0.0b9 4.0.0b27 5.0.0 | 4.0.0b28 4.0.0b36.dev1+g12 4.0.0 4.1.2"
+    check_versions(monkeypatch, reason, "flash-attn-4 4.0.0b28 or a later 4.x", known)
     monkeypatch.setattr(packages, "version", lambda _: "4.0.0")
     monkeypatch.setattr(flash_attn4, "load", not_loading)
     assert "does not load: flash_attn.cute.interface needs another" in (reason() or "")
@@ -171,9 +167,6 @@ def test_missing_flash_attn4(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_missing_cudnn_flex(monkeypatch: pytest.MonkeyPatch) -> None:
     """It says what the package lacks, of which a version says little."""
-
-    def missing(package: str) -> str:
-        raise PackageNotFoundError(package)
 
     modules = {
         module: SimpleNamespace(
@@ -185,12 +178,9 @@ def test_missing_cudnn_flex(monkeypatch: pytest.MonkeyPatch) -> None:
         for module in flex_package.FUNCTIONS
     }
     monkeypatch.setattr(cudnn_flex, "load", modules.__getitem__)
-    monkeypatch.setattr(packages, "version", missing)
+    monkeypatch.setattr(packages, "version", not_installed)
     assert cudnn_flex._missing_package() == "the nvidia-cudnn-frontend package is not installed"
-    for version, is_old in {"1.9.0": True, "1.31.0": True, "1.32.0": False, "2.0": False}.items():
-        monkeypatch.setattr(packages, "version", lambda _, version=version: version)
-        expected = f"it needs nvidia-cudnn-frontend 1.32 or later, found {version}"
-        assert cudnn_flex._missing_package() == (expected if is_old else None)
+    check_versions(monkeypatch, cudnn_flex._missing_package, FRONTEND, FRONTENDS)
     monkeypatch.setattr(packages, "version", lambda _: "1.40.0")
     execution = modules[flex_package.EXECUTION]
     for function, lacks in ((lambda q: None, "dlse_tensor"), (None, "dlse_tensor")):
@@ -204,9 +194,6 @@ def test_missing_cudnn_flex(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_missing_cudnn_sdpa(monkeypatch: pytest.MonkeyPatch) -> None:
     """It says what the package and cuDNN itself lack."""
 
-    def missing(package: str) -> str:
-        raise PackageNotFoundError(package)
-
     def reason() -> str | None:
         return cudnn_sdpa._missing_package()
 
@@ -219,12 +206,9 @@ def test_missing_cudnn_sdpa(monkeypatch: pytest.MonkeyPatch) -> None:
     modules = versions | {sdpa_package.OPS: SimpleNamespace(thd_lse_to_padded=None)}
     monkeypatch.setattr(cudnn_sdpa, "cudnn", ops)
     monkeypatch.setattr(cudnn_sdpa, "load", modules.__getitem__)
-    monkeypatch.setattr(packages, "version", missing)
+    monkeypatch.setattr(packages, "version", not_installed)
     assert reason() == "the nvidia-cudnn-frontend package is not installed"
-    for version, is_old in {"1.9.0": True, "1.31.0": True, "1.32.0": False, "2.0": False}.items():
-        monkeypatch.setattr(packages, "version", lambda _, version=version: version)
-        expected = f"it needs nvidia-cudnn-frontend 1.32 or later, found {version}"
-        assert reason() == (expected if is_old else None)
+    check_versions(monkeypatch, reason, FRONTEND, FRONTENDS)
     versions["cudnn"].backend_version = lambda: 91400
     assert reason() == "it needs cuDNN 9.15 or later, found version 91400"
     del modules[sdpa_package.OPS].thd_lse_to_padded
@@ -288,10 +272,7 @@ def test_a_warning_is_no_reason_not_to_load(
 
 @pytest.mark.parametrize(("active", "is_served"), [(None, True), ("FA2", True), ("FA4", False)])
 def test_another_implementation_in_place_of_atens(
-    active: str | None,
-    is_served: bool,
-    gpu: Callable[..., None],
-    monkeypatch: pytest.MonkeyPatch,
+    active: str | None, is_served: bool, gpu: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gpu(9, 0)
     monkeypatch.setattr(torch.nn.attention, "current_flash_attention_impl", lambda: active)

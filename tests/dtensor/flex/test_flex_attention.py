@@ -20,7 +20,7 @@ from tests.dtensor.flex.flex_calls import attend, cases, gradients_on_cpus, quie
 from tests.dtensor.flex.flex_masks import BLOCK, BUILT, FUNCTIONS, LENGTH, mask_of
 from tests.graphs import capturing
 from tests.meshes import BATCH, HEADS, SEQUENCE, assert_same, place, random_inputs
-from tests.pool import Pool
+from tests.pool import Pool, on_ranks
 
 
 def test_functions(pool: Pool) -> None:
@@ -91,11 +91,9 @@ MESHES: dict[str, tuple[tuple[Placement, ...], str, str]] = {
     "name",
     [pytest.param("batch", marks=pytest.mark.repeats), "heads", "exchange"],
 )
-def test_two_axes_and_strategies(pool: Pool, name: str) -> None:
-    pool.run(4, _check_mesh, *MESHES[name])
-
-
-def _check_mesh(placements: tuple[Placement, ...], layout: str, strategy: str) -> None:
+@on_ranks(4)
+def test_two_axes_and_strategies(name: str) -> None:
+    placements, layout, strategy = MESHES[name]
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("first", "second"))
     SequenceAxis(mesh[("first", "second")[placements.index(SEQUENCE)]], layout, strategy=strategy)
     *inputs, grad_out = random_inputs(2, LENGTH)
@@ -116,11 +114,8 @@ def _check_mesh(placements: tuple[Placement, ...], layout: str, strategy: str) -
                 assert_same(actual, wanted, placements)
 
 
-def test_five_batches_compile_once(pool: Pool) -> None:
-    pool.run(2, _check_batches)
-
-
-def _check_batches() -> None:
+@on_ranks(2)
+def test_five_batches_compile_once() -> None:
     axis = SequenceAxis(init_device_mesh("cpu", (2,)), "zigzag")
     whole, graphs = random_inputs(2, LENGTH), []
 
@@ -153,12 +148,9 @@ def _check_batches() -> None:
     assert graphs == [["block_mask_slices", "ring_attention"] * 3]
 
 
-def test_the_higher_order_op(pool: Pool) -> None:
+@on_ranks(2)
+def test_the_higher_order_op() -> None:
     """What the front calls, with plain functions, and where autograd is off altogether."""
-    pool.run(2, _check_op)
-
-
-def _check_op() -> None:
     axis = SequenceAxis(init_device_mesh("cpu", (2,)), "zigzag")
     *inputs, grad_out = random_inputs(2, LENGTH)
     block_mask, seen = mask_of("packed")

@@ -16,14 +16,11 @@ from dtensor_ring import SequenceAxis
 from tests.dtensor.flex.flex_calls import quiet
 from tests.dtensor.flex.flex_masks import DOCUMENTS, LENGTH, causal
 from tests.meshes import random_inputs
-from tests.pool import Pool
+from tests.pool import on_ranks
 
 
-def test_what_is_refused(pool: Pool) -> None:
-    pool.run(2, _check_refused)
-
-
-def _check_refused() -> None:
+@on_ranks(2)
+def test_what_is_refused() -> None:
     axis = SequenceAxis(init_device_mesh("cpu", (2,)), "zigzag")
     *inputs, _ = random_inputs(2, LENGTH)
     placed: list[Any] = [axis.shard(x, 2) for x in inputs]

@@ -13,14 +13,11 @@ from tests.dense import dense_attention
 from tests.dtensor.flex.flex_calls import attend, quiet
 from tests.dtensor.flex.flex_masks import DOCUMENTS, LENGTH
 from tests.meshes import SEQUENCE, assert_same, random_inputs
-from tests.pool import Pool
+from tests.pool import on_ranks
 
 
-def test_a_block_mask_is_read_once(pool: Pool) -> None:
-    pool.run(1, _check_known)
-
-
-def _check_known() -> None:
+@on_ranks(1)
+def test_a_block_mask_is_read_once() -> None:
     axis = SequenceAxis(init_device_mesh("cpu", (1,)), "zigzag")
     documents, asked = DOCUMENTS.clone(), []
     *inputs, _ = random_inputs(2, LENGTH)

@@ -20,14 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils._python_dispatch import _disable_current_modes
 
-from dtensor_ring import (
-    Contiguous,
-    Mask,
-    ZigZag,
-    compare_strategies,
-    describe_schedule,
-    simulate_attention,
-)
+from dtensor_ring import Mask, ZigZag, compare_strategies, describe_schedule, simulate_attention
 from dtensor_ring.all_to_all.plan import all_to_all_plan
 from dtensor_ring.all_to_all.ulysses import ulysses_attention
 from dtensor_ring.command.main import main
@@ -46,7 +39,7 @@ from parallel_plans.huggingface import (
     ring_checkpoint_contexts,
 )
 from parallel_plans.models import load, read_config
-from tests.pool import Pool
+from tests.pool import Pool, on_ranks
 from tests.rings import Case, Ring, fake_group
 from tests.scripts import run_script
 from tests.test_public import ROOT
@@ -364,11 +357,7 @@ def edited(**changes: Any) -> str:
         ("", ("--offload", "checkpoints"), "offload of checkpoints needs checkpoint 'full'"),
         ("", ("--offload", "gradients"), "offload takes checkpoints and optimizer"),
         ("", ("--longest", "--checkpoint", "full"), "so leave --checkpoint out"),
-        (
-            "",
-            ("--longest", "--seq-len", "63"),
-            "63 tokens cannot be divided over the 2 ran",
-        ),
+        ("", ("--longest", "--seq-len", "63"), "63 tokens cannot be divided over the 2 ran"),
         ("", ("--longest", "--machine", "h1000"), "machine 'h1000' is neither a file"),
         (MODERN_BERT, ("--longest",), "sees tokens ahead"),
     ],
@@ -404,47 +393,26 @@ def _estimated(path: Path, capsys: pytest.CaptureFixture[str], *options: str) ->
 
 
 @pytest.mark.parametrize("kv_dtype", [None, "int8"])
-def test_messages_of_a_policy(pool: Pool, kv_dtype: str | None) -> None:
-    pool.run(1, _check_messages, TransferPolicy(kv_dtype=kv_dtype))
-
-
-def _check_messages(policy: TransferPolicy) -> None:
+@pytest.mark.parametrize("strategy", ["ring", "ulysses", "ulysses:2"])
+@on_ranks(1)
+def test_messages_of_a_policy(strategy: str, kv_dtype: str | None) -> None:
     """What an attention without memory counts is what a comparison counts, to the byte."""
-    ring = Ring(Contiguous(), 2, 400, Mask.causal())
-    case = Case(ring, torch.bfloat16, head_dims=(64, 64), policy=policy)
-    with fake_group(2, rank=1):
-        inputs = [x.detach().to("meta").requires_grad_() for x in case.shards(1)]
-        with Footprint() as step:
-            out, _ = case.attend(*inputs)
-            out.backward(torch.empty_like(out))
-    (plan,) = [x for x in ring.plans() if x.rank == 1]
-    sizes = TensorSizes(
-        *((4, 2), (64, 64), 2, torch.bfloat16),
-        *(policy.dtype_of_keys(torch.bfloat16), torch.float32),
-    )
-    forward, backward = RankAttention(plan, None, sizes).costs()
-    assert step.messages == replace(forward + backward, held=backward.held)
-
-
-@pytest.mark.parametrize("kv_dtype", [None, "int8"])
-@pytest.mark.parametrize("strategy", ["ulysses", "ulysses:2"])
-def test_messages_of_an_all_to_all(pool: Pool, strategy: str, kv_dtype: str | None) -> None:
-    pool.run(1, _check_all_to_all, strategy, TransferPolicy(kv_dtype=kv_dtype))
-
-
-def _check_all_to_all(strategy: str, policy: TransferPolicy) -> None:
-    """The same where tokens go for heads, in eight bits too; buffers and tensors are not here."""
-    ring, dtype, rank = Ring(ZigZag(), 4, 800, Mask.causal(), strategy=strategy), torch.bfloat16, 1
+    policy, dtype, rank = TransferPolicy(kv_dtype=kv_dtype), torch.bfloat16, 1
+    ring = Ring(ZigZag(), 4, 800, Mask.causal(), strategy=strategy)
     case = Case(ring, dtype, (8, 4), head_dims=(64, 64), policy=policy)
-    before = replace(case, ring=replace(ring, strategy="ring"))
+    before, attend, exchange = replace(case, ring=replace(ring, strategy="ring")), case.attend, None
+    if strategy != "ring":
+        heads = as_strategy(strategy, 4).heads
+        attend = lambda *x: ulysses_attention(*x, case.call(), with_lse=False)  # noqa: E731
+        exchange = all_to_all_plan(ring.layout, ring.layout, heads, rank, 4, 800)
     with fake_group(4, rank):
         inputs = [x.detach().to("meta").requires_grad_() for x in before.shards(rank)]
         with Footprint() as step:
-            out, _ = ulysses_attention(*inputs, case.call(), with_lse=False)
+            out, _ = attend(*inputs)
             out.backward(torch.empty_like(out))
-    heads = as_strategy(strategy, 4).heads
-    exchange = all_to_all_plan(ring.layout, ring.layout, heads, rank, 4, 800)
     sums = policy.sum_dtype(dtype)
     sizes = TensorSizes((8, 4), (64, 64), 2, dtype, policy.dtype_of_keys(dtype), sums)
     forward, backward = RankAttention(ring.plans()[rank], exchange, sizes).costs()
-    assert step.messages == replace(forward + backward, held=step.messages.held)
+    # Buffers and tensors of an all-to-all are not here.
+    held = backward.held if strategy == "ring" else step.messages.held
+    assert step.messages == replace(forward + backward, held=held)

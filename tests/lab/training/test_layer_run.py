@@ -87,10 +87,7 @@ def _whole(config: dict[str, Any], folder: Path) -> list[list[int]]:
 
 @pytest.mark.parametrize(
     "changes",
-    [
-        {"num_key_value_heads": 2},
-        pytest.param({"model_type": "qwen3"}, marks=pytest.mark.repeats),
-    ],
+    [{"num_key_value_heads": 2}, pytest.param({"model_type": "qwen3"}, marks=pytest.mark.repeats)],
 )
 def test_launches_are_those_of_a_model(changes: dict[str, Any], tmp_path: Path) -> None:
     """What a model with three layers launches more than one with two."""

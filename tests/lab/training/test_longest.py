@@ -33,8 +33,7 @@ def test_millions_of_tokens_of_an_8b_model() -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "mesh"),
-    [(MOE, {"cp": 4, "dp_shard": 2}), (HYBRID, {"cp": 4}), (LLAMA, {"cp": 1})],
+    ("config", "mesh"), [(MOE, {"cp": 4, "dp_shard": 2}), (HYBRID, {"cp": 4}), (LLAMA, {"cp": 1})]
 )
 def test_nothing_longer_fits(config: Any, mesh: dict[str, int]) -> None:
     """And each setting reaches as far as the one before: a third of them, and the last."""

@@ -100,11 +100,7 @@ LOSS = NORM + 2 * TOKENS * 4  # the norm before it, and a sum for each token
 @pytest.mark.parametrize(
     ("setting", "kept", "fullest"),
     [
-        (
-            {"checkpoint": "none"},
-            4 * LAYER,
-            3 * LAYER + ATTENDING,
-        ),
+        ({"checkpoint": "none"}, 4 * LAYER, 3 * LAYER + ATTENDING),
         (
             {"checkpoint": "attention"},
             4 * (STREAM + RESULTS),

@@ -21,7 +21,7 @@ from torch._inductor import config as inductor
 from tests.pool import Pool, start_server
 from tests.samples import SAMPLES, sampled, without_repeats
 
-SIGNATURES = re.compile(r"^def test_\w+\((.*?)\) ->", re.MULTILINE | re.DOTALL)
+TESTS = re.compile(r"^(@on_ranks.*\n)?def test_\w+\((.*?)\) ->", re.MULTILINE | re.DOTALL)
 
 
 @pytest.fixture(scope="session")
@@ -113,7 +113,7 @@ def _is_without(code: str, processes: str) -> bool:
     """Whether none of the tests in a file can have so many processes."""
     if processes == "many":
         return "pool" not in code
-    return all("pool: Pool" in given for given in SIGNATURES.findall(code))
+    return all(ranks or "pool: Pool" in given for ranks, given in TESTS.findall(code))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

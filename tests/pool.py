@@ -14,7 +14,9 @@ import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
+from functools import wraps
 from importlib import import_module
+from inspect import Parameter, signature
 from itertools import chain
 from multiprocessing import forkserver, resource_tracker, util
 from multiprocessing.connection import Connection, wait
@@ -159,6 +161,34 @@ class Pool:
         os.kill(process.pid, signal.SIGUSR1)
         time.sleep(0.5)  # it writes at once, whatever it waits for
         return _stacks_file(Path(self._folder), process.pid).read_text()
+
+
+def on_ranks(world_size: int | None = None, timeout: float = 250) -> Callable[..., Any]:
+    """Run a test on each rank of a group; without a size, the parameter `world_size` gives it.
+
+    It stands next to the test, whose arguments are picklable.
+    """
+
+    def decorate(test: Callable[..., None]) -> Callable[..., None]:
+        @wraps(test)
+        def run(pool: Pool, **given: Any) -> None:
+            size = given.pop("world_size") if world_size is None else world_size
+            pool.run(size, _run_test, test.__module__, test.__name__, given, timeout=timeout)
+
+        names = [
+            "pool",
+            *(["world_size"] if world_size is None else []),
+            *signature(test).parameters,
+        ]
+        parameters = [Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in names]
+        run.__signature__ = signature(run).replace(parameters=parameters)  # which pytest reads
+        return run
+
+    return decorate
+
+
+def _run_test(module: str, name: str, given: dict[str, Any]) -> None:
+    getattr(import_module(module), name).__wrapped__(**given)
 
 
 def starting() -> Any:

@@ -19,7 +19,7 @@ from parallel_plans.strategies import StrategyChoice, kind_of
 from tests.dense import largest
 from tests.families import FAMILIES, VOCABULARY, small_model
 from tests.forced import machine_by_bytes, taken
-from tests.pool import Pool
+from tests.pool import Pool, on_ranks
 from tests.results import of_first_rank, results_with_logits
 from tests.test_public import ROOT
 
@@ -147,22 +147,17 @@ def test_strategies(pool: Pool, family: str) -> None:
 
 
 @pytest.mark.parametrize("family", ["Gemma 3", "gpt-oss"])
-def test_auto_chooses_by_layer(pool: Pool, family: str) -> None:
+@on_ranks(4)
+def test_auto_chooses_by_layer(family: str) -> None:
     """Where all-to-alls take as long as some bytes, windows send fewer and others do not."""
-    for error, strategies in pool.run(4, _by_layer, family):
-        assert error < 1e-5
-        assert strategies == {"sliding": {"ring"}, "full": {"ulysses:4"}}
-
-
-def _by_layer(family: str) -> tuple[float, dict[str, set[str]]]:
-    """The largest error, and the strategies of each kind of layer."""
     how = {"machine": machine_by_bytes(1600.0)}
     with taken() as found:
         errors = compare(family, "contiguous", "auto", ("plain",), **how)
     kinds: dict[str, set[str]] = {}
     for mask, strategy, _ in found:
         kinds.setdefault(kind_of(mask), set()).add(strategy)
-    return largest(errors["plain"].values()), kinds
+    assert largest(errors["plain"].values()) < 1e-5
+    assert kinds == {"sliding": {"ring"}, "full": {"ulysses:4"}}
 
 
 REFUSED_STRATEGIES: dict[str, tuple[str, Any, type[Exception]]] = {
@@ -179,16 +174,13 @@ REFUSED_STRATEGIES: dict[str, tuple[str, Any, type[Exception]]] = {
 }
 
 
-def _refuse_strategies() -> None:
+@on_ranks(1)
+def test_refused_strategies() -> None:
     mesh = init_device_mesh("cpu", (1,))
     for match, (family, strategy, error) in REFUSED_STRATEGIES.items():
         model = small_model(family)
         with pytest.raises(error, match=match):
             parallelize_module(model, mesh, context_parallel_plan(model, strategy=strategy))
-
-
-def test_refused_strategies(pool: Pool) -> None:
-    pool.run(1, _refuse_strategies)
 
 
 def test_the_page_lists_every_family() -> None:

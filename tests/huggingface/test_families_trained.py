@@ -23,7 +23,7 @@ from dtensor_ring.ops.ring_op import ring_backward_op, ring_op
 from parallel_plans.huggingface import context_parallel_plan, ring_checkpoint_contexts
 from tests.dense import largest
 from tests.families import VOCABULARY, small_model
-from tests.pool import Pool
+from tests.pool import Pool, on_ranks
 from tests.results import of_first_rank
 
 STEPS, SEQ_LEN = 4, 24
@@ -141,20 +141,17 @@ def test_steps_of_fsdp_equal_one_process(pool: Pool, name: str, calls: tuple[int
         assert found["parameters"] < 1e-5, found
 
 
-def mixed_losses() -> tuple[list[float], list[float]]:
+@on_ranks(4)
+def test_mixed_precision() -> None:
     """By step, of a model in bfloat16 under FSDP2, and of one process in float32."""
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
     precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     model, row = sharded("Llama", None, mp_policy=precision)
     mean = torch.tensor(train(model, slice(row, row + 1))[0])
     dist.all_reduce(mean)
-    return (mean / 4).tolist(), of_first_rank(lambda: trained_alone("Llama"))[0]
-
-
-def test_mixed_precision(pool: Pool) -> None:
-    for losses, expected in pool.run(4, mixed_losses):
-        assert losses == pytest.approx(expected, rel=0.02)
-        assert losses != pytest.approx(expected, rel=1e-6), "it was not bfloat16"
+    losses, expected = (mean / 4).tolist(), of_first_rank(lambda: trained_alone("Llama"))[0]
+    assert losses == pytest.approx(expected, rel=0.02)
+    assert losses != pytest.approx(expected, rel=1e-6), "it was not bfloat16"
 
 
 TENSOR_PARALLEL = {
@@ -164,7 +161,13 @@ TENSOR_PARALLEL = {
 }
 
 
-def beside_tensor_parallelism(family: str) -> list[float]:
+@pytest.mark.parametrize(
+    "family",
+    # As in test_trainer_steps.
+    [pytest.param("Llama", marks=pytest.mark.repeats), "Mistral, short window"],
+)
+@on_ranks(4)
+def test_tensor_parallelism_beside_it(family: str) -> None:
     """Errors of the loss and of every gradient on (cp, tp) ranks: heads and sequence sharded."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
     stock, model = small_model(family), small_model(family)
@@ -182,20 +185,27 @@ def beside_tensor_parallelism(family: str) -> list[float]:
         grad = ours.grad.full_tensor() if isinstance(ours.grad, DTensor) else ours.grad
         dist.all_reduce(grad, group=mesh["cp"].get_group())
         errors.append(((grad / 2 - theirs.grad).norm() / theirs.grad.norm()).item())
-    return errors
+    assert largest(errors) < 1e-5, errors
 
 
+@pytest.mark.parametrize("is_plan_first", [True, False], ids=["plan first", "adapters first"])
 @pytest.mark.parametrize(
-    "family",
-    # As in test_trainer_steps.
-    [pytest.param("Llama", marks=pytest.mark.repeats), "Mistral, short window"],
+    ("family", "targets"),
+    [
+        ("Llama", ["q_proj", "v_proj"]),
+        ("Granite 4", ["in_proj", "q_proj"]),  # of a layer with a state, and of attention
+        ("GLM-5-Next", ["q_proj", "q_b_proj", "wq_b"]),  # of a layer with a state, and of an index
+        ("DeepSeek-V4", ["kv_proj", "q_b_proj"]),  # of pools, and of an index
+        ("MiniMax M3", ["q_proj", "v_proj"]),  # those of its index, too, which get no gradient
+        pytest.param("Qwen3-Next", ["in_proj_qkvz", "q_proj"], marks=pytest.mark.repeats),
+        pytest.param(
+            "Qwen4-Exp", ["in_proj_qkv", "index_qk_proj", "q_proj"], marks=pytest.mark.repeats
+        ),
+        pytest.param("MiniMax-01", ["qkv_proj", "q_proj"], marks=pytest.mark.repeats),
+    ],
 )
-def test_tensor_parallelism_beside_it(pool: Pool, family: str) -> None:
-    for errors in pool.run(4, beside_tensor_parallelism, family):
-        assert largest(errors) < 1e-5, errors
-
-
-def lora_errors(family: str, targets: list[str], is_plan_first: bool) -> list[float]:
+@on_ranks(2)
+def test_lora(family: str, targets: list[str], is_plan_first: bool) -> None:
     """Of the loss, the gradients of adapters, and the loss after they were merged."""
     warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated")  # asked by peft
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
@@ -218,33 +228,15 @@ def lora_errors(family: str, targets: list[str], is_plan_first: bool) -> list[fl
             dist.all_reduce(ours.grad)
             errors.append(((ours.grad / 2 - theirs.grad).norm() / theirs.grad.norm()).item())
     ours, theirs = (model.merge_and_unload()(input_ids=tokens, labels=tokens) for model in models)
-    return [*errors, (ours.loss - theirs.loss).abs().item()]
+    errors = [*errors, (ours.loss - theirs.loss).abs().item()]
+    assert len(errors) > 4
+    assert largest(errors) < 1e-5, errors
 
 
-@pytest.mark.parametrize("is_plan_first", [True, False], ids=["plan first", "adapters first"])
-@pytest.mark.parametrize(
-    ("family", "targets"),
-    [
-        ("Llama", ["q_proj", "v_proj"]),
-        ("Granite 4", ["in_proj", "q_proj"]),  # of a layer with a state, and of attention
-        ("GLM-5-Next", ["q_proj", "q_b_proj", "wq_b"]),  # of a layer with a state, and of an index
-        ("DeepSeek-V4", ["kv_proj", "q_b_proj"]),  # of pools, and of an index
-        ("MiniMax M3", ["q_proj", "v_proj"]),  # those of its index, too, which get no gradient
-        pytest.param("Qwen3-Next", ["in_proj_qkvz", "q_proj"], marks=pytest.mark.repeats),
-        pytest.param(
-            "Qwen4-Exp", ["in_proj_qkv", "index_qk_proj", "q_proj"], marks=pytest.mark.repeats
-        ),
-        pytest.param("MiniMax-01", ["qkv_proj", "q_proj"], marks=pytest.mark.repeats),
-    ],
-)
-def test_lora(pool: Pool, family: str, targets: list[str], is_plan_first: bool) -> None:
-    for errors in pool.run(2, lora_errors, family, targets, is_plan_first):
-        assert len(errors) > 4
-        assert largest(errors) < 1e-5, errors
-
-
-def saved_and_loaded(folder: str) -> list[float]:
+@on_ranks(4)
+def test_distributed_checkpoint_goes_on(tmp_path: Path) -> None:
     """Losses of all steps, those after the second when a checkpoint was loaded into a new model."""
+    folder = str(tmp_path)
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
     model, row = sharded("Llama", None)
     whole, _ = train(model, slice(row, row + 1))
@@ -256,9 +248,5 @@ def saved_and_loaded(folder: str) -> list[float]:
     dcp.load({"model": state}, checkpoint_id=folder)
     set_model_state_dict(second, state)
     losses += train(second, slice(row, row + 1), range(2, STEPS))[0]
-    return [abs(ours - theirs) for ours, theirs in zip(losses, whole, strict=True)]
-
-
-def test_distributed_checkpoint_goes_on(pool: Pool, tmp_path: Path) -> None:
-    for differences in pool.run(4, saved_and_loaded, str(tmp_path)):
-        assert largest(differences) < 1e-6, differences
+    differences = [abs(ours - theirs) for ours, theirs in zip(losses, whole, strict=True)]
+    assert largest(differences) < 1e-6, differences

@@ -17,7 +17,7 @@ from dtensor_ring import Balanced, Mask, SequenceAxis, sequence_layout, sequence
 from parallel_plans.huggingface import context_parallel_plan
 from tests.dense import largest
 from tests.families import VOCABULARY, small_model
-from tests.pool import Pool
+from tests.pool import on_ranks
 
 # A long one, which needs all ranks, and short ones, which stay whole.
 LENGTHS = torch.tensor([5, 70, 1, 9, 12, 8, 6, 9, 8])
@@ -58,7 +58,8 @@ def flattened() -> DeviceMesh:
     return everyone
 
 
-def differences_of_a_step() -> dict[str, float]:
+@on_ranks(4)
+def test_loss_and_gradients_are_those_of_one_process() -> None:
     """From one process without a plan: of the loss, and of the gradients by parameter."""
     # The sharded logits are a view of the local ones, which FSDP2 says not to write to.
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
@@ -75,15 +76,11 @@ def differences_of_a_step() -> dict[str, float]:
     found = {"loss": largest([(loss - expected_loss).abs().item()])}
     for name, grad in grads.items():
         found[name] = ((grad.full_tensor() - expected[name]).norm() / expected[name].norm()).item()
-    return found
+    assert max(found.values()) < 1e-5, found
 
 
-def test_loss_and_gradients_are_those_of_one_process(pool: Pool) -> None:
-    for found in pool.run(4, differences_of_a_step):
-        assert max(found.values()) < 1e-5, found
-
-
-def attended() -> tuple[Tensor, Tensor]:
+@on_ranks(4)
+def test_attention_is_that_of_one_process() -> None:
     """The output of an attention over the axis, and of one process."""
     everyone = flattened()
     axis = SequenceAxis(everyone, "balanced")
@@ -95,9 +92,5 @@ def attended() -> tuple[Tensor, Tensor]:
     document = torch.repeat_interleave(LENGTHS)
     seen = (document[:, None] == document) & torch.ones(len(document), len(document)).tril().bool()
     expected = torch.nn.functional.scaled_dot_product_attention(*whole, attn_mask=seen)
-    return axis.unshard(sharded, 2, LAYOUT), expected
-
-
-def test_attention_is_that_of_one_process(pool: Pool) -> None:
-    for found, expected in pool.run(4, attended):
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    found, expected = axis.unshard(sharded, 2, LAYOUT), expected
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)

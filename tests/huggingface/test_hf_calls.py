@@ -15,7 +15,7 @@ from transformers import Cache
 
 from parallel_plans.huggingface import ContextParallelCache, context_parallel_plan
 from tests import families, multimodal
-from tests.pool import Pool
+from tests.pool import on_ranks
 
 LABELS, CACHE, TUPLE = {"labels": None}, {"use_cache": True}, {"return_dict": False}
 CALLS: dict[str, dict[str, Any]] = {
@@ -47,7 +47,9 @@ def called(model: Any, batch: dict[str, Any], call: dict[str, Any]) -> Any:
         return model(**batch, **{name: given.get(name, x) for name, x in call.items()})
 
 
-def check_calls(family: str) -> None:
+@pytest.mark.parametrize("family", MODELS)
+@on_ranks(2)
+def test_calls_of_the_stock_model(family: str) -> None:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
     stock, batch = model_and_batch(family)
     ours, _ = model_and_batch(family)
@@ -67,8 +69,3 @@ def check_calls(family: str) -> None:
         if "return_dict" not in call:  # what it has is known by name
             found, expected = found.loss, expected.loss
         torch.testing.assert_close(tree_leaves(found), tree_leaves(expected), atol=1e-4, rtol=1e-4)
-
-
-@pytest.mark.parametrize("family", MODELS)
-def test_calls_of_the_stock_model(pool: Pool, family: str) -> None:
-    pool.run(2, check_calls, family)

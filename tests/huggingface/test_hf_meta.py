@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from parallel_plans.huggingface import context_parallel_plan
 from tests.dense import largest
 from tests.families import HYBRIDS, VOCABULARY, small_model
-from tests.pool import Pool
+from tests.pool import on_ranks
 
 FAMILIES = ("Llama", "Gemma 3", "Qwen3-MoE", "gpt-oss", "DeepSeek-V3.2", "Granite 4", "LFM2")
 FAMILIES += ("Inkling", "MiniMax M3", "Qwen4-Exp", "DeepSeek-V4")
@@ -70,8 +70,19 @@ def sharded(family: str, folder: str) -> Any:
     return model
 
 
-def errors(family: str, folder: str) -> list[float]:
+@pytest.mark.needs("--all-hybrids", but=lambda family: family in FAMILIES or family not in HYBRIDS)
+@pytest.mark.parametrize(
+    "family",
+    [
+        *FAMILIES,
+        pytest.param("GLM-5-Next", marks=pytest.mark.repeats),
+        *(x for x in HYBRIDS if x not in FAMILIES),
+    ],
+)
+@on_ranks(2)
+def test_sharded_and_loaded_equals_one_process(tmp_path: Path, family: str) -> None:
     """Of the loss and the gradients, relative."""
+    folder = str(tmp_path)
     stock = stock_model(family)
     dcp.save({"model": stock.state_dict()}, checkpoint_id=folder)
     model = sharded(family, folder).eval()
@@ -87,25 +98,12 @@ def errors(family: str, folder: str) -> list[float]:
         if theirs.grad is not None:
             difference = (ours.grad.full_tensor() - theirs.grad).norm()
             found.append((difference / theirs.grad.norm().clamp(min=1e-2 * scale)).item())
-    return found
+    assert len(found) > 5
+    assert largest(found) < 1e-5, found
 
 
-@pytest.mark.needs("--all-hybrids", but=lambda family: family in FAMILIES or family not in HYBRIDS)
-@pytest.mark.parametrize(
-    "family",
-    [
-        *FAMILIES,
-        pytest.param("GLM-5-Next", marks=pytest.mark.repeats),
-        *(x for x in HYBRIDS if x not in FAMILIES),
-    ],
-)
-def test_sharded_and_loaded_equals_one_process(pool: Pool, tmp_path: Path, family: str) -> None:
-    for found in pool.run(2, errors, family, str(tmp_path)):
-        assert len(found) > 5
-        assert largest(found) < 1e-5, found
-
-
-def refused() -> None:
+@on_ranks(1)
+def test_no_proxy() -> None:
     mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("cp",))
     model = on_meta("Llama")
     model.config.hidden_act = "unheard of"
@@ -113,7 +111,3 @@ def refused() -> None:
         ValueError, match=r"on the meta device or sharded, and .* \(KeyError: .*weights first"
     ):
         parallelize_module(model, mesh, context_parallel_plan(model))
-
-
-def test_no_proxy(pool: Pool) -> None:
-    pool.run(1, refused)

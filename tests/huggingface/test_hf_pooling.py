@@ -17,7 +17,7 @@ from dtensor_ring import shard_sequence
 from parallel_plans.huggingface import context_parallel_plan
 from parallel_plans.huggingface.pooling import pool_documents
 from tests.families import VOCABULARY, small_model
-from tests.pool import Pool
+from tests.pool import on_ranks
 
 SEQUENCE, CUTS = 23, (0, 1, 9, 14, 23)
 TOKENS = torch.randint(2, VOCABULARY, (4, SEQUENCE), generator=torch.Generator().manual_seed(0))
@@ -67,21 +67,6 @@ def _expected(hidden: Tensor, said: dict[str, Tensor], pooling: str) -> Tensor:
     return torch.stack([x[-1] if pooling == "last" else x.mean(0) for x in parts])
 
 
-def embedded(layout: str) -> None:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
-    ring, stock = small_model("Llama").model, small_model("Llama").model
-    parallelize_module(ring, mesh, context_parallel_plan(ring, layout))
-    for batch, said in BATCHES.values():
-        for pooling in ("last", "mean"):
-            hidden = [model(**batch).last_hidden_state for model in (ring, stock)]
-            expected = _expected(hidden[1], said, pooling)
-            found = pool_documents(hidden[0], pooling, **said)
-            torch.testing.assert_close(found, expected, atol=2e-6, rtol=1e-5)
-            alone = pool_documents(hidden[1], pooling, **said)
-            torch.testing.assert_close(alone, expected, atol=1e-6, rtol=1e-6)
-            _check_gradients((ring, stock), [_contrast(x) for x in (found, expected)])
-
-
 def _check_gradients(models: tuple[Any, Any], losses: list[Tensor]) -> None:
     """Of the first model those of all ranks, averaged."""
     torch.testing.assert_close(losses[0], losses[1], atol=1e-6, rtol=1e-6)
@@ -98,7 +83,7 @@ def _check_gradients(models: tuple[Any, Any], losses: list[Tensor]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "layout"),
+    ("world_size", "layout"),
     [
         (2, "zigzag"),
         pytest.param(4, "striped", marks=pytest.mark.repeats),
@@ -106,11 +91,28 @@ def _check_gradients(models: tuple[Any, Any], losses: list[Tensor]) -> None:
         pytest.param(4, "balanced", marks=pytest.mark.repeats),
     ],
 )
-def test_embeddings(pool: Pool, ranks: int, layout: str) -> None:
-    pool.run(ranks, embedded, layout)
+@on_ranks()
+def test_embeddings(layout: str) -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    ring, stock = small_model("Llama").model, small_model("Llama").model
+    parallelize_module(ring, mesh, context_parallel_plan(ring, layout))
+    for batch, said in BATCHES.values():
+        for pooling in ("last", "mean"):
+            hidden = [model(**batch).last_hidden_state for model in (ring, stock)]
+            expected = _expected(hidden[1], said, pooling)
+            found = pool_documents(hidden[0], pooling, **said)
+            torch.testing.assert_close(found, expected, atol=2e-6, rtol=1e-5)
+            alone = pool_documents(hidden[1], pooling, **said)
+            torch.testing.assert_close(alone, expected, atol=1e-6, rtol=1e-6)
+            _check_gradients((ring, stock), [_contrast(x) for x in (found, expected)])
 
 
-def distilled(layout: str) -> None:
+@pytest.mark.parametrize(
+    ("world_size", "layout"),
+    [(2, "zigzag"), pytest.param(4, "zigzag", marks=pytest.mark.repeats)],
+)
+@on_ranks()
+def test_distillation(layout: str) -> None:
     """A student learns the distribution of a teacher of another family and its own labels."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
     teachers = [small_model("Qwen3") for _ in range(2)]
@@ -131,14 +133,6 @@ def distilled(layout: str) -> None:
             ).sum(-1)
             losses.append((of_token * is_token).sum() / is_token.sum())
         _check_gradients((students[0], students[1]), losses)
-
-
-@pytest.mark.parametrize(
-    ("ranks", "layout"),
-    [(2, "zigzag"), pytest.param(4, "zigzag", marks=pytest.mark.repeats)],
-)
-def test_distillation(pool: Pool, ranks: int, layout: str) -> None:
-    pool.run(ranks, distilled, layout)
 
 
 WHOLE = torch.zeros(1, 8, 2)
@@ -162,11 +156,8 @@ def test_refuses(given: dict[str, Any], match: str) -> None:
         pool_documents(WHOLE, **given)
 
 
-def of_others() -> None:
+@on_ranks(2)
+def test_refuses_what_no_model_made() -> None:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
     with pytest.raises(ValueError, match=r"outputs of a model under a plan, .* unshard_sequence"):
         pool_documents(shard_sequence(WHOLE, mesh, 1), "mean")
-
-
-def test_refuses_what_no_model_made(pool: Pool) -> None:
-    pool.run(2, of_others)

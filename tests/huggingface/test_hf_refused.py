@@ -21,7 +21,7 @@ from transformers.modeling_layers import MtpModel
 from parallel_plans.huggingface import context_parallel_plan
 from parallel_plans.huggingface.core.patterns import MARKER
 from tests.huggingface.test_huggingface import parallel_model
-from tests.pool import Pool
+from tests.pool import Pool, on_ranks
 
 TOKENS = torch.zeros(1, 16, dtype=torch.int64)
 HOLED = torch.ones(1, 16).index_fill(1, torch.tensor(7), 0)
@@ -64,7 +64,8 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
 """Arguments beside tokens, and what is said of them."""
 
 
-def refuse_calls() -> None:
+@on_ranks(2)
+def test_refuses() -> None:
     """A refused call leaves no state: the second one is refused alike, and so are others."""
     ring = parallel_model("striped", 16)
     for reported, given in REFUSED:
@@ -73,10 +74,6 @@ def refuse_calls() -> None:
         for _ in range(2):
             with torch.set_grad_enabled(has_grad), pytest.raises(ValueError, match=reported):
                 ring(**arguments)
-
-
-def test_refuses(pool: Pool) -> None:
-    pool.run(2, refuse_calls)
 
 
 def small(name: str, head: str = "ForCausalLM", **options: Any) -> Any:
@@ -182,7 +179,8 @@ def another_kernel() -> None:
         ring(TOKENS)
 
 
-def misused() -> None:
+@on_ranks(2)
+def test_misuse() -> None:
     """Errors that the plan leaves no trace of, or that come with later changes."""
     albert = transformers.AlbertModel(
         transformers.AlbertConfig(
@@ -231,11 +229,10 @@ def misused() -> None:
         context_parallel_plan(get_peft_model(small_model("llama", 16), prefix))
 
 
-def test_misuse(pool: Pool) -> None:
-    pool.run(2, misused)
-
-
-def compiled(whole_graph: bool) -> None:
+@pytest.mark.parametrize("whole_graph", [False, True])
+@on_ranks(2)
+def test_layout_of_a_batch_in_a_graph(whole_graph: bool) -> None:
+    """The plan says so, or its compiler does."""
     ring = parallel_model("balanced", 16)
     ring.compile(backend="eager", fullgraph=whole_graph)
     with pytest.raises(
@@ -244,26 +241,22 @@ def compiled(whole_graph: bool) -> None:
         ring(input_ids=TOKENS)
 
 
-@pytest.mark.parametrize("whole_graph", [False, True])
-def test_layout_of_a_batch_in_a_graph(pool: Pool, whole_graph: bool) -> None:
-    """The plan says so, or its compiler does."""
-    pool.run(2, compiled, whole_graph)
-
-
-def differ() -> None:
-    """As under a sampler that counts all ranks; then the ranks agree."""
+@pytest.mark.parametrize(("when", "sees"), [(2, 2), (3, 4), (5, 8)])
+@on_ranks(2)
+def test_weights_that_drift_apart(when: int, sees: int) -> None:
+    """Weights that differ from one forward of training on, and in which forward that is seen."""
     ring, rank = parallel_model("zigzag", 16), dist.get_rank()
-    reported = "input_ids: torch.int64 .1, 16. of checksum .* on .0., torch.int64 .* on .1.$"
-    with pytest.raises(ValueError, match="must get the same batch .*, they differ in " + reported):
-        ring(TOKENS + rank)
-    with pytest.raises(ValueError, match=r"labels: none on .0., torch.int64 .* on .1.$"):
-        ring(TOKENS, **{"labels": TOKENS} if rank else {})
-    assert ring(TOKENS, labels=TOKENS).loss.isfinite()
-    with torch.no_grad(), pytest.raises(ValueError, match="must get the same batch"):
-        ring(TOKENS + rank)
+    for count in range(1, sees + 1):
+        if count == when:
+            ring.lm_head.weight.data[0, 0] += rank
+        if count < sees:
+            ring(TOKENS, labels=TOKENS).loss.backward()
+    with pytest.raises(ValueError, match=r"gradients averaged over them.*, they differ in weights"):
+        ring(TOKENS, labels=TOKENS)
 
 
-def differ_in_weights() -> None:
+@on_ranks(2)
+def test_weights_that_differ() -> None:
     """In one element of one of them; and again after training."""
     ring, rank = parallel_model("zigzag", 16), dist.get_rank()
     weight = ring.model.layers[1].mlp.up_proj.weight.data
@@ -281,29 +274,18 @@ def differ_in_weights() -> None:
         ring(TOKENS)
 
 
-def drift(when: int, sees: int) -> None:
-    """Weights that differ from one forward of training on, and in which forward that is seen."""
+@on_ranks(2)
+def test_batches_that_differ() -> None:
+    """As under a sampler that counts all ranks; then the ranks agree."""
     ring, rank = parallel_model("zigzag", 16), dist.get_rank()
-    for count in range(1, sees + 1):
-        if count == when:
-            ring.lm_head.weight.data[0, 0] += rank
-        if count < sees:
-            ring(TOKENS, labels=TOKENS).loss.backward()
-    with pytest.raises(ValueError, match=r"gradients averaged over them.*, they differ in weights"):
-        ring(TOKENS, labels=TOKENS)
-
-
-@pytest.mark.parametrize(("when", "sees"), [(2, 2), (3, 4), (5, 8)])
-def test_weights_that_drift_apart(pool: Pool, when: int, sees: int) -> None:
-    pool.run(2, drift, when, sees)
-
-
-def test_weights_that_differ(pool: Pool) -> None:
-    pool.run(2, differ_in_weights)
-
-
-def test_batches_that_differ(pool: Pool) -> None:
-    pool.run(2, differ)
+    reported = "input_ids: torch.int64 .1, 16. of checksum .* on .0., torch.int64 .* on .1.$"
+    with pytest.raises(ValueError, match="must get the same batch .*, they differ in " + reported):
+        ring(TOKENS + rank)
+    with pytest.raises(ValueError, match=r"labels: none on .0., torch.int64 .* on .1.$"):
+        ring(TOKENS, **{"labels": TOKENS} if rank else {})
+    assert ring(TOKENS, labels=TOKENS).loss.isfinite()
+    with torch.no_grad(), pytest.raises(ValueError, match="must get the same batch"):
+        ring(TOKENS + rank)
 
 
 def test_refuses_other_models(pool: Pool) -> None:

@@ -11,13 +11,15 @@ from torch.func import functional_call, grad
 
 from parallel_plans.huggingface import context_parallel_plan
 from tests.families import VOCABULARY, small_model
-from tests.pool import Pool
+from tests.pool import on_ranks
 
 TOKENS = torch.arange(2, 34).view(2, 16) % VOCABULARY
 PACKED = torch.arange(16).repeat(2, 1) % 10  # two documents in each row
 
 
-def check(family: str, strategy: str | None) -> None:
+@pytest.mark.parametrize(("family", "strategy"), [("Llama", "ulysses"), ("Qwen3.5", None)])
+@on_ranks(2)
+def test_gradients(family: str, strategy: str | None) -> None:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
     model = small_model(family)
     parallelize_module(model, mesh, context_parallel_plan(model, strategy=strategy))
@@ -31,8 +33,3 @@ def check(family: str, strategy: str | None) -> None:
 
     found = grad(loss)(parameters)
     torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
-
-
-@pytest.mark.parametrize(("family", "strategy"), [("Llama", "ulysses"), ("Qwen3.5", None)])
-def test_gradients(pool: Pool, family: str, strategy: str | None) -> None:
-    pool.run(2, check, family, strategy)

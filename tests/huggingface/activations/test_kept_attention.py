@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,12 +14,13 @@ from dtensor_ring import SequenceAxis
 from dtensor_ring.ops.ring_op import ring_backward_op, ring_op
 from parallel_plans.huggingface import ring_checkpoint_contexts
 from tests.huggingface.test_families_trained import RingCalls
-from tests.pool import Pool
+from tests.pool import on_ranks
 
 SHAPE = (1, 2, 6, 4)
 
 
-def under_hooks() -> dict[str, Any]:
+@on_ranks(2)
+def test_hooks_get_inputs_and_results_of_attention() -> None:
     axis = SequenceAxis(init_device_mesh("cpu", (dist.get_world_size(),)), "zigzag")
     packed: list[tuple[int, ...]] = []
 
@@ -46,9 +45,5 @@ def under_hooks() -> dict[str, Any]:
     with pytest.raises(RuntimeError, match=r"second backward of a layer .* retain_graph=True"):
         torch.autograd.grad(out.sum(), x)
     counts = calls.counts[ring_op], calls.counts[ring_backward_op]
-    return {"error": (grads[0] - grads[1]).abs().max().item(), "seen": seen, "calls": counts}
-
-
-def test_hooks_get_inputs_and_results_of_attention(pool: Pool) -> None:
-    for found in pool.run(2, under_hooks):
-        assert found == {"error": 0, "seen": [SHAPE, SHAPE, SHAPE[:3]], "calls": (1, 1)}
+    found = {"error": (grads[0] - grads[1]).abs().max().item(), "seen": seen, "calls": counts}
+    assert found == {"error": 0, "seen": [SHAPE, SHAPE, SHAPE[:3]], "calls": (1, 1)}

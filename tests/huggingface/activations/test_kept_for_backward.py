@@ -19,7 +19,7 @@ from parallel_plans.huggingface.activations.token_tiles import tokenwise_modules
 from tests.dense import largest
 from tests.families import VOCABULARY, small_model
 from tests.huggingface.activations.played_copies import PlayedCopies
-from tests.pool import Pool
+from tests.pool import Pool, on_ranks
 
 STEPS, SEQ_LEN = 3, 24
 KEPT = {"mlp_tile": 5, "offload": True}
@@ -83,17 +83,6 @@ def played(model: Any) -> PlayedCopies:
     return copies
 
 
-def differences(case: Case) -> tuple[list[float], list[int]]:
-    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
-    warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated")
-    warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
-    (losses, parameters, kept), (expected, whole, none) = (trained(case, x) for x in (True, False))
-    found = [abs(x - y) for x, y in zip(losses, expected, strict=True)]
-    assert len(set(losses)) == STEPS
-    found += [((parameters[k] - x).norm() / x.norm()).item() for k, x in whole.items()]
-    return found, [kept, none]
-
-
 @pytest.mark.parametrize(
     "case",
     [
@@ -110,10 +99,18 @@ def differences(case: Case) -> tuple[list[float], list[int]]:
     ],
     ids=str,
 )
-def test_steps_equal_those_without(pool: Pool, case: Case) -> None:
-    for found, (kept, none) in pool.run(4, differences, case):
-        assert largest(found) < 1e-6, found
-        assert kept > 0 == none
+@on_ranks(4)
+def test_steps_equal_those_without(case: Case) -> None:
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
+    warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated")
+    warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
+    (losses, parameters, kept), (expected, whole, none) = (trained(case, x) for x in (True, False))
+    found = [abs(x - y) for x, y in zip(losses, expected, strict=True)]
+    assert len(set(losses)) == STEPS
+    found += [((parameters[k] - x).norm() / x.norm()).item() for k, x in whole.items()]
+    found, (kept, none) = found, [kept, none]
+    assert largest(found) < 1e-6, found
+    assert kept > 0 == none
 
 
 def compiled_differences(is_whole: bool) -> tuple[list[float], int]:
@@ -187,7 +184,8 @@ def test_bytes_of_a_token(pool: Pool) -> None:
     assert few[1] < 13 * 4 * HIDDEN < plain_peak / 2.5
 
 
-def on_meta() -> None:
+@on_ranks(1)
+def test_modules_of_a_model_without_weights() -> None:
     mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("cp",))
     for family in ("Llama", "Qwen3-MoE"):
         with torch.device("meta"):
@@ -195,7 +193,3 @@ def on_meta() -> None:
         parallelize_module(model, mesh, context_parallel_plan(model, mlp_tile=5))
         tiled = {name for name, x in model.named_modules() if "forward" in vars(x)}
         assert tiled == {"", *tokenwise_modules(stock)}
-
-
-def test_modules_of_a_model_without_weights(pool: Pool) -> None:
-    pool.run(1, on_meta)

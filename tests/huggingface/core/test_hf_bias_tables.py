@@ -15,7 +15,7 @@ from parallel_plans.huggingface import context_parallel_plan, restore_model
 from parallel_plans.huggingface.core.bias_tables import bias_modules, making_tables, takes_table
 from parallel_plans.huggingface.core.local_attention import keeping_local_attention
 from tests.families import HYBRIDS, VOCABULARY, in_dtype, small_model
-from tests.pool import Pool
+from tests.pool import on_ranks
 from tests.results import results_of
 
 FAMILIES = ("Inkling, scaled", "Inkling 2")
@@ -55,7 +55,9 @@ def test_a_table_has_what_pairs_look_up(family: str) -> None:
             torch.testing.assert_close(found, wanted.broadcast_to(2, 4, 20)[..., lag:])
 
 
-def errors_in_bfloat16(family: str) -> list[tuple[float, float]]:
+@pytest.mark.parametrize("family", FAMILIES)
+@on_ranks(2)
+def test_in_bfloat16_as_exact_as_the_stock_model(family: str) -> None:
     """Of the loss and each gradient, under the plan and of the stock model, of one in float32."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
     tokens = torch.randint(2, VOCABULARY, (2, 24), generator=torch.Generator().manual_seed(1))
@@ -75,14 +77,9 @@ def errors_in_bfloat16(family: str) -> list[tuple[float, float]]:
         [((x - y).norm() / y.norm()).item() for x, y in zip(other, exact, strict=True)]
         for other in others
     )
-    return [*zip(ours, stock, strict=True)]
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_in_bfloat16_as_exact_as_the_stock_model(pool: Pool, family: str) -> None:
-    for found in pool.run(2, errors_in_bfloat16, family):
-        for ours, stock in found:
-            assert ours < 1.5 * stock + 1e-3, found
+    found = [*zip(ours, stock, strict=True)]
+    for ours, stock in found:
+        assert ours < 1.5 * stock + 1e-3, found
 
 
 class OverTokens(nn.Module):
@@ -105,7 +102,10 @@ class OverTokens(nn.Module):
         return attend(self, x, x, x, None, scaling=1.0)[0].unbind(2)
 
 
-def _check_local_attention() -> None:
+@pytest.mark.skipif("Inkling 2, loop" not in HYBRIDS, reason="since transformers 5.24")
+@on_ranks(1)
+def test_an_attention_without_keywords_stays_within_a_token() -> None:
+    """It keeps its own function; one along the sequence is refused."""
     mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("cp",))
     model = small_model("Inkling 2")
     residual = model.model.layers[0].mlp_input
@@ -123,9 +123,3 @@ def _check_local_attention() -> None:
     model.model.layers[0].mlp_input = OverTokens(residual)
     with pytest.raises(ValueError, match=r"the output of .* depends on tokens that a rank does"):
         parallelize_module(model, mesh, context_parallel_plan(model))
-
-
-@pytest.mark.skipif("Inkling 2, loop" not in HYBRIDS, reason="since transformers 5.24")
-def test_an_attention_without_keywords_stays_within_a_token(pool: Pool) -> None:
-    """It keeps its own function; one along the sequence is refused."""
-    pool.run(1, _check_local_attention)

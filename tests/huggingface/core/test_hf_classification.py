@@ -16,7 +16,7 @@ from parallel_plans.huggingface import context_parallel_plan
 from tests.dense import largest
 from tests.families import small_model
 from tests.huggingface.test_families import SEQ_LEN, batches
-from tests.pool import Pool
+from tests.pool import on_ranks
 
 CLASS = torch.tensor([2, 0])
 SCORE = torch.tensor([0.3, -1.0])
@@ -40,7 +40,19 @@ def outputs_of(model: Any, batch: dict[str, Any]) -> tuple[list[Tensor], list[Te
     return [output.loss.detach(), *logits], grads
 
 
-def errors_of(name: str, layout: str, unshards: bool, compiled: bool) -> dict[str, list[float]]:
+CASES = [
+    *((name, 2, "zigzag", False, False) for name in HEADS),
+    ("classes", 4, "striped", False, False),
+    ("reward", 2, "balanced", False, False),
+    ("reward", 2, "striped", True, False),
+    # The graph of a model has the layers, of which the heads are no part.
+    pytest.param("reward", 2, "striped", False, True, marks=pytest.mark.repeats),
+]
+
+
+@pytest.mark.parametrize(("name", "world_size", "layout", "unshards", "compiled"), CASES)
+@on_ranks()
+def test_heads_equal_one_process(name: str, layout: str, unshards: bool, compiled: bool) -> None:
     """By batch: relative, of gradients to the norm of the largest."""
     warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
     family, num_labels, labels = HEADS[name]
@@ -73,34 +85,12 @@ def errors_of(name: str, layout: str, unshards: bool, compiled: bool) -> dict[st
             *(((x - y).norm() / y.norm()).item() for x, y in zip(ours, theirs, strict=True)),
             *(((x - y).norm() / scale).item() for x, y in zip(our_grads, grads, strict=True)),
         ]
-    return errors
+    assert largest(x for of_batch in errors.values() for x in of_batch) < 1e-5, errors
 
 
-CASES = [
-    *((name, 2, "zigzag", False, False) for name in HEADS),
-    ("classes", 4, "striped", False, False),
-    ("reward", 2, "balanced", False, False),
-    ("reward", 2, "striped", True, False),
-    # The graph of a model has the layers, of which the heads are no part.
-    pytest.param("reward", 2, "striped", False, True, marks=pytest.mark.repeats),
-]
-
-
-@pytest.mark.parametrize(("name", "world_size", "layout", "unshards", "compiled"), CASES)
-def test_heads_equal_one_process(
-    pool: Pool, name: str, world_size: int, layout: str, unshards: bool, compiled: bool
-) -> None:
-    for found in pool.run(world_size, errors_of, name, layout, unshards, compiled):
-        worst = largest(error for errors in found.values() for error in errors)
-        assert worst < 1e-5, found
-
-
-def plan_twice() -> None:
+@on_ranks(1)
+def test_a_backbone_that_is_under_a_plan() -> None:
     mesh, model = init_device_mesh("cpu", (1,)), small_model("Llama", "ForSequenceClassification")
     parallelize_module(model.model, mesh, context_parallel_plan(model.model))
     with pytest.raises(ValueError, match="replaced already, by a context_parallel_plan"):
         parallelize_module(model, mesh, context_parallel_plan(model))
-
-
-def test_a_backbone_that_is_under_a_plan(pool: Pool) -> None:
-    pool.run(1, plan_twice)

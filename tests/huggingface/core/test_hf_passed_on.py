@@ -13,7 +13,7 @@ from parallel_plans.huggingface import context_parallel_plan
 from parallel_plans.huggingface.core.modules import restore_model
 from parallel_plans.huggingface.core.passed_on import deaf_attention
 from tests.families import VOCABULARY, small_model
-from tests.pool import Pool
+from tests.pool import on_ranks
 
 
 def test_blocks_are_found_by_their_code() -> None:
@@ -30,11 +30,8 @@ def _models(num_layers: int = 2) -> tuple[Any, Any]:
     return parallelize_module(model, init_device_mesh("cpu", (2,)), plan), stock
 
 
-def test_trains_as_one_process(pool: Pool) -> None:
-    pool.run(2, _check_training)
-
-
-def _check_training() -> None:
+@on_ranks(2)
+def test_trains_as_one_process() -> None:
     """Two batches before one backward, checkpointed: each block has what its own batch gave it."""
     model, stock = _models()
     tokens = torch.randint(2, VOCABULARY, (2, 21), generator=torch.Generator().manual_seed(1))
@@ -56,11 +53,8 @@ def _check_training() -> None:
         torch.testing.assert_close(again, stock(input_ids=tokens, labels=tokens).loss)
 
 
-def test_compiled_in_one_graph(pool: Pool) -> None:
-    pool.run(2, _check_compiled)
-
-
-def _check_compiled() -> None:
+@on_ranks(2)
+def test_compiled_in_one_graph() -> None:
     model, stock = _models(1)
     tokens = torch.randint(2, VOCABULARY, (1, 16), generator=torch.Generator().manual_seed(1))
     given = {"input_ids": tokens, "labels": tokens}

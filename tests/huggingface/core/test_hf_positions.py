@@ -16,7 +16,7 @@ from parallel_plans.huggingface import context_parallel_plan
 from parallel_plans.huggingface.core.positions import LargestPosition, counter_of
 from tests.families import small_model
 from tests.huggingface.test_families import batches
-from tests.pool import Pool
+from tests.pool import on_ranks
 
 TOKENS = torch.tensor([[0, 0, 3, 4, 5, 6], [3, 0, 5, 6, 7, 0]])
 MASK = torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 0, 0]])
@@ -71,7 +71,11 @@ def test_shards_have_the_factors_of_their_batch(family: str) -> None:
     assert rotary(torch.zeros(1), alone)[0].equal(whole(torch.zeros(1), alone)[0])
 
 
-def compiled_losses(family: str) -> list[list[float]]:
+@pytest.mark.parametrize(
+    "family", ["Phi-3, longrope", pytest.param("OPT", marks=pytest.mark.repeats)]
+)
+@on_ranks(2)
+def test_compiles_without_a_break(family: str) -> None:
     """Eager and compiled, by batch."""
     warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
@@ -80,15 +84,8 @@ def compiled_losses(family: str) -> list[list[float]]:
         parallelize_module(model, mesh, context_parallel_plan(model))
     models[1].compile(backend="eager", fullgraph=True)  # Dynamo is what sees positions
     given = batches()
-    return [
+    losses = [
         [model(**given[name]).loss.item() for model in models] for name in ("packed", "padded left")
     ]
-
-
-@pytest.mark.parametrize(
-    "family", ["Phi-3, longrope", pytest.param("OPT", marks=pytest.mark.repeats)]
-)
-def test_compiles_without_a_break(pool: Pool, family: str) -> None:
-    for losses in pool.run(2, compiled_losses, family):
-        for eager, compiled in losses:
-            assert compiled == pytest.approx(eager, rel=1e-6)
+    for eager, compiled in losses:
+        assert compiled == pytest.approx(eager, rel=1e-6)

@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from parallel_plans.huggingface import context_parallel_plan, restore_model, stock_model
 from tests.families import VOCABULARY, small_model
-from tests.pool import Pool
+from tests.pool import Pool, on_ranks
 
 TOKENS = torch.arange(2, 20).unsqueeze(0) % VOCABULARY
 CASES = {
@@ -84,7 +84,8 @@ def test_is_as_before(pool: Pool, case: str) -> None:
     pool.run(2, restored, *CASES[case])
 
 
-def changed_config() -> None:
+@on_ranks(2)
+def test_changed_config() -> None:
     """What a user changes in the config holds with the plan, without it, and after it."""
     model, stock = small_model("Gemma 2"), small_model("Gemma 2")
     planned(model, unshard_outputs=True)
@@ -103,11 +104,8 @@ def changed_config() -> None:
     assert torch.equal(logits_of(model), logits_of(stock))
 
 
-def test_changed_config(pool: Pool) -> None:
-    pool.run(2, changed_config)
-
-
-def refused() -> None:
+@on_ranks(1)
+def test_refusals() -> None:
     model = small_model("Llama")
     with pytest.raises(ValueError, match="LlamaForCausalLM is under no context_parallel_plan"):
         restore_model(model)
@@ -133,11 +131,9 @@ def refused() -> None:
         restore_model(sharded)
 
 
-def test_refusals(pool: Pool) -> None:
-    pool.run(1, refused)
-
-
-def saved(family: str) -> None:
+@pytest.mark.parametrize("family", ["Llama", "Jamba"])
+@on_ranks(1)
+def test_saved(family: str) -> None:
     """Pickle comes to the plan before what transformers has put into layers."""
     model = planned(small_model(family))
     for save in (pickle.dumps, lambda x: torch.save(x, io.BytesIO())):
@@ -148,12 +144,8 @@ def saved(family: str) -> None:
         assert torch.equal(logits_of(pickle.loads(pickle.dumps(model))), logits_of(model))
 
 
-@pytest.mark.parametrize("family", ["Llama", "Jamba"])
-def test_saved(pool: Pool, family: str) -> None:
-    pool.run(1, saved, family)
-
-
-def part() -> None:
+@on_ranks(1)
+def test_parts() -> None:
     """A plan on a part, in whose config the outer model has set the ring."""
     model = small_model("Gemma 3")
     planned(model.model, unshard_outputs=True)
@@ -164,7 +156,3 @@ def part() -> None:
     restore_model(model)
     assert model.config._attn_implementation == "eager"
     assert logits_of(model).isfinite().all()
-
-
-def test_parts(pool: Pool) -> None:
-    pool.run(1, part)

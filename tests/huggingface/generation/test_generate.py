@@ -23,7 +23,7 @@ from tests.huggingface.generation.generating import (
     stock,
     tokens,
 )
-from tests.pool import Pool
+from tests.pool import Pool, on_ranks
 from tests.results import of_first_rank
 
 CHOSEN = ("Llama", "Gemma 3", "gpt-oss", "Llama 4", "DeepSeek-V3")
@@ -76,13 +76,11 @@ def _options(model: Any, way: dict[str, Any]) -> dict[str, Any]:
     return options
 
 
-def check_greedy(families: tuple[str, ...]) -> None:
+@on_ranks(2)
+def test_greedy_tokens_of_all_families() -> None:
+    families = CAUSAL
     for family in families:
         check_way(family, sharded(family), stock(family), "greedy")
-
-
-def test_greedy_tokens_of_all_families(pool: Pool) -> None:
-    pool.run(2, check_greedy, CAUSAL)
 
 
 def check_ways(family: str, ways: tuple[str, ...]) -> None:

@@ -22,7 +22,7 @@ from tests.huggingface.generation.generating import (
     sharded,
     tokens,
 )
-from tests.pool import Pool
+from tests.pool import Pool, on_ranks
 
 
 class OtherToken(transformers.LogitsProcessor):
@@ -60,7 +60,9 @@ PLANTED: dict[str, tuple[Any, dict[str, Any], str]] = {
 }
 
 
-def check_planted(name: str) -> None:
+@pytest.mark.parametrize("name", PLANTED)
+@on_ranks(3)
+def test_ranks_that_drift_apart(name: str) -> None:
     planted, options, match = PLANTED[name]
     ours = sharded("Llama")
     is_last = dist.get_rank() == dist.get_world_size() - 1
@@ -69,12 +71,12 @@ def check_planted(name: str) -> None:
         generate(ours, input_ids=tokens(), logits_processor=[planted], **options)
 
 
-@pytest.mark.parametrize("name", PLANTED)
-def test_ranks_that_drift_apart(pool: Pool, name: str) -> None:
-    pool.run(3, check_planted, name)
+def fails(batch: int, ids: Tensor) -> list[int]:
+    raise KeyError("planted on all")
 
 
-def check_start() -> None:
+@on_ranks(2)
+def test_ranks_that_begin_differently() -> None:
     """What differs before the first token is named, and the group goes on."""
     ours, rank = sharded("Llama"), dist.get_rank()
     for changes, match in (
@@ -99,14 +101,6 @@ def check_start() -> None:
     with pytest.raises(KeyError, match="planted on all"):  # the group stays in order
         ours.generate(**asked, prefix_allowed_tokens_fn=fails)
     assert torch.equal(ours.generate(**asked), found)
-
-
-def fails(batch: int, ids: Tensor) -> list[int]:
-    raise KeyError("planted on all")
-
-
-def test_ranks_that_begin_differently(pool: Pool) -> None:
-    pool.run(2, check_start)
 
 
 OTHER_TURNS = {

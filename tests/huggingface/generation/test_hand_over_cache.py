@@ -13,7 +13,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from parallel_plans.huggingface import ContextParallelCache, context_parallel_plan, hand_over_cache
 from tests.huggingface.generation.generating import exact_softmax, generate, stock, tokens
-from tests.pool import Pool
+from tests.pool import Pool, on_ranks
 from tests.results import of_first_rank
 
 GROUPS = [((0,), (3,)), ((0, 1), (2, 3)), ((0, 1, 2, 3), (1, 2)), ((0, 1, 2), (3,))]
@@ -44,7 +44,10 @@ def stock_tokens(family: str, prompt: torch.Tensor) -> torch.Tensor:
         return generate(stock(family), inputs=prompt).sequences
 
 
-def check_families(num_groups: int) -> None:
+@pytest.mark.parametrize("num_groups", [1, pytest.param(4, marks=pytest.mark.repeats)])
+@on_ranks(4)
+def test_tokens_are_those_of_the_stock_model(num_groups: int) -> None:
+    """Each family over one of the groups in turn, or over all."""
     mesh = init_device_mesh("cpu", (4,))
     for number, family in enumerate(FAMILIES, 2):
         prompt = tokens(29)
@@ -55,12 +58,6 @@ def check_families(num_groups: int) -> None:
             if cache is not None:
                 found = generate(models[1], inputs=prompt, cache=cache).sequences
                 assert torch.equal(found, expected), (family, ranks)
-
-
-@pytest.mark.parametrize("num_groups", [1, pytest.param(4, marks=pytest.mark.repeats)])
-def test_tokens_are_those_of_the_stock_model(pool: Pool, num_groups: int) -> None:
-    """Each family over one of the groups in turn, or over all."""
-    pool.run(4, check_families, num_groups)
 
 
 def check_eight_bits(family: str) -> None:
@@ -87,7 +84,8 @@ def test_eight_bits_stay(pool: Pool) -> None:
         pool.run(4, check_eight_bits, family)
 
 
-def check_refused() -> None:
+@on_ranks(2)
+def test_what_does_not_fit() -> None:
     mesh, rank = init_device_mesh("cpu", (2,)), dist.get_rank()
     models = on((0,), "Llama", "zigzag"), on((1,), "Llama", "zigzag")
     other = on((1,), "Gemma 3", "zigzag")
@@ -100,7 +98,3 @@ def check_refused() -> None:
     target = None if other is None else ContextParallelCache(other)
     with pytest.raises(ValueError, match="hand over caches of the same model"):
         hand_over_cache(source, target, mesh)
-
-
-def test_what_does_not_fit(pool: Pool) -> None:
-    pool.run(2, check_refused)

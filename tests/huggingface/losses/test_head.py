@@ -23,7 +23,7 @@ from parallel_plans.huggingface import context_parallel_plan
 from parallel_plans.huggingface.losses.loss import LogitsTransform, find_logits_transform, loss_head
 from tests.dense import largest
 from tests.families import FAMILIES, SMALL, VOCABULARY, small_model
-from tests.pool import Pool
+from tests.pool import on_ranks
 
 SEQ_LEN, STEPS = 23, 4
 
@@ -114,26 +114,6 @@ def averaged(x: Any) -> Tensor:
     return grad
 
 
-def errors_of(name: str) -> list[float]:
-    """Of the loss, and of all gradients together."""
-    mesh, make = init_device_mesh("cpu", (dist.get_world_size(),)), MODELS[name][0]
-    model, stock = make(), make()
-    parallelize_module(model, mesh, context_parallel_plan(model, "contiguous"))
-    assert loss_head(model) is not None
-    errors = []
-    for batch in batches():
-        output, expected = model(**batch), stock(**batch, use_cache=False)
-        assert output.logits is None
-        for each in (output, expected):
-            each.loss.backward()
-        errors.append(relative(output.loss.detach(), expected.loss.detach()))
-        errors += gradient_errors(model, stock)
-    asked = model(**batches()[0], output_logits=True)
-    assert asked.logits.shape[::2] == (2, VOCABULARY)
-    assert torch.allclose(asked.loss, model(**batches()[0]).loss, rtol=1e-6)
-    return errors
-
-
 def relative(ours: Tensor, theirs: Tensor, scale: float = 0.0) -> float:
     return ((ours - theirs).norm() / theirs.norm().clamp(min=scale)).item()
 
@@ -152,12 +132,45 @@ def gradient_errors(model: Any, stock: Any) -> list[float]:
 
 
 @pytest.mark.parametrize("name", [x for x in MODELS if "bfloat16" not in x])
-def test_loss_equals_the_stock_model(pool: Pool, name: str) -> None:
-    for errors in pool.run(2, errors_of, name):
-        assert largest(errors) < 1e-5, errors
+@on_ranks(2)
+def test_loss_equals_the_stock_model(name: str) -> None:
+    """Of the loss, and of all gradients together."""
+    mesh, make = init_device_mesh("cpu", (dist.get_world_size(),)), MODELS[name][0]
+    model, stock = make(), make()
+    parallelize_module(model, mesh, context_parallel_plan(model, "contiguous"))
+    assert loss_head(model) is not None
+    errors = []
+    for batch in batches():
+        output, expected = model(**batch), stock(**batch, use_cache=False)
+        assert output.logits is None
+        for each in (output, expected):
+            each.loss.backward()
+        errors.append(relative(output.loss.detach(), expected.loss.detach()))
+        errors += gradient_errors(model, stock)
+    asked = model(**batches()[0], output_logits=True)
+    assert asked.logits.shape[::2] == (2, VOCABULARY)
+    assert torch.allclose(asked.loss, model(**batches()[0]).loss, rtol=1e-6)
+    assert largest(errors) < 1e-5, errors
 
 
-def outside_of_the_head() -> None:
+def planned(mesh: Any) -> Any:
+    model = small_model("Llama")
+    return parallelize_module(model, mesh, context_parallel_plan(model))
+
+
+def another_head(model: Any) -> Any:
+    model.set_output_embeddings(nn.Linear(16, VOCABULARY))
+    return model
+
+
+def wrapped_head(model: Any) -> Any:
+    """In a module that has no weight, as those have that cast its logits."""
+    model.set_output_embeddings(nn.Sequential(model.lm_head, nn.Tanh()))
+    return model
+
+
+@on_ranks(1)
+def test_heads_that_change_after_the_plan() -> None:
     """What was put into the head or around it after the plan counts, too."""
     mesh, batch = init_device_mesh("cpu", (1,)), batches()[0]
     warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated")  # asked by peft
@@ -192,27 +205,8 @@ def outside_of_the_head() -> None:
     assert loss_head(model) is None, "the hook would see gradients of losses"
 
 
-def planned(mesh: Any) -> Any:
-    model = small_model("Llama")
-    return parallelize_module(model, mesh, context_parallel_plan(model))
-
-
-def another_head(model: Any) -> Any:
-    model.set_output_embeddings(nn.Linear(16, VOCABULARY))
-    return model
-
-
-def wrapped_head(model: Any) -> Any:
-    """In a module that has no weight, as those have that cast its logits."""
-    model.set_output_embeddings(nn.Sequential(model.lm_head, nn.Tanh()))
-    return model
-
-
-def test_heads_that_change_after_the_plan(pool: Pool) -> None:
-    pool.run(1, outside_of_the_head)
-
-
-def train_own_group() -> list[float]:
+@on_ranks(2)
+def test_steps_of_a_head_in_a_group_of_its_own() -> None:
     """Differences of the losses over some steps; the head is a group of FSDP2 of its own."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
     model, stock = (small_model("Granite", logits_scaling=3.0).train() for _ in range(2))
@@ -232,13 +226,8 @@ def train_own_group() -> list[float]:
             optimizer.step()
             optimizer.zero_grad()
         differences.append(abs(losses[0].item() - losses[1].item()))
-    return differences
-
-
-def test_steps_of_a_head_in_a_group_of_its_own(pool: Pool) -> None:
-    for differences in pool.run(2, train_own_group):
-        assert len(differences) == STEPS
-        assert largest(differences) < 1e-5, differences
+    assert len(differences) == STEPS
+    assert largest(differences) < 1e-5, differences
 
 
 CHANGED: dict[str, Callable[[Any], None]] = {
@@ -250,11 +239,8 @@ CHANGED: dict[str, Callable[[Any], None]] = {
 """What a user changes after the plan, where the head of the plan knew another number."""
 
 
-def test_numbers_changed_after_the_plan(pool: Pool) -> None:
-    pool.run(1, _check_changed_numbers)
-
-
-def _check_changed_numbers() -> None:
+@on_ranks(1)
+def test_numbers_changed_after_the_plan() -> None:
     mesh = init_device_mesh("cpu", (1,))
     for name, change in CHANGED.items():
         model, stock = (MODELS[name][0](num_hidden_layers=1) for _ in range(2))

@@ -19,7 +19,7 @@ from transformers import LlamaForCausalLM
 from parallel_plans.huggingface import context_parallel_plan
 from parallel_plans.huggingface.losses.loss import other_loss
 from tests.families import FAMILIES, small_model
-from tests.pool import Pool
+from tests.pool import on_ranks
 
 
 def focal(logits: Tensor, labels: Tensor, vocab_size: int, **_: Any) -> Tensor:
@@ -97,11 +97,8 @@ def test_weights_that_are_not_loaded_yet() -> None:
     assert other_loss(model) is None
 
 
-def test_labels_for_other_losses_are_refused(pool: Pool) -> None:
-    pool.run(1, _check_refused)
-
-
-def _check_refused() -> None:
+@on_ranks(1)
+def test_labels_for_other_losses_are_refused() -> None:
     mesh, tokens = init_device_mesh("cpu", (1,)), torch.arange(8).unsqueeze(0)
     before, later = with_loss("Llama", focal), small_model("Llama")
     for model, reason in ((before, "its loss of a few tokens"), (later, "was set after the plan")):

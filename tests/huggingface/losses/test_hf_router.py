@@ -22,7 +22,7 @@ from tests.families import FAMILIES, small_model
 from tests.huggingface.test_families import SEQ_LEN, batches
 from tests.huggingface.vision.test_images import planned
 from tests.multimodal import batch_of
-from tests.pool import Pool
+from tests.pool import on_ranks
 
 ASKED = {"output_router_logits": True, "use_cache": False}
 NOT_ASKED = {"output_router_logits": False}
@@ -35,7 +35,13 @@ def whole(x: Tensor) -> Tensor:
     return x
 
 
-def errors_of(unshards: bool, compiled: bool) -> list[float]:
+@pytest.mark.parametrize(
+    ("unshards", "compiled"),
+    # Compiled models have router outputs in test_families_compiled, too.
+    [(False, False), (True, False), pytest.param(True, True, marks=pytest.mark.repeats)],
+)
+@on_ranks(2)
+def test_router_outputs_equal_one_process(unshards: bool, compiled: bool) -> None:
     """Of losses, router logits and the gradients of routers, asked for by each call."""
     warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
@@ -61,20 +67,22 @@ def errors_of(unshards: bool, compiled: bool) -> list[float]:
         errors.append((mine.grad / dist.get_world_size() - expected.grad).abs().max())
     ours, theirs = (x(**batches()["plain"] | ASKED | NOT_ASKED) for x in models)
     assert ours.router_logits is theirs.router_logits is None
-    return [error.item() for error in [*errors, (ours.loss - theirs.loss).abs()]]
+    errors = [error.item() for error in [*errors, (ours.loss - theirs.loss).abs()]]
+    assert largest(errors) < 1e-5, errors
 
 
-@pytest.mark.parametrize(
-    ("unshards", "compiled"),
-    # Compiled models have router outputs in test_families_compiled, too.
-    [(False, False), (True, False), pytest.param(True, True, marks=pytest.mark.repeats)],
-)
-def test_router_outputs_equal_one_process(pool: Pool, unshards: bool, compiled: bool) -> None:
-    for errors in pool.run(2, errors_of, unshards, compiled):
-        assert largest(errors) < 1e-5, errors
+class DoubledForCausalLM(MixtralForCausalLM):
+    """Another load-balancing loss."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().forward(*args, **kwargs)
+        if output.aux_loss is not None:
+            output.aux_loss = 2 * output.aux_loss
+        return output
 
 
-def base_model() -> None:
+@on_ranks(1)
+def test_base_models_and_other_losses() -> None:
     mesh = init_device_mesh("cpu", (1,))
     model, stock = (small_model("Mixtral, router loss").model for _ in range(2))
     parallelize_module(model, mesh, context_parallel_plan(model, unshard_outputs=True))
@@ -90,26 +98,13 @@ def base_model() -> None:
     assert other(**batches()["plain"], output_router_logits=False).loss.isfinite()
 
 
-class DoubledForCausalLM(MixtralForCausalLM):
-    """Another load-balancing loss."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        output = super().forward(*args, **kwargs)
-        if output.aux_loss is not None:
-            output.aux_loss = 2 * output.aux_loss
-        return output
-
-
-def test_base_models_and_other_losses(pool: Pool) -> None:
-    pool.run(1, base_model)
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_load_balancing_losses_of_transformers(family: str) -> None:
     assert other_balance(small_model(family)) is None
 
 
-def with_images() -> None:
+@on_ranks(2)
+def test_refused_with_images() -> None:
     model, batch = planned("Llama 4"), batch_of("Llama 4", "several images")
     refused = "Llama4.* cannot take output_router_logits=True .* outer model .* leave"
     loss = model(**batch).loss.detach()
@@ -121,7 +116,3 @@ def with_images() -> None:
         model(**batch)
     text.output_router_logits = False
     assert torch.equal(model(**batch).loss, loss)
-
-
-def test_refused_with_images(pool: Pool) -> None:
-    pool.run(2, with_images)

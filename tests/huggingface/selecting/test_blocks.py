@@ -18,7 +18,7 @@ from tests.dense import largest
 from tests.families import BESIDE_POOLS, CHOOSES_BLOCKS, CHOOSES_POOLS, VOCABULARY, small_model
 from tests.huggingface.sharding.test_hf_local_batch import shards
 from tests.huggingface.test_families import batches, compare
-from tests.pool import Pool
+from tests.pool import Pool, on_ranks
 from tests.results import difference, results_of
 
 READ_WHOLE = ("GLM-5-Next",)
@@ -56,13 +56,10 @@ def test_family_equals_the_stock_model(
         assert worst < 1e-5, f"{layout}, rank {rank}: {errors}"
 
 
-def over_tiles() -> dict[str, dict[str, float]]:
-    return compare("MiniMax M3", "zigzag", None, KINDS, mlp_tile=5)
-
-
-def test_over_tiles_of_tokens(pool: Pool) -> None:
-    for errors in pool.run(2, over_tiles):
-        assert largest(x for error in errors.values() for x in error.values()) < 1e-5, errors
+@on_ranks(2)
+def test_over_tiles_of_tokens() -> None:
+    errors = compare("MiniMax M3", "zigzag", None, KINDS, mlp_tile=5)
+    assert largest(x for error in errors.values() for x in error.values()) < 1e-5, errors
 
 
 def planned(family: str, **options: Any) -> Any:
@@ -78,7 +75,9 @@ def with_positions(seq_len: int) -> dict[str, Tensor]:
     return batch | {"position_ids": (mask.cumsum(1) - 1).masked_fill(mask == 0, 1)}
 
 
-def sharded_batches(family: str) -> dict[str, tuple[float, str | None]]:
+@pytest.mark.parametrize("family", [x for x in FAMILIES if x not in READ_WHOLE])
+@on_ranks(2)
+def test_sharded_batches_equal_the_stock_model(family: str) -> None:
     """Differences of batches that come sharded."""
     model, stock, found = planned(family, layout="zigzag"), small_model(family), {}
     for name, batch in {
@@ -87,13 +86,7 @@ def sharded_batches(family: str) -> dict[str, tuple[float, str | None]]:
     }.items():
         mesh = model.context_parallel_sharding.axis.mesh
         found[name] = difference(results_of(model, shards(batch, mesh)), results_of(stock, batch))
-    return found
-
-
-@pytest.mark.parametrize("family", [x for x in FAMILIES if x not in READ_WHOLE])
-def test_sharded_batches_equal_the_stock_model(pool: Pool, family: str) -> None:
-    for found in pool.run(2, sharded_batches, family):
-        assert not any(name for _, name in found.values()), found
+    assert not any(name for _, name in found.values()), found
 
 
 def refused_batches() -> dict[str, dict[str, Tensor]]:
@@ -118,7 +111,14 @@ SERVED: dict[str, set[str]] = {
 """Of whole batches, where pools begin with the tokens of a row, or of each document."""
 
 
-def refusals(family: str) -> None:
+def refused_mask() -> Tensor:
+    """Of 24 tokens, the first of which are padding in one row."""
+    return (torch.arange(24) >= torch.tensor([[3], [0]])).long()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@on_ranks(2)
+def test_rows_of_several_documents_are_refused(family: str) -> None:
     """On every rank, whole and sharded: no rank waits, so the same model goes on."""
     model, served = planned(family, layout="zigzag"), SERVED.get(family, set())
     mesh = model.context_parallel_sharding.axis.mesh
@@ -147,16 +147,6 @@ def refusals(family: str) -> None:
             )
 
 
-def refused_mask() -> Tensor:
-    """Of 24 tokens, the first of which are padding in one row."""
-    return (torch.arange(24) >= torch.tensor([[3], [0]])).long()
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_rows_of_several_documents_are_refused(pool: Pool, family: str) -> None:
-    pool.run(2, refusals, family)
-
-
 @pytest.mark.parametrize("block", [2, 8192])
 def test_are_whole(monkeypatch: pytest.MonkeyPatch, block: int) -> None:
     """However many tokens are read at a time."""
@@ -180,14 +170,11 @@ def test_are_whole(monkeypatch: pytest.MonkeyPatch, block: int) -> None:
     assert are_whole(mask, axes[1:])
 
 
-def index_heads() -> None:
+@on_ranks(2)
+def test_heads_of_the_index_are_groups_of_key_heads() -> None:
     """The first forward of a model whose index has more heads than keys have."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
     model = small_model("MiniMax M3", index_n_heads=4)
     model = parallelize_module(model, mesh, context_parallel_plan(model))
     with pytest.raises(ValueError, match="groups that divide the 2 key heads"):
         model(torch.full((1, 9), VOCABULARY - 1))
-
-
-def test_heads_of_the_index_are_groups_of_key_heads(pool: Pool) -> None:
-    pool.run(2, index_heads)

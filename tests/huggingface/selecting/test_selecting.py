@@ -25,7 +25,7 @@ from tests.families import (
 )
 from tests.huggingface.test_families import compare
 from tests.huggingface.test_families_trained import CHECKPOINTING, train_both
-from tests.pool import Pool
+from tests.pool import Pool, on_ranks
 
 LAYOUTS = ("zigzag", "contiguous")
 OF_ROWS = {**CHOOSES_BLOCKS, **CHOOSES_POOLS, **BESIDE_POOLS}
@@ -69,8 +69,16 @@ def test_steps_of_fsdp_equal_one_process(pool: Pool, family: str, name: str) -> 
         assert found["parameters"] < 1e-5, found
 
 
-def in_16_bits(family: str) -> list[float]:
-    """Losses of the stock model and of the plan, whose indexer has queries in float32."""
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(x, marks=() if x in ("GLM-5", *OF_ROWS) else pytest.mark.repeats)
+        for x in (*SELECTING, *OF_ROWS)
+    ],
+)
+@on_ranks(2)
+def test_models_in_16_bits(family: str) -> None:
+    """Rounding chooses other keys here and there, so only the loss is near."""
     tokens = torch.randint(2, VOCABULARY, (2, 24), generator=torch.Generator().manual_seed(0))
     losses = []
     for make in (small_model, planned):
@@ -82,20 +90,8 @@ def in_16_bits(family: str) -> list[float]:
         losses.append(loss.item())
         use_cache = family not in BESIDE_POOLS
         model.eval().generate(tokens, max_new_tokens=3, do_sample=False, use_cache=use_cache)
-    return losses
-
-
-@pytest.mark.parametrize(
-    "family",
-    [
-        pytest.param(x, marks=() if x in ("GLM-5", *OF_ROWS) else pytest.mark.repeats)
-        for x in (*SELECTING, *OF_ROWS)
-    ],
-)
-def test_models_in_16_bits(pool: Pool, family: str) -> None:
-    """Rounding chooses other keys here and there, so only the loss is near."""
-    for stock, ours in pool.run(2, in_16_bits, family):
-        assert ours == pytest.approx(stock, rel=0.03)
+    stock, ours = losses
+    assert ours == pytest.approx(stock, rel=0.03)
 
 
 def planned(family: str) -> Any:
@@ -104,7 +100,8 @@ def planned(family: str) -> Any:
     return parallelize_module(model, mesh, context_parallel_plan(model))
 
 
-def restored() -> None:
+@on_ranks(1)
+def test_restored_model_is_the_stock_model() -> None:
     model = planned("GLM-5")
     layers = selecting_layers(model)
     assert len(layers) == 3
@@ -114,7 +111,3 @@ def restored() -> None:
     assert not any("forward" in vars(x) for x in indexers_of(model))
     tokens = torch.full((1, 7), VOCABULARY - 1)
     torch.testing.assert_close(model(tokens).logits, small_model("GLM-5")(tokens).logits)
-
-
-def test_restored_model_is_the_stock_model(pool: Pool) -> None:
-    pool.run(1, restored)

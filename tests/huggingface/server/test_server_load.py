@@ -29,7 +29,7 @@ from parallel_plans.huggingface.server.launch import start_rank, watched
 from parallel_plans.huggingface.server.rank import FirstRank, ServerOptions
 from tests.huggingface.server.servers import OPTIONS, serving
 from tests.huggingface.server.tiny import Stock, write_tiny
-from tests.pool import Pool, settle, starting
+from tests.pool import Pool, on_ranks, settle, starting
 
 KINDS = [(f"{i} is", 4 + 8 * i) for i in range(7)]
 """Prompts, and the tokens of their answers."""
@@ -205,17 +205,14 @@ def ask_slowly(first: FirstRank) -> None:
     assert "a step took more than 2.1 s, so a rank hangs" in answer.json()["error"]["message"]
 
 
-def check_slow(folder: str) -> None:
+@on_ranks(2)
+def test_a_step_that_takes_too_long(endless: str) -> None:
     how = {"rank_timeout": 2.1, "drain_seconds": 0.0}
     if dist.get_rank():
-        serving(folder, ask_slowly, **how)
+        serving(endless, ask_slowly, **how)
     else:
         with pytest.raises(RuntimeError, match="a step took more than"):
-            serving(folder, ask_slowly, **how)
-
-
-def test_a_step_that_takes_too_long(pool: Pool, endless: str) -> None:
-    pool.run(2, check_slow, endless)
+            serving(endless, ask_slowly, **how)
 
 
 @pytest.mark.repeats

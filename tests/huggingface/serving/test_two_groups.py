@@ -34,7 +34,7 @@ from tests.huggingface.serving.workloads import (
     served,
     workloads,
 )
-from tests.pool import Pool
+from tests.pool import Pool, on_ranks
 
 FAMILIES = ("Llama", "Gemma 3", "DeepSeek-V3", "Qwen3-Next")
 GROUPS = {
@@ -67,16 +67,6 @@ MIXED = Workload(
 requests than the pools have room for."""
 
 
-def check_groups(family: str, names: list[str]) -> None:
-    model, alone = sharded(family), alone_on(stock(family))
-    for name in names:
-        with in_groups(*GROUPS[name]):
-            batch = check_workload(model, alone, MIXED)
-        usage = batch.prefill_pool.usage()
-        assert not any(usage.held)
-        assert batch.counts.cached
-
-
 @pytest.mark.parametrize(
     ("family", "world_size", "names"),
     [
@@ -86,10 +76,15 @@ def check_groups(family: str, names: list[str]) -> None:
         ("Qwen3-Next", 3, ["2 to 1"]),
     ],
 )
-def test_tokens_are_those_of_requests_alone(
-    pool: Pool, family: str, world_size: int, names: list[str]
-) -> None:
-    pool.run(world_size, check_groups, family, names)
+@on_ranks()
+def test_tokens_are_those_of_requests_alone(family: str, names: list[str]) -> None:
+    model, alone = sharded(family), alone_on(stock(family))
+    for name in names:
+        with in_groups(*GROUPS[name]):
+            batch = check_workload(model, alone, MIXED)
+        usage = batch.prefill_pool.usage()
+        assert not any(usage.held)
+        assert batch.counts.cached
 
 
 def check_drawn(family: str, groups: Any, drawn: list[Workload]) -> None:
@@ -124,7 +119,8 @@ def test_random_workloads(pool: Pool, family: str, name: str, number: int) -> No
     check()
 
 
-def check_eight_bits() -> None:
+@on_ranks(3)
+def test_eight_bits() -> None:
     """Blocks that are rounded where they are prefilled are those that one group would keep."""
     prompts = tuple(Arrival(0, prompt_of(i, 70 + 9 * i), 6) for i in range(3))
     workload = Workload(prompts, block=32, spare=20, max_tokens=400)
@@ -135,10 +131,6 @@ def check_eight_bits() -> None:
     assert {x: y.generated_tokens for x, y in found.items()} == {
         x: y.generated_tokens for x, y in expected.items()
     }
-
-
-def test_eight_bits(pool: Pool) -> None:
-    pool.run(3, check_eight_bits)
 
 
 NUM_NEW, SHARED = 5, 12
@@ -164,7 +156,8 @@ def test_each_block_travels_once(pool: Pool) -> None:
     pool.run(2, check_bytes)
 
 
-def check_trace() -> None:
+@on_ranks(3)
+def test_layers_travel_while_later_ones_are_computed() -> None:
     """A layer is sent before its attention; the rank that prefills waits after the last layer."""
     model, rank = sharded("Llama"), dist.get_rank()
     prompts = tuple(Arrival(i, prompt_of(i, 17), 2) for i in range(2))
@@ -195,15 +188,13 @@ def check_trace() -> None:
     assert len(order) > 4
 
 
-def test_layers_travel_while_later_ones_are_computed(pool: Pool) -> None:
-    pool.run(3, check_trace)
-
-
 class Planted(Exception):
     """Of a layer on one rank."""
 
 
-def check_raises(role: int) -> None:
+@pytest.mark.parametrize("role", [1, 2])
+@on_ranks(3)
+def test_a_rank_raises(role: int) -> None:
     """A rank of a group raises in a step; all are told, and what has not begun is handed back."""
     model, rank = sharded("Llama"), dist.get_rank()
     prompts = [list(prompt_of(i, 12)) for i in range(5)]
@@ -232,11 +223,6 @@ def check_raises(role: int) -> None:
         assert "have not started: req_2, req_3, req_4" in str(caught.value)
     assert not any(batch.pool.usage().held)
     assert not any(batch.prefill_pool.usage().held)
-
-
-@pytest.mark.parametrize("role", [1, 2])
-def test_a_rank_raises(pool: Pool, role: int) -> None:
-    pool.run(3, check_raises, role)
 
 
 def check_refused() -> None:
@@ -279,7 +265,8 @@ def test_what_is_refused(pool: Pool) -> None:
     pool.run(2, check_refused)
 
 
-def check_weights() -> None:
+@on_ranks(2)
+def test_sharded_weights() -> None:
     """Weights that are sharded over ranks of both groups."""
     model = sharded("Llama")
     mesh = model.context_parallel_sharding.axis.mesh
@@ -289,11 +276,8 @@ def check_weights() -> None:
         model.init_continuous_batching(prefill=meshes[0], decode=meshes[1])
 
 
-def test_sharded_weights(pool: Pool) -> None:
-    pool.run(2, check_weights)
-
-
-def check_other_ranks() -> None:
+@on_ranks(3)
+def test_ranks_that_the_plan_does_not_have() -> None:
     meshes = [DeviceMesh("cpu", [*x]) for x in ((0, 1), (2,))]
     if dist.get_rank() == 2:
         return
@@ -302,7 +286,3 @@ def check_other_ranks() -> None:
         ValueError, match=r"decode has the ranks \[2\], which the plan of the model"
     ):
         model.init_continuous_batching(prefill=meshes[0], decode=meshes[1])
-
-
-def test_ranks_that_the_plan_does_not_have(pool: Pool) -> None:
-    pool.run(3, check_other_ranks)

@@ -14,7 +14,7 @@ from parallel_plans.huggingface import context_parallel_plan
 from parallel_plans.huggingface.losses.loss import LossFunction
 from parallel_plans.huggingface.sharding.batch import num_labels, parse, shard
 from tests.families import SMALL
-from tests.pool import Pool
+from tests.pool import on_ranks
 
 IDS = torch.arange(8).unsqueeze(0)
 REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
@@ -57,11 +57,8 @@ def test_parts_of_a_batch() -> None:
     assert local.mask.tolist() == local.others["token_type_ids"].tolist() == [[1, 1, 1, 0]]
 
 
-def test_refusals(pool: Pool) -> None:
-    pool.run(2, _check_refusals)
-
-
-def _check_refusals() -> None:
+@on_ranks(2)
+def test_refusals() -> None:
     mesh = init_device_mesh("cpu", (2,))
     model = LlamaForCausalLM(LlamaConfig(**SMALL))
     model = parallelize_module(model, mesh, context_parallel_plan(model))

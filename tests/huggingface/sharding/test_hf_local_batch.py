@@ -17,7 +17,7 @@ from dtensor_ring import shard_sequence, unshard_sequence
 from parallel_plans.huggingface import context_parallel_plan
 from tests.families import small_model
 from tests.huggingface.test_families import batches
-from tests.pool import Pool
+from tests.pool import Pool, on_ranks
 from tests.results import difference, results_of
 
 KINDS = ("plain", "padded left", "packed", "boundaries", "numbered", "counted")
@@ -107,7 +107,8 @@ def test_trains_as_one_process(
         assert not wrong, f"rank {rank}"
 
 
-def other_inputs() -> None:
+@on_ranks(2)
+def test_other_inputs_and_outputs() -> None:
     """Embeddings, labels that are shifted already, and outputs of all and of the last tokens."""
     model, mesh = planned("Llama", "zigzag", local_batch=True)
     stock, batch = small_model("Llama"), whole_batch("plain", 20)
@@ -126,10 +127,6 @@ def other_inputs() -> None:
         # A prompt is whole on each rank.
         asked = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
         assert torch.equal(model.generate(tokens, **asked), stock.generate(tokens, **asked))
-
-
-def test_other_inputs_and_outputs(pool: Pool) -> None:
-    pool.run(2, other_inputs)
 
 
 def ids(length: int, num_rows: int = 1) -> dict[str, Tensor]:
@@ -185,7 +182,8 @@ REFUSALS: dict[str, tuple[str, Callable[[int], dict[str, Any]]]] = {
 }
 
 
-def check_refusals() -> None:
+@on_ranks(2)
+def test_refusals() -> None:
     """On every rank, and none waits for another."""
     model, _ = planned("Llama", "striped", local_batch=True)
     for message, given in REFUSALS.values():
@@ -195,10 +193,6 @@ def check_refusals() -> None:
     counting, _ = planned("OPT", "striped", local_batch=True)
     with pytest.raises(ValueError, match=r"OPT.* counts positions .* give position_ids"):
         counting(**ids(8))
-
-
-def test_refusals(pool: Pool) -> None:
-    pool.run(2, check_refusals)
 
 
 @pytest.mark.parametrize(

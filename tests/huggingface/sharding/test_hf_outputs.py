@@ -8,14 +8,11 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from parallel_plans.huggingface import context_parallel_plan
 from tests.families import VOCABULARY, small_model
-from tests.pool import Pool
+from tests.pool import on_ranks
 
 
-def test_states_that_are_two_outputs_of_a_graph(pool: Pool) -> None:
-    pool.run(2, _check_states)
-
-
-def _check_states() -> None:
+@on_ranks(2)
+def test_states_that_are_two_outputs_of_a_graph() -> None:
     """The last hidden states are one of all states, and a graph gives no tensor as two DTensors."""
     model, stock = (small_model("Llama", "Model", num_hidden_layers=1) for _ in range(2))
     model = parallelize_module(model, init_device_mesh("cpu", (2,)), context_parallel_plan(model))

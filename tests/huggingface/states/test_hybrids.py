@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections import Counter
 from itertools import product
 from typing import Any
 from unittest.mock import patch
@@ -27,7 +26,7 @@ from tests.families import HYBRIDS, VOCABULARY, small_model
 from tests.huggingface.states.hybrids import LAYOUT, gradients, planned
 from tests.huggingface.test_families import compare
 from tests.huggingface.test_families_trained import CHECKPOINTING, train, train_both
-from tests.pool import Pool
+from tests.pool import Pool, on_ranks
 
 KINDS = ("plain", "padded left", "padded right")
 SAMPLE = ("Qwen3-Next", "Granite 4", "LFM2", "MiniMax-01", "Inkling 2, loop")
@@ -129,19 +128,20 @@ def refused(family: str, layout: str, reason: str) -> None:
         planned(family, layout)
 
 
-def refused_without_a_state() -> None:
+@on_ranks(1)
+def test_a_layer_that_begins_anew_is_refused() -> None:
+    """As the scan of Mamba 1 does by itself."""
     reported = r"layers\.0\.mamba goes on from the recurrent state .* a single token"
     with patch("parallel_plans.huggingface.states.stateful.scan_of", return_value=None):
         refused("Jamba", LAYOUT, reported)
 
 
-def test_a_layer_that_begins_anew_is_refused(pool: Pool) -> None:
-    """As the scan of Mamba 1 does by itself."""
-    pool.run(1, refused_without_a_state)
-
-
-def compiled_error(family: str, layout: str) -> tuple[float, Counter[str]]:
-    """Of loss and gradients after one before it, and what broke graphs."""
+@pytest.mark.needs("--all-hybrids")
+@pytest.mark.parametrize("layout", [LAYOUT, "zigzag"])
+@pytest.mark.parametrize("family", ["LFM2", "Qwen3-Next", "Granite 4"])
+@on_ranks(2)
+def test_compiled_as_a_whole(family: str, layout: str) -> None:
+    """Graphs break at layers with a state, and where documents are read; all else compiles."""
     # Dynamo looks for a gradient of what it compiles, be it a leaf or not.
     warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
     model = planned(family, layout)
@@ -157,21 +157,11 @@ def compiled_error(family: str, layout: str) -> tuple[float, Counter[str]]:
             loss.backward()
         found.append(torch.cat([loss.detach().view(1), gradients(model)]))
     error = (found[0] - found[1]).norm() / found[1].norm()
-    return error.item(), counters["graph_break"]
-
-
-@pytest.mark.needs("--all-hybrids")
-@pytest.mark.parametrize("layout", [LAYOUT, "zigzag"])
-@pytest.mark.parametrize("family", ["LFM2", "Qwen3-Next", "Granite 4"])
-def test_compiled_as_a_whole(pool: Pool, family: str, layout: str) -> None:
-    """Graphs break at layers with a state, and where documents are read; all else compiles."""
-    for error, breaks in pool.run(2, compiled_error, family, layout):
-        assert error < 1e-5
-        found = {
-            name for reason in breaks for name in re.findall(r"<function ([\w.<>]+) at", reason)
-        }
-        assert found == {"_forward.<locals>.forward", "ScanChunks.of"}, breaks
-        assert len(breaks) == 2, breaks
+    error, breaks = error.item(), counters["graph_break"]
+    assert error < 1e-5
+    found = {name for reason in breaks for name in re.findall(r"<function ([\w.<>]+) at", reason)}
+    assert found == {"_forward.<locals>.forward", "ScanChunks.of"}, breaks
+    assert len(breaks) == 2, breaks
 
 
 CALM = {"rms_norm_eps": 0.1}

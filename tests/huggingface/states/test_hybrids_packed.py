@@ -11,7 +11,7 @@ from tests.dense import largest
 from tests.families import HYBRIDS as ALL_HYBRIDS
 from tests.families import VOCABULARY, small_model
 from tests.huggingface.states.hybrids import LAYOUT, gradients, planned
-from tests.pool import Pool
+from tests.pool import Pool, on_ranks
 
 HYBRIDS = (*ALL_HYBRIDS, "Qwen4-Exp")
 """Also with an index of pools, which begin with each document."""
@@ -105,20 +105,17 @@ def test_packed_documents_are_as_alone(
     assert largest(x for errors in found for x in errors) < 1e-5, found
 
 
-def errors_by_mark(family: str) -> dict[str, list[float]]:
-    return {mark: packed_error(family, ((0, 5, 7, 17),), "zigzag", False, mark) for mark in MARKS}
-
-
 BY_POSITION = ("Inkling 2", "Inkling 2, loop")
 """They scale by position_ids, which go on over documents that something else marks."""
 
 
 @pytest.mark.needs("--all-hybrids", but=lambda family: family == "Granite 4")
 @pytest.mark.parametrize("family", [x for x in HYBRIDS if x not in (*UNSERVED, *BY_POSITION)])
-def test_whatever_marks_documents(pool: Pool, family: str) -> None:
+@on_ranks(2)
+def test_whatever_marks_documents(family: str) -> None:
     """Masks of Granite 4 do not know positions, and its layers with a state no mark at all."""
-    for errors in pool.run(2, errors_by_mark, family):
-        assert largest(x for error in errors.values() for x in error) < 1e-5, errors
+    errors = {mark: packed_error(family, ((0, 5, 7, 17),), "zigzag", False, mark) for mark in MARKS}
+    assert largest(x for error in errors.values() for x in error) < 1e-5, errors
 
 
 def two_batches(family: str, is_checkpointed: bool) -> Tensor:
@@ -140,10 +137,7 @@ def test_checkpointing_repeats_a_layer_with_its_own_documents(pool: Pool) -> Non
         torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-6)
 
 
-def refused_batches() -> None:
+@on_ranks(2)
+def test_layers_that_know_no_batch_are_not_repeated_with_another() -> None:
     with pytest.raises(ValueError, match="does not say of which batch"):
         two_batches("Mamba 2", True)
-
-
-def test_layers_that_know_no_batch_are_not_repeated_with_another(pool: Pool) -> None:
-    pool.run(2, refused_batches)

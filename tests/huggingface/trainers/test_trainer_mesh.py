@@ -26,7 +26,7 @@ from parallel_plans.huggingface.trainers import trainer_options
 from tests.families import small_model
 from tests.huggingface.trainers.test_trainer import BATCH, arguments, packed_rows, under_torchrun
 from tests.huggingface.trainers.test_trainer_steps import HARMLESS
-from tests.pool import Pool
+from tests.pool import Pool, on_ranks
 
 RING_CONFIG = {"dp_shard_size": 2, "cp_size": 2}
 LAUNCHED = {f"PARALLELISM_CONFIG_{name.upper()}": str(x) for name, x in RING_CONFIG.items()}
@@ -203,16 +203,14 @@ def refused(folder: str, asked: dict[str, Any], message: str) -> None:
         trained(folder, **asked)
 
 
-def all_refused(folder: str) -> None:
+@on_ranks(2)
+def test_refuses_on_every_rank(tmp_path: Path) -> None:
+    folder = str(tmp_path)
     for name, (asked, message) in REFUSED.items():
         try:
             under_torchrun(refused, folder, asked, message)
         except BaseException as error:
             raise AssertionError(name) from error
-
-
-def test_refuses_on_every_rank(pool: Pool, tmp_path: Path) -> None:
-    pool.run(2, all_refused, str(tmp_path))
 
 
 def refuse_options(folder: str) -> None:

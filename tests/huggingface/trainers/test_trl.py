@@ -27,7 +27,7 @@ from tests.huggingface.trainers.trl_runs import (
     result_of,
     trainer_of,
 )
-from tests.pool import Pool
+from tests.pool import Pool, on_ranks
 
 pytest.importorskip("trl")
 
@@ -214,7 +214,8 @@ def test_rollouts_that_fail_do_so_on_all_ranks(pool: Pool) -> None:
     assert second == f"the first rank of the axis failed with ZeroDivisionError: {first}"
 
 
-def head_of_its_own() -> None:
+@on_ranks(1)
+def test_refuses_a_head_in_a_group_of_its_own() -> None:
     from parallel_plans.huggingface.trl import _check_head
 
     model = small_model("Llama")
@@ -222,7 +223,3 @@ def head_of_its_own() -> None:
     fully_shard(model.lm_head, mesh=init_device_mesh("cpu", (1,)))
     with pytest.raises(ValueError, match=r"sharded by itself, .* in a group with other"):
         _check_head(model)
-
-
-def test_refuses_a_head_in_a_group_of_its_own(pool: Pool) -> None:
-    pool.run(1, head_of_its_own)

@@ -22,7 +22,7 @@ from dtensor_ring import RingError, unshard_sequence
 from parallel_plans.huggingface import context_parallel_plan, stock_model
 from tests.dense import largest
 from tests.multimodal import CASES, FAMILIES, SEQ_LEN, batch_of, small_model
-from tests.pool import Pool
+from tests.pool import Pool, on_ranks
 from tests.results import of_first_rank, results_with_logits
 
 SAMPLE = ("several images", "padded left", "packed")
@@ -108,7 +108,9 @@ def train(model: Any, rows: slice) -> list[float]:
     return losses
 
 
-def train_both() -> dict[str, float]:
+@pytest.mark.repeats  # as with text alone
+@on_ranks(4)
+def test_steps_of_fsdp_equal_one_process() -> None:
     """Differences of losses and parameters under FSDP2 from one process."""
     # The hidden states of a rank are a view, which FSDP2 says not to write to.
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
@@ -127,21 +129,21 @@ def train_both() -> dict[str, float]:
     dist.all_reduce(losses)
     expected = torch.tensor(train(stock, slice(None)))
     ours = get_model_state_dict(model)
-    return {"loss": (losses / 4 - expected).abs().max().item()} | {
+    found = {"loss": (losses / 4 - expected).abs().max().item()} | {
         name: ((ours[name].full_tensor() - x).norm() / x.norm()).item()
         for name, x in get_model_state_dict(stock).items()
         if isinstance(ours[name], DTensor)
     }
+    assert any("vision_tower" in name for name in found)
+    assert largest(found.values()) < 1e-5, found
 
 
-@pytest.mark.repeats  # as with text alone
-def test_steps_of_fsdp_equal_one_process(pool: Pool) -> None:
-    for found in pool.run(4, train_both):
-        assert any("vision_tower" in name for name in found)
-        assert largest(found.values()) < 1e-5, found
-
-
-def differing(what: str) -> str:
+@pytest.mark.parametrize(
+    ("what", "reason"),
+    [("none", "pixel_values"), ("fewer", r"pixel_values.*\([23], 3, 16, 16\) on rank 1")],
+)
+@on_ranks(2)
+def test_images_on_some_ranks(what: str, reason: str) -> None:
     """The error of ranks that get different batches, after one that was the same."""
     model, batch = planned("Gemma 3"), batch_of("Gemma 3", "several images")
     model(**batch).loss.backward()
@@ -150,16 +152,8 @@ def differing(what: str) -> str:
         batch |= {} if what == "none" else {"pixel_values": images[:2]}
     with pytest.raises(RingError) as error:
         model(**batch)
-    return str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("what", "reason"),
-    [("none", "pixel_values"), ("fewer", r"pixel_values.*\([23], 3, 16, 16\) on rank 1")],
-)
-def test_images_on_some_ranks(pool: Pool, what: str, reason: str) -> None:
-    for error in pool.run(2, differing, what):
-        assert re.search(reason, error), error
+    error = str(error.value)
+    assert re.search(reason, error), error
 
 
 def refused(family: str) -> None:
@@ -204,8 +198,10 @@ def test_boundaries(pool: Pool) -> None:
     assert largest(x for errors in pool.run(2, with_boundaries) for x in errors) < 1e-5
 
 
-def outputs_and_back(family: str) -> list[float]:
+@on_ranks(2)
+def test_outputs_and_back() -> None:
     """Errors of single outputs, and of the model once it is stock again."""
+    family = "Gemma 3"
     stock, model = small_model(family), planned(family)
     batch = batch_of(family, "one image")
     del batch["labels"]
@@ -226,12 +222,8 @@ def outputs_and_back(family: str) -> list[float]:
         (kept, theirs.logits[:, -5:]),
         (again, theirs.logits),
     ]
-    return [((x - y).norm() / y.norm()).item() for x, y in pairs]
-
-
-def test_outputs_and_back(pool: Pool) -> None:
-    for errors in pool.run(2, outputs_and_back, "Gemma 3"):
-        assert largest(errors) < 1e-5, errors
+    errors = [((x - y).norm() / y.norm()).item() for x, y in pairs]
+    assert largest(errors) < 1e-5, errors
 
 
 def from_meta(family: str) -> float:
@@ -252,7 +244,8 @@ def test_plan_before_weights(pool: Pool, family: str) -> None:
     assert largest(pool.run(2, from_meta, family)) < 1e-5
 
 
-def classified() -> list[float]:
+@on_ranks(2)
+def test_classes_of_images() -> None:
     """Errors of loss and gradients of a model that makes classes of images and text."""
     models, losses = [], []
     family = FAMILIES["Gemma 3"]
@@ -274,9 +267,4 @@ def classified() -> list[float]:
             dist.all_reduce(ours.grad)
             difference = (ours.grad / dist.get_world_size() - stock.grad).norm()
             errors.append((difference / stock.grad.norm().clamp(min=1e-3)).item())
-    return errors
-
-
-def test_classes_of_images(pool: Pool) -> None:
-    for errors in pool.run(2, classified):
-        assert largest(errors) < 1e-5
+    assert largest(errors) < 1e-5

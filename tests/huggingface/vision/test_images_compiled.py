@@ -10,7 +10,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from tests.dense import largest
 from tests.huggingface.vision.test_images import planned
 from tests.multimodal import batch_of, small_model
-from tests.pool import Pool
+from tests.pool import on_ranks
 from tests.results import difference, results_of
 
 FAMILY, CASE = "LLaVA", "several images"
@@ -23,7 +23,8 @@ def shallow(model: Any) -> Any:
     return model
 
 
-def compiled() -> tuple[int, float]:
+@on_ranks(2, timeout=300)
+def test_whole_model_in_one_graph() -> None:
     """Graphs that were compiled, and the largest error of loss and gradients."""
     # Dynamo looks for a gradient of what it compiles, be it a leaf or not.
     warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
@@ -36,10 +37,6 @@ def compiled() -> tuple[int, float]:
         batch = batch_of(FAMILY, CASE, seed)
         expected = results_of(shallow(small_model(FAMILY)), batch)
         errors.append(difference(results_of(model, batch), expected)[0])
-    return counter.frame_count, largest(errors)
-
-
-def test_whole_model_in_one_graph(pool: Pool) -> None:
-    for num_graphs, error in pool.run(2, compiled, timeout=300):
-        assert num_graphs == 1
-        assert error < 1e-5
+    num_graphs, error = counter.frame_count, largest(errors)
+    assert num_graphs == 1
+    assert error < 1e-5

@@ -14,7 +14,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from parallel_plans.huggingface import context_parallel_plan
 from tests.multimodal import batch_of, small_model
-from tests.pool import Pool
+from tests.pool import on_ranks
 
 FAMILY = "Qwen2.5-VL"
 ALIKE, UNLIKE = ("several images", "one image"), ("one image", "text only")
@@ -36,7 +36,16 @@ def sharded(has_own_group: bool, is_frozen: bool = False) -> Any:
     return model
 
 
-def check_replicas() -> None:
+def check_loss(model: Any, cases: tuple[str, str]) -> None:
+    batch = batch_of(FAMILY, cases[dist.get_rank() // 2])
+    loss = model(**batch).loss
+    loss.backward()
+    stock = small_model(FAMILY)
+    torch.testing.assert_close(loss, stock(**batch).loss, rtol=0, atol=1e-5)
+
+
+@on_ranks(4)
+def test_replicas_run_the_encoder_alike() -> None:
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
     number = dist.get_rank() // 2
     refused = r"pixel_values on ranks \[0, 1\]; none on ranks \[2, 3\]\. Give each batch an image"
@@ -49,15 +58,3 @@ def check_replicas() -> None:
     with torch.no_grad(), pytest.raises(ValueError, match=refused):
         sharded(True)(**batch_of(FAMILY, UNLIKE[number]))
     check_loss(sharded(False, is_frozen=True), UNLIKE)
-
-
-def check_loss(model: Any, cases: tuple[str, str]) -> None:
-    batch = batch_of(FAMILY, cases[dist.get_rank() // 2])
-    loss = model(**batch).loss
-    loss.backward()
-    stock = small_model(FAMILY)
-    torch.testing.assert_close(loss, stock(**batch).loss, rtol=0, atol=1e-5)
-
-
-def test_replicas_run_the_encoder_alike(pool: Pool) -> None:
-    pool.run(4, check_replicas)

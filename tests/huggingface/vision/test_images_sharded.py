@@ -23,7 +23,7 @@ from parallel_plans.huggingface.vision.image_sharding import (
 from tests.dense import largest
 from tests.huggingface.vision.test_images import planned
 from tests.multimodal import FAMILIES, batch_of, small_model
-from tests.pool import Pool
+from tests.pool import Pool, on_ranks
 from tests.results import difference, of_first_rank, results_of
 
 WHOLE = ("SmolVLM",)
@@ -71,18 +71,15 @@ def test_all_cases(pool: Pool, family: str, world_size: int) -> None:
     check(pool.run(world_size, dealt, family, tuple(CASES)), family, tuple(CASES))
 
 
-def one_image() -> list[tuple[float, int]]:
+@on_ranks(2)
+def test_one_image_on_two_ranks() -> None:
     """The second row alone, which has one image: every rank runs it."""
     model, stock = planned("Gemma 3", deal_images=True), small_model("Gemma 3")
     batch = {name: x[-1:] for name, x in batch_of("Gemma 3", "several images").items()}
     error = difference(results_of(model, batch), results_of(stock, batch))[0]
-    return [(error, image_sharding_of(model).num_run)]
-
-
-def test_one_image_on_two_ranks(pool: Pool) -> None:
-    for ((error, count),) in pool.run(2, one_image):
-        assert error < 1e-5
-        assert count == 1
+    ((error, count),) = [(error, image_sharding_of(model).num_run)]
+    assert error < 1e-5
+    assert count == 1
 
 
 def mixed() -> list[tuple[float, int]]:
@@ -109,7 +106,8 @@ def relative(x: Tensor, y: Any, scale: Tensor) -> float:
     return float((x - y).norm() / y.norm().clamp(min=scale))
 
 
-def with_fsdp() -> list[float]:
+@on_ranks(4)
+def test_a_rank_without_an_image_under_fsdp() -> None:
     """Errors of gradients under FSDP2 over all ranks, one of which has no image."""
     # The hidden states of a rank are a view, which FSDP2 says not to write to.
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
@@ -126,17 +124,13 @@ def with_fsdp() -> list[float]:
     grads = dict(stock.named_parameters())
     norms = [x.grad.norm() for x in stock.parameters() if x.grad is not None]
     scale = torch.stack(norms).max() * 1e-2
-    return [
+    errors = [
         relative(x.grad.full_tensor(), grads[name].grad, scale)
         for name, x in model.named_parameters()
         if isinstance(x.grad, DTensor)
     ]
-
-
-def test_a_rank_without_an_image_under_fsdp(pool: Pool) -> None:
-    for errors in pool.run(4, with_fsdp):
-        assert len(errors) > 20
-        assert largest(errors) < 1e-5, errors
+    assert len(errors) > 20
+    assert largest(errors) < 1e-5, errors
 
 
 PATCHES, WIDTH = 256, 4 * 1024

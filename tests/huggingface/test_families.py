@@ -9,16 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor.parallel import parallelize_module
 
-from parallel_plans.huggingface import context_parallel_plan
 from parallel_plans.strategies import StrategyChoice, kind_of
 from tests.dense import largest
 from tests.families import FAMILIES, VOCABULARY, small_model
 from tests.forced import machine_by_bytes, taken
+from tests.huggingface.planned import Results, errors_of, under_plan
 from tests.pool import Pool, on_ranks
 from tests.results import of_first_rank, results_with_logits
 from tests.test_public import ROOT
@@ -53,9 +50,7 @@ def batches() -> dict[str, dict[str, Tensor]]:
 
 
 @lru_cache(maxsize=1)
-def stock_results(
-    family: str, kinds: tuple[str, ...] | None = None
-) -> dict[str, tuple[Tensor, Tensor, dict[str, Tensor]]]:
+def stock_results(family: str, kinds: tuple[str, ...] | None = None) -> dict[str, Results]:
     """By batch, of one process; once for all layouts."""
     stock = small_model(family)
     return {
@@ -72,28 +67,13 @@ def compare(
     kinds: tuple[str, ...] | None = None,
     **how: Any,
 ) -> dict[str, dict[str, float]]:
-    """By batch: the largest errors of loss, logits and gradients, relative to their norms."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    """Errors by batch."""
     model = small_model(family)
-    plan = context_parallel_plan(model, layout, strategy=strategy, unshard_outputs=True, **how)
-    parallelize_module(model, mesh, plan)
+    under_plan(model, layout, strategy=strategy, unshard_outputs=True, **how)
     errors, given = {}, batches()
     expected = of_first_rank(lambda: stock_results(family, kinds))
-    for name, (loss, logits, grads) in expected.items():
-        our_loss, our_logits, our_grads = results_with_logits(model, given[name])
-        assert our_grads.keys() == grads.keys()
-        for grad in our_grads.values():
-            dist.all_reduce(grad)
-            grad /= dist.get_world_size()
-        scale = torch.stack([x.norm() for x in grads.values()]).max() * 1e-2
-        errors[name] = {
-            "loss": ((our_loss - loss) / loss).abs().item(),
-            "logits": ((our_logits - logits).norm() / logits.norm()).item(),
-            "gradients": largest(
-                ((our_grads[key] - x).norm() / x.norm().clamp(min=scale)).item()
-                for key, x in grads.items()
-            ),
-        }
+    for name, of_stock in expected.items():
+        errors[name] = errors_of(results_with_logits(model, given[name]), of_stock)
     return errors
 
 
@@ -176,11 +156,10 @@ REFUSED_STRATEGIES: dict[str, tuple[str, Any, type[Exception]]] = {
 
 @on_ranks(1)
 def test_refused_strategies() -> None:
-    mesh = init_device_mesh("cpu", (1,))
     for match, (family, strategy, error) in REFUSED_STRATEGIES.items():
         model = small_model(family)
         with pytest.raises(error, match=match):
-            parallelize_module(model, mesh, context_parallel_plan(model, strategy=strategy))
+            under_plan(model, strategy=strategy)
 
 
 def test_the_page_lists_every_family() -> None:

@@ -7,16 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor.parallel import parallelize_module
 
-from parallel_plans.huggingface import context_parallel_plan
 from parallel_plans.strategies import kind_of
 from tests.dense import largest
 from tests.families import VOCABULARY, small_model
 from tests.forced import machine_by_bytes, taken
+from tests.huggingface.planned import under_plan
 from tests.pool import Pool, on_ranks
 
 SEQ_LEN = 24
@@ -41,11 +38,10 @@ def compile_counts(family: str, each_layer: bool, **how: Any) -> tuple[int, list
     """How often it compiled, and the differences of the loss from that of eager."""
     # Dynamo looks for a gradient of what it compiles, be it a leaf or not.
     warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
     depth = {"num_hidden_layers": 4} if each_layer else {}
     models: list[Any] = [small_model(family, **depth) for _ in range(2)]
     for model in models:
-        parallelize_module(model, mesh, context_parallel_plan(model, **how))
+        under_plan(model, **how)
     eager, compiled = models
     counter = CompileCounterWithBackend("aot_eager")
     if each_layer:

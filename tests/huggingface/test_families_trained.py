@@ -14,15 +14,16 @@ import torch.distributed.checkpoint as dcp
 from peft import LoraConfig, get_peft_model
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dtensor_ring.ops.ring_op import ring_backward_op, ring_op
-from parallel_plans.huggingface import context_parallel_plan, ring_checkpoint_contexts
+from parallel_plans.huggingface import ring_checkpoint_contexts
 from tests.dense import largest
 from tests.families import VOCABULARY, small_model
+from tests.huggingface.planned import gradient_errors, shard_weights, under_plan
 from tests.pool import Pool, on_ranks
 from tests.results import of_first_rank
 
@@ -77,15 +78,11 @@ def sharded(
     dp."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
     model = small_model(family, **changes or {}).train()
-    parallelize_module(model, mesh["cp"], context_parallel_plan(model, layout))
+    under_plan(model, layout, mesh=mesh["cp"])
     if checkpointing:
         model.activation_checkpointing_enable(checkpointing)
-    shards = mesh["dp", "cp"]._flatten("dp_cp")
-    for module in (*model.get_decoder().layers, model):
-        fully_shard(module, mesh=shards, **options)
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_force_sum_reduction_for_comms(True)  # gloo has no means
+    every = mesh["dp", "cp"]._flatten("dp_cp")
+    shard_weights(model, model.get_decoder().layers, every, **options)
     return model, mesh["dp"].get_local_rank()
 
 
@@ -104,8 +101,6 @@ def train_both(
     changes: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Differences of loss and parameters from one process, and ring calls of a step."""
-    # The sharded logits are a view of the local ones, which FSDP2 says not to write to.
-    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
     model, row = sharded(family, checkpointing, layout, changes)
     losses, counts = train(model, slice(row, row + 1))
     expected, stock = of_first_rank(lambda: trained_alone(family, changes))
@@ -143,8 +138,7 @@ def test_steps_of_fsdp_equal_one_process(pool: Pool, name: str, calls: tuple[int
 
 @on_ranks(4)
 def test_mixed_precision() -> None:
-    """By step, of a model in bfloat16 under FSDP2, and of one process in float32."""
-    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
+    """In bfloat16 under FSDP2, beside one process in float32."""
     precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     model, row = sharded("Llama", None, mp_policy=precision)
     mean = torch.tensor(train(model, slice(row, row + 1))[0])
@@ -168,24 +162,20 @@ TENSOR_PARALLEL = {
 )
 @on_ranks(4)
 def test_tensor_parallelism_beside_it(family: str) -> None:
-    """Errors of the loss and of every gradient on (cp, tp) ranks: heads and sequence sharded."""
+    """On (cp, tp) ranks: heads and sequence sharded."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
     stock, model = small_model(family), small_model(family)
     for layer in model.model.layers:
         styles = {name: style() for name, style in TENSOR_PARALLEL.items()}
         parallelize_module(layer, mesh["tp"], styles)
         layer.self_attn.num_key_value_groups = 2
-    parallelize_module(model, mesh["cp"], context_parallel_plan(model))
+    under_plan(model, mesh=mesh["cp"])
     tokens = batch_of(0)
     losses = [x(input_ids=tokens, labels=tokens).loss for x in (model, stock)]
     for loss in losses:
         loss.backward()
-    errors = [(losses[0] - losses[1]).abs().item()]
-    for ours, theirs in zip(model.parameters(), stock.parameters(), strict=True):
-        grad = ours.grad.full_tensor() if isinstance(ours.grad, DTensor) else ours.grad
-        dist.all_reduce(grad, group=mesh["cp"].get_group())
-        errors.append(((grad / 2 - theirs.grad).norm() / theirs.grad.norm()).item())
-    assert largest(errors) < 1e-5, errors
+    assert (losses[0] - losses[1]).abs() < 1e-5
+    assert largest(gradient_errors(model, stock, mesh["cp"].get_group(), floor=0)) < 1e-5
 
 
 @pytest.mark.parametrize("is_plan_first", [True, False], ids=["plan first", "adapters first"])
@@ -206,29 +196,23 @@ def test_tensor_parallelism_beside_it(family: str) -> None:
 )
 @on_ranks(2)
 def test_lora(family: str, targets: list[str], is_plan_first: bool) -> None:
-    """Of the loss, the gradients of adapters, and the loss after they were merged."""
+    """The loss, the gradients of adapters, and the loss after they were merged."""
     warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated")  # asked by peft
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
     adapters = LoraConfig(r=2, target_modules=targets, init_lora_weights=False)
     models, losses, tokens = [], [], batch_of(0)
     for is_ring in (True, False):
         model = small_model(family)
         if is_ring and is_plan_first:
-            parallelize_module(model, mesh, context_parallel_plan(model))
+            under_plan(model)
         torch.manual_seed(1)
         models.append(get_peft_model(model, adapters))
         if is_ring and not is_plan_first:
-            plan = context_parallel_plan(models[-1])
-            assert parallelize_module(models[-1], mesh, plan) is models[-1]
+            assert under_plan(models[-1]) is models[-1]
         losses.append(models[-1](input_ids=tokens, labels=tokens).loss)
         losses[-1].backward()
-    errors = [(losses[0] - losses[1]).abs().item()]
-    for ours, theirs in zip(*(x.parameters() for x in models), strict=True):
-        if theirs.grad is not None:
-            dist.all_reduce(ours.grad)
-            errors.append(((ours.grad / 2 - theirs.grad).norm() / theirs.grad.norm()).item())
+    errors = [(losses[0] - losses[1]).abs().item(), *gradient_errors(*models, floor=0)]
     ours, theirs = (model.merge_and_unload()(input_ids=tokens, labels=tokens) for model in models)
-    errors = [*errors, (ours.loss - theirs.loss).abs().item()]
+    errors.append((ours.loss - theirs.loss).abs().item())
     assert len(errors) > 4
     assert largest(errors) < 1e-5, errors
 
@@ -236,16 +220,14 @@ def test_lora(family: str, targets: list[str], is_plan_first: bool) -> None:
 @on_ranks(4)
 def test_distributed_checkpoint_goes_on(tmp_path: Path) -> None:
     """Losses of all steps, those after the second when a checkpoint was loaded into a new model."""
-    folder = str(tmp_path)
-    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
     model, row = sharded("Llama", None)
     whole, _ = train(model, slice(row, row + 1))
     first, _ = sharded("Llama", None)
     losses, _ = train(first, slice(row, row + 1), range(2))
-    dcp.save({"model": get_model_state_dict(first)}, checkpoint_id=folder)
+    dcp.save({"model": get_model_state_dict(first)}, checkpoint_id=tmp_path)
     second, _ = sharded("Llama", None)
     state = get_model_state_dict(second)
-    dcp.load({"model": state}, checkpoint_id=folder)
+    dcp.load({"model": state}, checkpoint_id=tmp_path)
     set_model_state_dict(second, state)
     losses += train(second, slice(row, row + 1), range(2, STEPS))[0]
     differences = [abs(ours - theirs) for ours, theirs in zip(losses, whole, strict=True)]

@@ -6,15 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils._pytree import tree_leaves
 from transformers import Cache
 
-from parallel_plans.huggingface import ContextParallelCache, context_parallel_plan
+from parallel_plans.huggingface import ContextParallelCache
 from tests import families, multimodal
+from tests.huggingface.planned import under_plan
 from tests.pool import on_ranks
 
 LABELS, CACHE, TUPLE = {"labels": None}, {"use_cache": True}, {"return_dict": False}
@@ -50,10 +48,9 @@ def called(model: Any, batch: dict[str, Any], call: dict[str, Any]) -> Any:
 @pytest.mark.parametrize("family", MODELS)
 @on_ranks(2)
 def test_calls_of_the_stock_model(family: str) -> None:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
     stock, batch = model_and_batch(family)
     ours, _ = model_and_batch(family)
-    parallelize_module(ours, mesh, context_parallel_plan(ours, unshard_outputs=True))
+    under_plan(ours, unshard_outputs=True)
     for name, call in CALLS.items():
         caches = call.get("use_cache") and "labels" not in call
         if caches and family in families.HYBRIDS:  # its states have no cache

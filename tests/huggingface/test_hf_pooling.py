@@ -10,13 +10,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor.parallel import parallelize_module
 
 from dtensor_ring import shard_sequence
-from parallel_plans.huggingface import context_parallel_plan
 from parallel_plans.huggingface.pooling import pool_documents
 from tests.families import VOCABULARY, small_model
+from tests.huggingface.planned import all_ranks, under_plan
 from tests.pool import on_ranks
 
 SEQUENCE, CUTS = 23, (0, 1, 9, 14, 23)
@@ -93,9 +91,8 @@ def _check_gradients(models: tuple[Any, Any], losses: list[Tensor]) -> None:
 )
 @on_ranks()
 def test_embeddings(layout: str) -> None:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
     ring, stock = small_model("Llama").model, small_model("Llama").model
-    parallelize_module(ring, mesh, context_parallel_plan(ring, layout))
+    under_plan(ring, layout)
     for batch, said in BATCHES.values():
         for pooling in ("last", "mean"):
             hidden = [model(**batch).last_hidden_state for model in (ring, stock)]
@@ -114,11 +111,10 @@ def test_embeddings(layout: str) -> None:
 @on_ranks()
 def test_distillation(layout: str) -> None:
     """A student learns the distribution of a teacher of another family and its own labels."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
     teachers = [small_model("Qwen3") for _ in range(2)]
     students = [small_model("Mistral, short window") for _ in range(2)]
     for model in (teachers[0], students[0]):
-        parallelize_module(model, mesh, context_parallel_plan(model, layout))
+        under_plan(model, layout)
     for batch, is_token in (
         ({"input_ids": TOKENS, "attention_mask": _mask("right")}, _mask("right")),
         (_packed(), torch.ones_like(TOKENS[:1])),
@@ -158,6 +154,6 @@ def test_refuses(given: dict[str, Any], match: str) -> None:
 
 @on_ranks(2)
 def test_refuses_what_no_model_made() -> None:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    mesh = all_ranks()
     with pytest.raises(ValueError, match=r"outputs of a model under a plan, .* unshard_sequence"):
         pool_documents(shard_sequence(WHOLE, mesh, 1), "mean")

@@ -15,11 +15,11 @@ from torch import nn
 from torch._dynamo.exc import Unsupported
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor.parallel import parallelize_module
 from transformers.modeling_layers import MtpModel
 
 from parallel_plans.huggingface import context_parallel_plan
 from parallel_plans.huggingface.core.patterns import MARKER
+from tests.huggingface.planned import all_ranks, under_plan
 from tests.huggingface.test_huggingface import parallel_model
 from tests.pool import Pool, on_ranks
 
@@ -162,7 +162,7 @@ def build_unsupported() -> None:
             ring(TOKENS)
         changed.remove()
     with pytest.raises(ValueError, match="was replaced already, by a context_parallel_plan"):
-        parallelize_module(ring, init_device_mesh("cpu", (1,)), context_parallel_plan(ring))
+        under_plan(ring, mesh=init_device_mesh("cpu", (1,)))
     for layer in ring.model.layers:
         layer.self_attn.attention_dropout = 0.5
     with pytest.raises(
@@ -187,21 +187,21 @@ def test_misuse() -> None:
             vocab_size=8, hidden_size=8, num_attention_heads=2, intermediate_size=8
         )
     )
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
-    parallelize_module(albert, mesh, context_parallel_plan(albert))
+    mesh = all_ranks()
+    under_plan(albert)
     with pytest.raises(ValueError, match=r"output pooler_output, \(1, 8\), has no token"):
         albert(input_ids=TOKENS)
     llama = small_model("llama", 16)
     llama.set_attn_implementation("sdpa")
     llama.model.embed_tokens.register_forward_hook(lambda module, args, x: x.cumsum(1) + 1)
     with pytest.raises(ValueError, match="embed_tokens for a token depends"):
-        parallelize_module(llama, mesh, context_parallel_plan(llama))
+        under_plan(llama)
     assert llama.config._attn_implementation == "sdpa"
     sharded: Any = fully_shard(small_model("llama", 16), mesh=mesh)
     with pytest.raises(ValueError, match="apply the plan before fully_shard"):
-        parallelize_module(sharded, mesh, context_parallel_plan(sharded))
+        under_plan(sharded)
     ring = small_model("llama", 16)
-    parallelize_module(ring, mesh, context_parallel_plan(ring))
+    under_plan(ring)
     ring.set_attn_implementation("sdpa")
     with pytest.raises(ValueError, match="set to 'sdpa' after the plan"):
         ring(TOKENS)

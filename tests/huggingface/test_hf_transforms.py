@@ -5,12 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor.parallel import parallelize_module
 from torch.func import functional_call, grad
 
-from parallel_plans.huggingface import context_parallel_plan
 from tests.families import VOCABULARY, small_model
+from tests.huggingface.planned import under_plan
 from tests.pool import on_ranks
 
 TOKENS = torch.arange(2, 34).view(2, 16) % VOCABULARY
@@ -20,9 +18,8 @@ PACKED = torch.arange(16).repeat(2, 1) % 10  # two documents in each row
 @pytest.mark.parametrize(("family", "strategy"), [("Llama", "ulysses"), ("Qwen3.5", None)])
 @on_ranks(2)
 def test_gradients(family: str, strategy: str | None) -> None:
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
     model = small_model(family)
-    parallelize_module(model, mesh, context_parallel_plan(model, strategy=strategy))
+    under_plan(model, strategy=strategy)
     batch = {"input_ids": TOKENS, "labels": TOKENS, "position_ids": PACKED}
     model(**batch).loss.backward()
     expected = {name: x.grad for name, x in model.named_parameters()}

@@ -8,26 +8,23 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from parts.small_models import MODELS, small_model
 from parts.text import read_standard_library
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor.parallel import parallelize_module
 from train_hf import average_gradients, batch_of, inputs_of
 
 from dtensor_ring import unshard_sequence
-from parallel_plans.huggingface import context_parallel_plan
 from parallel_plans.huggingface.probing.eligibility import check_model
 from tests.dense import largest
+from tests.huggingface.planned import all_ranks, under_plan
 from tests.pool import on_ranks
 
 
 def parallel_model(layout: str, seq_len: int, **options: Any) -> Any:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    mesh = all_ranks()
     model: Any = small_model("llama", seq_len)
-    return parallelize_module(model, mesh["cp"], context_parallel_plan(model, layout, **options))
+    return under_plan(model, layout, mesh=mesh["cp"], **options)
 
 
 def without_layers(model: Any, num_left: int) -> Any:

@@ -10,15 +10,15 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor.parallel import parallelize_module
 
 from dtensor_ring.lab.training.footprint import Storages
-from parallel_plans.huggingface import context_parallel_plan, ring_checkpoint_contexts
+from parallel_plans.huggingface import ring_checkpoint_contexts
 from parallel_plans.huggingface.activations.kept_for_backward import HOST_MEMORY
 from parallel_plans.huggingface.activations.token_tiles import tokenwise_modules
 from tests.dense import largest
 from tests.families import VOCABULARY, small_model
 from tests.huggingface.activations.played_copies import PlayedCopies
+from tests.huggingface.planned import under_plan
 from tests.pool import Pool, on_ranks
 
 STEPS, SEQ_LEN = 3, 24
@@ -40,8 +40,7 @@ def trained(case: Case, is_kept: bool) -> tuple[list[float], dict[str, Any], int
     """Losses, parameters, and how many tensors went to host memory."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
     model = small_model(case.family).to(case.dtype).train()
-    plan = context_parallel_plan(model, case.layout, **KEPT if is_kept else {})
-    parallelize_module(model, mesh["cp"], plan)
+    under_plan(model, case.layout, mesh=mesh["cp"], **KEPT if is_kept else {})
     copies = played(model)
     trains = model
     if case.has_lora:
@@ -119,7 +118,7 @@ def compiled_differences(is_whole: bool) -> tuple[list[float], int]:
     mesh, found, copies = init_device_mesh("cpu", (1,), mesh_dim_names=("cp",)), [], PlayedCopies()
     for options in ({}, KEPT):
         model = small_model("Llama", num_hidden_layers=1).double().train()
-        parallelize_module(model, mesh, context_parallel_plan(model, **options))
+        under_plan(model, mesh=mesh, **options)
         copies = played(model)
         if options:
             model.activation_checkpointing_enable(SELECTIVE)
@@ -148,9 +147,8 @@ WIDE = {"hidden_size": HIDDEN, "intermediate_size": 128, "max_position_embedding
 
 def bytes_of_step(num_layers: int, num_tokens: int, options: dict[str, Any]) -> tuple[int, int]:
     """Bytes that a forward keeps, and the most of the step, beside parameters and gradients."""
-    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("cp",))
     model = small_model("Llama", num_hidden_layers=num_layers, **WIDE).train()
-    parallelize_module(model, mesh, context_parallel_plan(model, **options))
+    under_plan(model, **options)
     played(model)
     model.activation_checkpointing_enable(SELECTIVE)
     tokens = torch.arange(num_tokens).unsqueeze(0) % VOCABULARY
@@ -186,10 +184,9 @@ def test_bytes_of_a_token(pool: Pool) -> None:
 
 @on_ranks(1)
 def test_modules_of_a_model_without_weights() -> None:
-    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("cp",))
     for family in ("Llama", "Qwen3-MoE"):
         with torch.device("meta"):
             model = type(stock := small_model(family))(stock.config)
-        parallelize_module(model, mesh, context_parallel_plan(model, mlp_tile=5))
+        under_plan(model, mlp_tile=5)
         tiled = {name for name, x in model.named_modules() if "forward" in vars(x)}
         assert tiled == {"", *tokenwise_modules(stock)}

@@ -8,13 +8,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor.parallel import parallelize_module
 
-from parallel_plans.huggingface import context_parallel_plan, restore_model
+from parallel_plans.huggingface import restore_model
 from parallel_plans.huggingface.core.bias_tables import bias_modules, making_tables, takes_table
 from parallel_plans.huggingface.core.local_attention import keeping_local_attention
 from tests.families import HYBRIDS, VOCABULARY, in_dtype, small_model
+from tests.huggingface.planned import all_ranks, under_plan
 from tests.pool import on_ranks
 from tests.results import results_of
 
@@ -59,14 +58,14 @@ def test_a_table_has_what_pairs_look_up(family: str) -> None:
 @on_ranks(2)
 def test_in_bfloat16_as_exact_as_the_stock_model(family: str) -> None:
     """Of the loss and each gradient, under the plan and of the stock model, of one in float32."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    mesh = all_ranks()
     tokens = torch.randint(2, VOCABULARY, (2, 24), generator=torch.Generator().manual_seed(1))
     batch, found = {"input_ids": tokens, "labels": tokens}, []
     cases = (torch.float32, False), (torch.bfloat16, True), (torch.bfloat16, False)
     for dtype, is_planned in cases:
         model = in_dtype(small_model(family, **ALL_EXPERTS), dtype)
         if is_planned:
-            parallelize_module(model, mesh, context_parallel_plan(model, "zigzag"))
+            under_plan(model, "zigzag")
         loss, grads = results_of(model, batch)
         grad = torch.cat([x.float().flatten() for x in grads.values()])
         if is_planned:
@@ -106,7 +105,6 @@ class OverTokens(nn.Module):
 @on_ranks(1)
 def test_an_attention_without_keywords_stays_within_a_token() -> None:
     """It keeps its own function; one along the sequence is refused."""
-    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("cp",))
     model = small_model("Inkling 2")
     residual = model.model.layers[0].mlp_input
     own = residual.config
@@ -115,11 +113,11 @@ def test_an_attention_without_keywords_stays_within_a_token() -> None:
         assert residual.config._attn_implementation == "eager"
         assert model.model.layers[0].self_attn.config is own
     assert residual.config is own
-    parallelize_module(model, mesh, context_parallel_plan(model))
+    under_plan(model)
     assert model.config._attn_implementation == "ring"
     assert residual.config._attn_implementation == "eager"
     restore_model(model)
     assert residual.config is own
     model.model.layers[0].mlp_input = OverTokens(residual)
     with pytest.raises(ValueError, match=r"the output of .* depends on tokens that a rank does"):
-        parallelize_module(model, mesh, context_parallel_plan(model))
+        under_plan(model)

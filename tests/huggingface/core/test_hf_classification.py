@@ -10,11 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor.parallel import parallelize_module
 
-from parallel_plans.huggingface import context_parallel_plan
 from tests.dense import largest
 from tests.families import small_model
+from tests.huggingface.planned import under_plan
 from tests.huggingface.test_families import SEQ_LEN, batches
 from tests.pool import on_ranks
 
@@ -56,14 +55,13 @@ def test_heads_equal_one_process(name: str, layout: str, unshards: bool, compile
     """By batch: relative, of gradients to the norm of the largest."""
     warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
     family, num_labels, labels = HEADS[name]
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
     changes = {"num_hidden_layers": 1 if compiled else 2, "num_labels": num_labels}
     changes |= {"classifier_pooling": "mean"} if name == "mean" else {}
     ring, stock = (
         small_model(family, "ForSequenceClassification", use_cache=False, **changes)
         for _ in range(2)
     )
-    parallelize_module(ring, mesh, context_parallel_plan(ring, layout, unshard_outputs=unshards))
+    under_plan(ring, layout, unshard_outputs=unshards)
     if compiled:
         ring.compile(backend="aot_eager", fullgraph=True)
     errors = {}
@@ -91,6 +89,6 @@ def test_heads_equal_one_process(name: str, layout: str, unshards: bool, compile
 @on_ranks(1)
 def test_a_backbone_that_is_under_a_plan() -> None:
     mesh, model = init_device_mesh("cpu", (1,)), small_model("Llama", "ForSequenceClassification")
-    parallelize_module(model.model, mesh, context_parallel_plan(model.model))
+    under_plan(model.model, mesh=mesh)
     with pytest.raises(ValueError, match="replaced already, by a context_parallel_plan"):
-        parallelize_module(model, mesh, context_parallel_plan(model))
+        under_plan(model, mesh=mesh)

@@ -15,13 +15,13 @@ from torch import Tensor
 from torch._dynamo.backends.registry import lookup_backend
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor.parallel import parallelize_module
 from transformers import LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalLM
 
 from dtensor_ring.dtensor import axis as axis_module
-from parallel_plans.huggingface import context_parallel_plan, ring_checkpoint_contexts
+from parallel_plans.huggingface import ring_checkpoint_contexts
 from parallel_plans.huggingface.core.random_state import RankDropout, RankState
 from tests.dense import largest
+from tests.huggingface.planned import under_plan
 from tests.pool import Pool, on_ranks
 
 SIZES: dict[str, Any] = {
@@ -39,7 +39,7 @@ def planned(model: Any, layout: str = "zigzag", size: int | None = None) -> Any:
     size = size or dist.get_world_size()
     shape = dist.get_world_size() // size, size
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("tp", "cp"))
-    parallelize_module(model, mesh["cp"], context_parallel_plan(model, layout))
+    under_plan(model, layout, mesh=mesh["cp"])
     return model.train()
 
 
@@ -304,7 +304,6 @@ def test_refused() -> None:
         model(input_ids=torch.zeros(1, 8, dtype=torch.long), use_cache=True)
     model = planned(llama(attention_dropout=0.3))
     named = llama(attention_dropout=0.3)
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
-    parallelize_module(named, mesh, context_parallel_plan(named, "zigzag", kernel="cpu_flash"))
+    under_plan(named, "zigzag", kernel="cpu_flash")
     with pytest.raises(ValueError, match=r"'cpu_flash' cannot .* by the positions"):
         forward(named.train())

@@ -11,11 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor.parallel import parallelize_module
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_outputs import BaseModelOutputWithPast
@@ -23,11 +20,11 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama import modeling_llama
 
 from dtensor_ring import Mask
-from parallel_plans.huggingface import context_parallel_plan
 from parallel_plans.huggingface.core.patterns import LayerMask, LayerPattern, read_patterns
 from tests.dense import largest
 from tests.families import SMALL
 from tests.huggingface.generation.generating import CACHE, exact_softmax, generate, tokens
+from tests.huggingface.planned import errors_of, under_plan
 from tests.huggingface.test_families import batches
 from tests.pool import on_ranks
 from tests.results import results_with_logits
@@ -119,29 +116,17 @@ def stock(kind: type[SpanForCausalLM] = SpanForCausalLM, spans: tuple[int, ...] 
 
 
 def planned(model: Any, layout: str = "zigzag") -> Any:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
-    plan = context_parallel_plan(model, layout, unshard_outputs=True)
-    return parallelize_module(model, mesh, plan)
+    return under_plan(model, layout, unshard_outputs=True)
 
 
 @pytest.mark.parametrize(("world_size", "layout"), [(2, "zigzag"), (3, "contiguous")])
 @on_ranks()
 def test_trains_as_one_process(layout: str) -> None:
-    """By batch, the largest of loss, logits and gradients, relative to one process."""
     models = stock().float(), stock().float()  # eager softmax is float32, and loses its masks
-    ours, theirs, errors = planned(models[0], layout), models[1], {}
+    ours, theirs = planned(models[0], layout), models[1]
     for name, batch in batches().items():
-        loss, logits, grads = results_with_logits(ours, batch)
-        expected_loss, expected_logits, expected = results_with_logits(theirs, batch)
-        scale = torch.stack([x.norm() for x in expected.values()]).max() * 1e-2
-        found = [((loss - expected_loss) / expected_loss).abs().item()]
-        found.append(((logits - expected_logits).norm() / expected_logits.norm()).item())
-        for parameter, x in expected.items():
-            dist.all_reduce(grads[parameter])
-            error = (grads[parameter] / dist.get_world_size() - x).norm()
-            found.append((error / x.norm().clamp(min=scale)).item())
-        errors[name] = largest(found)
-    assert largest(errors.values()) < 1e-5, errors
+        errors = errors_of(*(results_with_logits(x, batch) for x in (ours, theirs)))
+        assert largest(errors.values()) < 1e-5, (name, errors)
 
 
 def test_the_windows_matter() -> None:

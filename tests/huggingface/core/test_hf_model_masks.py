@@ -8,14 +8,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor.parallel import parallelize_module
 
-from parallel_plans.huggingface import context_parallel_plan
 from parallel_plans.huggingface.core.model_masks import ModelMask, mask_of, precomputed_masks
 from parallel_plans.huggingface.core.model_masks import largest as largest_of
 from parallel_plans.huggingface.core.patterns import MARKER
 from tests.dense import largest
+from tests.huggingface.planned import under_plan
 from tests.pool import on_ranks
 from tests.slices import shown
 
@@ -113,10 +111,9 @@ def made(name: str) -> Any:
 def test_trains_as_one_process(name: str) -> None:
     """Other layouts and more ranks are those of whole models, see test_images.py."""
     layout = "balanced"
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
     stock, model = made(name), made(name)
     text = model.model.language_model
-    parallelize_module(text, mesh, context_parallel_plan(text, layout, unshard_outputs=True))
+    under_plan(text, layout, unshard_outputs=True)
     with pytest.raises(ValueError, match=r'text_config\._attn_implementation = "ring"'):
         model(**batch_of(name, 0))
     model.config.text_config._attn_implementation = "ring"

@@ -7,14 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor.parallel import parallelize_module
 
-from parallel_plans.huggingface import context_parallel_plan
 from parallel_plans.huggingface.core.positions import LargestPosition, counter_of
 from tests.families import small_model
+from tests.huggingface.planned import under_plan
 from tests.huggingface.test_families import batches
 from tests.pool import on_ranks
 
@@ -78,10 +75,9 @@ def test_shards_have_the_factors_of_their_batch(family: str) -> None:
 def test_compiles_without_a_break(family: str) -> None:
     """Eager and compiled, by batch."""
     warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
     models = [small_model(family, num_hidden_layers=1) for _ in range(2)]
     for model in models:
-        parallelize_module(model, mesh, context_parallel_plan(model))
+        under_plan(model)
     models[1].compile(backend="eager", fullgraph=True)  # Dynamo is what sees positions
     given = batches()
     losses = [

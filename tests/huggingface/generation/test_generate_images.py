@@ -8,12 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor.parallel import parallelize_module
 from transformers import DynamicCache
 
 from dtensor_ring import RingError
-from parallel_plans.huggingface import ContextParallelCache, context_parallel_plan
+from parallel_plans.huggingface import ContextParallelCache
 from tests.huggingface.generation.generating import (
     CACHE,
     check_bits,
@@ -21,6 +19,7 @@ from tests.huggingface.generation.generating import (
     exact_softmax,
     generate,
 )
+from tests.huggingface.planned import under_plan
 from tests.multimodal import FAMILIES, IMAGE, batch_of, small_model
 from tests.pool import Pool
 
@@ -50,9 +49,7 @@ def stock(family: str) -> Any:
 
 
 def planned(family: str, layout: str = "zigzag", **options: Any) -> Any:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
-    model = stock(family)
-    return parallelize_module(model, mesh, context_parallel_plan(model, layout, **options))
+    return under_plan(stock(family), layout, **options)
 
 
 def prompt(family: str, case: str, rows: int = 2) -> dict[str, Tensor]:

@@ -9,10 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor.parallel import parallelize_module
 
-from parallel_plans.huggingface import ContextParallelCache, context_parallel_plan, hand_over_cache
+from parallel_plans.huggingface import ContextParallelCache, hand_over_cache
 from tests.huggingface.generation.generating import exact_softmax, generate, stock, tokens
+from tests.huggingface.planned import under_plan
 from tests.pool import Pool, on_ranks
 from tests.results import of_first_rank
 
@@ -26,7 +26,7 @@ def on(ranks: tuple[int, ...], family: str, layout: str, **options: Any) -> Any:
     if mesh.get_coordinate() is None:
         return None
     model = stock(family)
-    return parallelize_module(model, mesh, context_parallel_plan(model, layout, **options))
+    return under_plan(model, layout, mesh=mesh, **options)
 
 
 @torch.no_grad()

@@ -9,20 +9,16 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import transformers
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import parallelize_module
 from transformers import LlamaForCausalLM
 
-from parallel_plans.huggingface import context_parallel_plan
 from parallel_plans.huggingface.losses.loss import LogitsTransform, find_logits_transform, loss_head
 from tests.dense import largest
 from tests.families import FAMILIES, SMALL, VOCABULARY, small_model
+from tests.huggingface.planned import gradient_errors, relative, shard_weights, under_plan
 from tests.pool import on_ranks
 
 SEQ_LEN, STEPS = 23, 4
@@ -106,38 +102,11 @@ def batches() -> list[dict[str, Tensor]]:
     return [{"input_ids": tokens, "labels": x} for x in (some, few)]
 
 
-def averaged(x: Any) -> Tensor:
-    grad = x.grad.full_tensor() if isinstance(x.grad, DTensor) else x.grad
-    if not isinstance(x.grad, DTensor):
-        dist.all_reduce(grad)
-        grad /= dist.get_world_size()
-    return grad
-
-
-def relative(ours: Tensor, theirs: Tensor, scale: float = 0.0) -> float:
-    return ((ours - theirs).norm() / theirs.norm().clamp(min=scale)).item()
-
-
-def gradient_errors(model: Any, stock: Any) -> list[float]:
-    pairs = [
-        (averaged(ours), theirs.grad)
-        for ours, theirs in zip(model.parameters(), stock.parameters(), strict=True)
-        if theirs.grad is not None
-    ]
-    scale = 1e-2 * largest(theirs.norm().item() for _, theirs in pairs)
-    found = [relative(ours, theirs, scale) for ours, theirs in pairs]
-    model.zero_grad()
-    stock.zero_grad()
-    return found
-
-
 @pytest.mark.parametrize("name", [x for x in MODELS if "bfloat16" not in x])
 @on_ranks(2)
 def test_loss_equals_the_stock_model(name: str) -> None:
-    """Of the loss, and of all gradients together."""
-    mesh, make = init_device_mesh("cpu", (dist.get_world_size(),)), MODELS[name][0]
-    model, stock = make(), make()
-    parallelize_module(model, mesh, context_parallel_plan(model, "contiguous"))
+    make = MODELS[name][0]
+    model, stock = under_plan(make(), "contiguous"), make()
     assert loss_head(model) is not None
     errors = []
     for batch in batches():
@@ -145,7 +114,7 @@ def test_loss_equals_the_stock_model(name: str) -> None:
         assert output.logits is None
         for each in (output, expected):
             each.loss.backward()
-        errors.append(relative(output.loss.detach(), expected.loss.detach()))
+        errors.append(relative(output.loss, expected.loss))
         errors += gradient_errors(model, stock)
     asked = model(**batches()[0], output_logits=True)
     assert asked.logits.shape[::2] == (2, VOCABULARY)
@@ -154,8 +123,7 @@ def test_loss_equals_the_stock_model(name: str) -> None:
 
 
 def planned(mesh: Any) -> Any:
-    model = small_model("Llama")
-    return parallelize_module(model, mesh, context_parallel_plan(model))
+    return under_plan(small_model("Llama"), mesh=mesh)
 
 
 def another_head(model: Any) -> Any:
@@ -193,7 +161,7 @@ def test_heads_that_change_after_the_plan() -> None:
         for is_ring in (True, False):
             model = small_model("Llama")
             if is_ring:
-                parallelize_module(model, mesh, context_parallel_plan(model))
+                under_plan(model, mesh=mesh)
             torch.manual_seed(2)
             output = change(model)(**batch)
             assert is_ring == (output.logits is None)
@@ -207,15 +175,9 @@ def test_heads_that_change_after_the_plan() -> None:
 
 @on_ranks(2)
 def test_steps_of_a_head_in_a_group_of_its_own() -> None:
-    """Differences of the losses over some steps; the head is a group of FSDP2 of its own."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
     model, stock = (small_model("Granite", logits_scaling=3.0).train() for _ in range(2))
-    parallelize_module(model, mesh, context_parallel_plan(model))
-    for module in (*model.model.layers, model.lm_head, model):
-        fully_shard(module, mesh=mesh)
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_force_sum_reduction_for_comms(True)  # gloo has no means
+    under_plan(model)
+    shard_weights(model, [*model.model.layers, model.lm_head])
     assert loss_head(model) is model.lm_head
     optimizers = [torch.optim.SGD(x.parameters(), lr=0.05) for x in (model, stock)]
     differences = []
@@ -241,10 +203,9 @@ CHANGED: dict[str, Callable[[Any], None]] = {
 
 @on_ranks(1)
 def test_numbers_changed_after_the_plan() -> None:
-    mesh = init_device_mesh("cpu", (1,))
     for name, change in CHANGED.items():
         model, stock = (MODELS[name][0](num_hidden_layers=1) for _ in range(2))
-        parallelize_module(model, mesh, context_parallel_plan(model, "contiguous"))
+        under_plan(model, "contiguous")
         compiled = torch.compile(model, backend="eager", fullgraph=True)
         calls = model, compiled if name == "Gemma 2" else model
         for is_changed in (False, True):

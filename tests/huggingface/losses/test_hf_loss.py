@@ -13,12 +13,11 @@ import torch.nn.functional as F
 import transformers
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor.parallel import parallelize_module
 from transformers import LlamaForCausalLM
 
-from parallel_plans.huggingface import context_parallel_plan
 from parallel_plans.huggingface.losses.loss import other_loss
 from tests.families import FAMILIES, small_model
+from tests.huggingface.planned import under_plan
 from tests.pool import on_ranks
 
 
@@ -102,7 +101,7 @@ def test_labels_for_other_losses_are_refused() -> None:
     mesh, tokens = init_device_mesh("cpu", (1,)), torch.arange(8).unsqueeze(0)
     before, later = with_loss("Llama", focal), small_model("Llama")
     for model, reason in ((before, "its loss of a few tokens"), (later, "was set after the plan")):
-        parallelize_module(model, mesh, context_parallel_plan(model))
+        under_plan(model, mesh=mesh)
         model.loss_function = focal
         with pytest.raises(ValueError, match=f"LlamaForCausalLM cannot take labels .*: .*{reason}"):
             model(input_ids=tokens, labels=tokens)

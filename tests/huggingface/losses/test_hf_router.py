@@ -7,18 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import parallelize_module
 from transformers import MixtralForCausalLM
 
 from dtensor_ring import unshard_sequence
-from parallel_plans.huggingface import context_parallel_plan
 from parallel_plans.huggingface.losses.loss import other_balance
 from tests.dense import largest
 from tests.families import FAMILIES, small_model
+from tests.huggingface.planned import gradient_errors, under_plan
 from tests.huggingface.test_families import SEQ_LEN, batches
 from tests.huggingface.vision.test_images import planned
 from tests.multimodal import batch_of
@@ -44,11 +41,10 @@ def whole(x: Tensor) -> Tensor:
 def test_router_outputs_equal_one_process(unshards: bool, compiled: bool) -> None:
     """Of losses, router logits and the gradients of routers, asked for by each call."""
     warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
     changes = {"output_router_logits": compiled, "num_hidden_layers": 1 if compiled else 2}
     models = [small_model("Mixtral, router loss", **changes) for _ in range(2)]
     ring, stock = models
-    parallelize_module(ring, mesh, context_parallel_plan(ring, unshard_outputs=unshards))
+    under_plan(ring, unshard_outputs=unshards)
     if compiled:
         ring.compile(backend="aot_eager", fullgraph=True)
     errors: list[float] = []
@@ -62,9 +58,7 @@ def test_router_outputs_equal_one_process(unshards: bool, compiled: bool) -> Non
             errors.append((whole(mine) - expected)[is_token].abs().max())
         for output in outputs:
             (output.loss + 2 * output.aux_loss).backward()
-    for mine, expected in zip(ring.parameters(), stock.parameters(), strict=True):
-        dist.all_reduce(mine.grad)
-        errors.append((mine.grad / dist.get_world_size() - expected.grad).abs().max())
+    assert largest(gradient_errors(ring, stock)) < 1e-5
     ours, theirs = (x(**batches()["plain"] | ASKED | NOT_ASKED) for x in models)
     assert ours.router_logits is theirs.router_logits is None
     errors = [error.item() for error in [*errors, (ours.loss - theirs.loss).abs()]]
@@ -83,14 +77,13 @@ class DoubledForCausalLM(MixtralForCausalLM):
 
 @on_ranks(1)
 def test_base_models_and_other_losses() -> None:
-    mesh = init_device_mesh("cpu", (1,))
     model, stock = (small_model("Mixtral, router loss").model for _ in range(2))
-    parallelize_module(model, mesh, context_parallel_plan(model, unshard_outputs=True))
+    under_plan(model, unshard_outputs=True)
     ours, theirs = (x(batches()["plain"]["input_ids"]).router_logits for x in (model, stock))
     torch.testing.assert_close(ours, theirs)
     other: Any = small_model("Mixtral, router loss")
     other.__class__ = DoubledForCausalLM
-    parallelize_module(other, mesh, context_parallel_plan(other))
+    under_plan(other)
     with pytest.raises(
         ValueError, match=r"Doubled.* cannot take output_router_logits=True .* Switch"
     ):

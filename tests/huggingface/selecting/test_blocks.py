@@ -7,15 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor.parallel import parallelize_module
 
-from parallel_plans.huggingface import ContextParallelCache, context_parallel_plan
+from parallel_plans.huggingface import ContextParallelCache
 from parallel_plans.huggingface.core.whole_rows import are_whole
 from tests.dense import largest
 from tests.families import BESIDE_POOLS, CHOOSES_BLOCKS, CHOOSES_POOLS, VOCABULARY, small_model
+from tests.huggingface.planned import under_plan
 from tests.huggingface.sharding.test_hf_local_batch import shards
 from tests.huggingface.test_families import batches, compare
 from tests.pool import Pool, on_ranks
@@ -63,9 +61,7 @@ def test_over_tiles_of_tokens() -> None:
 
 
 def planned(family: str, **options: Any) -> Any:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
-    model = small_model(family)
-    return parallelize_module(model, mesh, context_parallel_plan(model, **options))
+    return under_plan(small_model(family), **options)
 
 
 def with_positions(seq_len: int) -> dict[str, Tensor]:
@@ -173,8 +169,7 @@ def test_are_whole(monkeypatch: pytest.MonkeyPatch, block: int) -> None:
 @on_ranks(2)
 def test_heads_of_the_index_are_groups_of_key_heads() -> None:
     """The first forward of a model whose index has more heads than keys have."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
     model = small_model("MiniMax M3", index_n_heads=4)
-    model = parallelize_module(model, mesh, context_parallel_plan(model))
+    model = under_plan(model)
     with pytest.raises(ValueError, match="groups that divide the 2 key heads"):
         model(torch.full((1, 9), VOCABULARY - 1))

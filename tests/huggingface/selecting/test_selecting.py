@@ -7,11 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor.parallel import parallelize_module
 
-from parallel_plans.huggingface import context_parallel_plan, restore_model
+from parallel_plans.huggingface import restore_model
 from parallel_plans.huggingface.selecting.indexers import indexers_of, selecting_layers
 from parallel_plans.huggingface.selecting.selection import has_latents
 from tests.dense import largest
@@ -23,6 +20,7 @@ from tests.families import (
     VOCABULARY,
     small_model,
 )
+from tests.huggingface.planned import under_plan
 from tests.huggingface.test_families import compare
 from tests.huggingface.test_families_trained import CHECKPOINTING, train_both
 from tests.pool import Pool, on_ranks
@@ -81,7 +79,7 @@ def test_models_in_16_bits(family: str) -> None:
     """Rounding chooses other keys here and there, so only the loss is near."""
     tokens = torch.randint(2, VOCABULARY, (2, 24), generator=torch.Generator().manual_seed(0))
     losses = []
-    for make in (small_model, planned):
+    for make in (small_model, lambda x: under_plan(small_model(x))):
         model = make(family).bfloat16()
         model.set_experts_implementation("eager")
         loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
@@ -94,15 +92,9 @@ def test_models_in_16_bits(family: str) -> None:
     assert ours == pytest.approx(stock, rel=0.03)
 
 
-def planned(family: str) -> Any:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
-    model = small_model(family)
-    return parallelize_module(model, mesh, context_parallel_plan(model))
-
-
 @on_ranks(1)
 def test_restored_model_is_the_stock_model() -> None:
-    model = planned("GLM-5")
+    model = under_plan(small_model("GLM-5"))
     layers = selecting_layers(model)
     assert len(layers) == 3
     assert all(has_latents(x) for x in layers)

@@ -14,15 +14,14 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor.parallel import parallelize_module
 from torch.profiler import ProfilerActivity, profile, record_function
 from transformers import ContinuousBatchingConfig
 
 from dtensor_ring import SequenceAxis
-from parallel_plans.huggingface import context_parallel_plan
 from parallel_plans.huggingface.serving.two_groups import RequestsHandedBack
 from tests.handover.test_hand_over import sent_bytes
 from tests.huggingface.generation.generating import sharded, stock
+from tests.huggingface.planned import under_plan
 from tests.huggingface.serving.workloads import (
     GREEDY,
     Arrival,
@@ -281,7 +280,7 @@ def test_ranks_that_the_plan_does_not_have() -> None:
     meshes = [DeviceMesh("cpu", [*x]) for x in ((0, 1), (2,))]
     if dist.get_rank() == 2:
         return
-    model = parallelize_module(stock("Llama"), meshes[0], context_parallel_plan(stock("Llama")))
+    model = under_plan(stock("Llama"), mesh=meshes[0])
     with pytest.raises(
         ValueError, match=r"decode has the ranks \[2\], which the plan of the model"
     ):

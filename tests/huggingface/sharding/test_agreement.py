@@ -10,12 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor.parallel import parallelize_module
 
-from parallel_plans.huggingface import context_parallel_plan
 from parallel_plans.huggingface.sharding.agreement import Parts, checksum_words
 from tests.families import VOCABULARY, small_model
+from tests.huggingface.planned import under_plan
 from tests.pool import on_ranks
 
 SEQ_LEN, PARTS_AT = 16, 3
@@ -28,8 +26,7 @@ def planned(change: Callable[[Any, int], None] | None = None, **changes: Any) ->
     model.config._attn_implementation = "eager"
     if change is not None:
         change(model, dist.get_rank())
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    return parallelize_module(model, mesh, context_parallel_plan(model, "zigzag"))
+    return under_plan(model, "zigzag")
 
 
 def batch(step: int = 0, **others: Any) -> dict[str, Any]:

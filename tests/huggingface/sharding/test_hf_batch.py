@@ -6,14 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor.parallel import parallelize_module
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from parallel_plans.huggingface import context_parallel_plan
 from parallel_plans.huggingface.losses.loss import LossFunction
 from parallel_plans.huggingface.sharding.batch import num_labels, parse, shard
 from tests.families import SMALL
+from tests.huggingface.planned import under_plan
 from tests.pool import on_ranks
 
 IDS = torch.arange(8).unsqueeze(0)
@@ -59,9 +57,8 @@ def test_parts_of_a_batch() -> None:
 
 @on_ranks(2)
 def test_refusals() -> None:
-    mesh = init_device_mesh("cpu", (2,))
     model = LlamaForCausalLM(LlamaConfig(**SMALL))
-    model = parallelize_module(model, mesh, context_parallel_plan(model))
+    model = under_plan(model)
     for changes, message in REFUSALS.values():
         with pytest.raises(ValueError, match=message):
             model(**{"input_ids": IDS, **changes})

@@ -11,11 +11,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.parallel import parallelize_module
 
 from dtensor_ring import shard_sequence, unshard_sequence
 from parallel_plans.huggingface import context_parallel_plan
 from tests.families import small_model
+from tests.huggingface.planned import all_ranks, under_plan
 from tests.huggingface.test_families import batches
 from tests.pool import Pool, on_ranks
 from tests.results import difference, results_of
@@ -54,9 +54,9 @@ def plain(batch: dict[str, Any]) -> dict[str, Any]:
 
 
 def planned(family: str, layout: str, **options: Any) -> tuple[Any, DeviceMesh]:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    mesh = all_ranks()
     model = small_model(family)
-    return parallelize_module(model, mesh, context_parallel_plan(model, layout, **options)), mesh
+    return under_plan(model, layout, **options), mesh
 
 
 def compare(family: str, layout: str, seq_len: int, kinds: tuple[str, ...]) -> dict[str, str]:

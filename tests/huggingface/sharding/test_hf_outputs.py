@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import torch
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor.parallel import parallelize_module
 
-from parallel_plans.huggingface import context_parallel_plan
 from tests.families import VOCABULARY, small_model
+from tests.huggingface.planned import under_plan
 from tests.pool import on_ranks
 
 
@@ -15,7 +14,7 @@ from tests.pool import on_ranks
 def test_states_that_are_two_outputs_of_a_graph() -> None:
     """The last hidden states are one of all states, and a graph gives no tensor as two DTensors."""
     model, stock = (small_model("Llama", "Model", num_hidden_layers=1) for _ in range(2))
-    model = parallelize_module(model, init_device_mesh("cpu", (2,)), context_parallel_plan(model))
+    model = under_plan(model, mesh=init_device_mesh("cpu", (2,)))
     tokens = torch.randint(2, VOCABULARY, (1, 13), generator=torch.Generator().manual_seed(1))
     given = {"input_ids": tokens, "output_hidden_states": True, "use_cache": False}
     model(**given)  # transformers puts hooks into a model at its first call, which no graph can

@@ -13,17 +13,15 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor.parallel import parallelize_module
 
 from dtensor_ring.selected import moved_keys
 from dtensor_ring.selected import run as selected_run
 from dtensor_ring.transport import transport
 from dtensor_ring.transport.transport import BufferPool
 from parallel_plans import sequences
-from parallel_plans.huggingface import context_parallel_plan
 from parallel_plans.huggingface.core import documents
 from tests.families import COMPRESSED, small_model
+from tests.huggingface.planned import under_plan
 from tests.pool import Pool
 from tests.rings import fake_group
 from tests.traced_bytes import Peak, Slope, peak_of, slope_of
@@ -74,12 +72,10 @@ def measured(family: str, kind: str, is_local: bool, call: Callable[..., None] =
         # Without messages of the batch before, whose memory would be used again.
         messages = patch.multiple(transport, BUFFERS=BufferPool())
         with messages, fake_group(world_size, rank=world_size // 2):
-            mesh = init_device_mesh("cpu", (world_size,))
             changes = {"num_hidden_layers": 1} if family in OF_ONE_KIND else {}
             model = small_model(family, **changes | POOLS.get(family, {}))
             choose_first(model)
-            plan = context_parallel_plan(model, "zigzag", local_batch=is_local)
-            parallelize_module(model, mesh, plan)
+            under_plan(model, "zigzag", local_batch=is_local)
             batch = batch_of(kind, num_tokens * (1 if is_local else world_size))
             return peak_of(lambda: call(model, kind, batch))
 

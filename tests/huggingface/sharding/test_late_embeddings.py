@@ -7,14 +7,11 @@ from unittest.mock import patch
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor.parallel import parallelize_module
 
-from parallel_plans.huggingface import context_parallel_plan
 from parallel_plans.huggingface.sharding import late_embeddings
 from parallel_plans.huggingface.sharding.late_embeddings import LateEmbeddings, late_or_now
+from tests.huggingface.planned import under_plan
 from tests.multimodal import batch_of, small_model
 from tests.pool import Pool
 
@@ -120,8 +117,7 @@ BATCHES = ("several images", "text only")
 def looked_up(family: str) -> list[int]:
     """How many tokens of a row a rank looks up, by batch."""
     model = small_model(family)
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    parallelize_module(model, mesh, context_parallel_plan(model, "contiguous"))
+    under_plan(model, "contiguous")
     found = []
     for case in BATCHES:
         with patch.object(late_embeddings.LateEmbeddings, "looked_up", autospec=True) as select:

@@ -14,10 +14,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor.parallel import parallelize_module
 
-from parallel_plans.huggingface import context_parallel_plan
 from tests.families import VOCABULARY, small_model
+from tests.huggingface.planned import under_plan
 from tests.pool import Pool
 
 pytest.importorskip("accelerate")
@@ -169,7 +168,7 @@ def ring_runs(folder: str, case: Case) -> list[Found]:
     runs = []
     for resume in (None, f"{folder}/checkpoint-2"):
         model = small_model("Llama")
-        parallelize_module(model, mesh["cp"], context_parallel_plan(model, case.layout))
+        under_plan(model, case.layout, mesh=mesh["cp"])
         model.accepts_loss_kwargs = False  # as ESM says; the plan's loss takes them all the same
         options = arguments(folder, BATCH // case.dp_size, **dict(case.options))
         trainer = ContextParallelTrainer(model, options, mesh=mesh, **case.data())
@@ -207,8 +206,7 @@ def unwrap() -> None:
 
     tokens = torch.arange(SEQ_LEN).unsqueeze(0)
     model: Any = small_model("Llama")
-    mesh = init_device_mesh("cpu", (2,))
-    parallelize_module(model, mesh, context_parallel_plan(model, "zigzag"))
+    under_plan(model, "zigzag")
     expected = model(input_ids=tokens, labels=tokens).loss
     accelerator = Accelerator(mixed_precision="bf16", cpu=True)
     prepared = accelerator.prepare_model(model)
@@ -240,7 +238,7 @@ def predict_prompted(folder: str) -> torch.Tensor:
 
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp_replicate", "cp"))
     model = small_model("Llama")
-    parallelize_module(model, mesh["cp"], context_parallel_plan(model, "zigzag"))
+    under_plan(model, "zigzag", mesh=mesh["cp"])
     trainer = ContextParallelTrainer(prompted(model), arguments(folder, BATCH), mesh=mesh)
     return torch.tensor(trainer.predict(rows_without("position_ids")).predictions)
 

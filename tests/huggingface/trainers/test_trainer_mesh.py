@@ -18,12 +18,11 @@ from accelerate.utils import TorchContextParallelConfig
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor.parallel import parallelize_module
 
-from parallel_plans.huggingface import context_parallel_plan
 from parallel_plans.huggingface.core import meshes
 from parallel_plans.huggingface.trainers import trainer_options
 from tests.families import small_model
+from tests.huggingface.planned import under_plan
 from tests.huggingface.trainers.test_trainer import BATCH, arguments, packed_rows, under_torchrun
 from tests.huggingface.trainers.test_trainer_steps import HARMLESS
 from tests.pool import Pool, on_ranks
@@ -133,9 +132,9 @@ def wrapped(model: Any) -> Any:
     return model
 
 
-def under_plan(model: Any, ranks: int) -> Any:
+def over_last(model: Any, ranks: int) -> Any:
     mesh = init_device_mesh("cpu", (2 // ranks, ranks), mesh_dim_names=("dp", "cp"))
-    return parallelize_module(model, mesh["cp"], context_parallel_plan(model))
+    return under_plan(model, mesh=mesh["cp"])
 
 
 def other_weights(model: Any) -> Any:
@@ -169,8 +168,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"mesh": ("cp",), "fsdp": True, "model": (other_weights,)},
         "start from the same weights",
     ),
-    "plan twice": ({"mesh": ("cp",), "model": (under_plan, 2), "plan": {}}, "plan= would have no"),
-    "plan elsewhere": ({"mesh": ("cp",), "model": (under_plan, 1)}, r"over the ranks \[.\], and"),
+    "plan twice": ({"mesh": ("cp",), "model": (over_last, 2), "plan": {}}, "plan= would have no"),
+    "plan elsewhere": ({"mesh": ("cp",), "model": (over_last, 1)}, r"over the ranks \[.\], and"),
     "forward in the way": ({"mesh": ("cp",), "model": (wrapped,)}, "test_trainer_mesh.wrapped"),
     "loaded in shards": ({"mesh": ("cp",), "model": (loaded_in_shards,)}, "distributed_config"),
     "batches that differ": (

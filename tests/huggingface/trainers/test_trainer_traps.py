@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor.parallel import parallelize_module
 
-from parallel_plans.huggingface import context_parallel_plan
 from tests.families import small_model
+from tests.huggingface.planned import under_plan
 from tests.huggingface.trainers.test_trainer import BATCH, arguments, packed_rows, under_torchrun
 from tests.huggingface.trainers.test_trainer_steps import own_forward
 from tests.pool import Pool
@@ -25,7 +24,7 @@ NUM_ROWS = 4
 def wrapped(model: Any, mesh: Any) -> Any:
     """A forward of another library over that of the model."""
     if mesh is not None:
-        parallelize_module(model, mesh, context_parallel_plan(model))
+        under_plan(model, mesh=mesh)
     plain = model.forward
 
     @wraps(type(model).forward)
@@ -39,15 +38,14 @@ def wrapped(model: Any, mesh: Any) -> Any:
 def headed(model: Any, mesh: Any) -> Any:
     """The plan on the backbone; its embedding is the weight of the head behind whole outputs."""
     if mesh is not None:
-        plan = context_parallel_plan(model.model, unshard_outputs=True)
-        parallelize_module(model.model, mesh, plan)
+        under_plan(model.model, unshard_outputs=True, mesh=mesh)
     model.forward = MethodType(own_forward, model)
     return model
 
 
 def planned(model: Any, mesh: Any) -> Any:
     if mesh is not None:
-        parallelize_module(model, mesh, context_parallel_plan(model))
+        under_plan(model, mesh=mesh)
     return model
 
 

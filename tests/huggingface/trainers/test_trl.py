@@ -11,10 +11,9 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor.parallel import parallelize_module
 
-from parallel_plans.huggingface import context_parallel_plan
 from tests.families import small_model
+from tests.huggingface.planned import under_plan
 from tests.huggingface.trainers.test_trainer import under_torchrun
 from tests.huggingface.trainers.trl_runs import (
     RESUMED,
@@ -125,8 +124,7 @@ def per_token(layout: str | None, shifted: bool) -> tuple[dict[str, Any], int]:
 
     model = small_model("Llama", use_cache=False)
     if layout is not None:
-        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
-        parallelize_module(model, mesh, context_parallel_plan(model, layout))
+        under_plan(model, layout)
     add_fused_lm_head(model, temperature=0.7, outputs=FIELDS)
     _shard_tokens(model)
     seen: list[int] = []

@@ -25,7 +25,6 @@ def shallow(model: Any) -> Any:
 
 @on_ranks(2, timeout=300)
 def test_whole_model_in_one_graph() -> None:
-    """Graphs that were compiled, and the largest error of loss and gradients."""
     # Dynamo looks for a gradient of what it compiles, be it a leaf or not.
     warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
     model, counter = shallow(planned(FAMILY)), CompileCounterWithBackend("aot_eager")
@@ -37,6 +36,5 @@ def test_whole_model_in_one_graph() -> None:
         batch = batch_of(FAMILY, CASE, seed)
         expected = results_of(shallow(small_model(FAMILY)), batch)
         errors.append(difference(results_of(model, batch), expected)[0])
-    num_graphs, error = counter.frame_count, largest(errors)
-    assert num_graphs == 1
-    assert error < 1e-5
+    assert counter.frame_count == 1
+    assert largest(errors) < 1e-5

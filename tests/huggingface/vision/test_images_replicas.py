@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor.parallel import parallelize_module
 
-from parallel_plans.huggingface import context_parallel_plan
+from tests.huggingface.planned import shard_weights, under_plan
 from tests.multimodal import batch_of, small_model
 from tests.pool import on_ranks
 
@@ -24,15 +21,11 @@ def sharded(has_own_group: bool, is_frozen: bool = False) -> Any:
     """Over (dp 2, cp 2), the encoder in groups of its own, or in that of the whole model."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
     model = small_model(FAMILY)
-    parallelize_module(model, mesh["cp"], context_parallel_plan(model))
+    under_plan(model, mesh=mesh["cp"])
     model.model.visual.requires_grad_(not is_frozen)
-    every = mesh["dp", "cp"]._flatten("dp_cp")
     blocks = model.model.visual.blocks if has_own_group else ()
-    for module in (*model.model.language_model.layers, *blocks, model):
-        fully_shard(module, mesh=every)
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_force_sum_reduction_for_comms(True)  # gloo has no means
+    parts = [*model.model.language_model.layers, *blocks]
+    shard_weights(model, parts, mesh["dp", "cp"]._flatten("dp_cp"))
     return model
 
 
@@ -46,7 +39,6 @@ def check_loss(model: Any, cases: tuple[str, str]) -> None:
 
 @on_ranks(4)
 def test_replicas_run_the_encoder_alike() -> None:
-    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
     number = dist.get_rank() // 2
     refused = r"pixel_values on ranks \[0, 1\]; none on ranks \[2, 3\]\. Give each batch an image"
     for has_own_group in (True, False):

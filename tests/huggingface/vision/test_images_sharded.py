@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 from unittest import mock
 
@@ -10,8 +9,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor
 
 from parallel_plans.huggingface import context_parallel_plan
 from parallel_plans.huggingface.vision.image_sharding import (
@@ -21,6 +18,7 @@ from parallel_plans.huggingface.vision.image_sharding import (
     Share,
 )
 from tests.dense import largest
+from tests.huggingface.planned import gradient_errors, shard_weights
 from tests.huggingface.vision.test_images import planned
 from tests.multimodal import FAMILIES, batch_of, small_model
 from tests.pool import Pool, on_ranks
@@ -77,12 +75,12 @@ def test_one_image_on_two_ranks() -> None:
     model, stock = planned("Gemma 3", deal_images=True), small_model("Gemma 3")
     batch = {name: x[-1:] for name, x in batch_of("Gemma 3", "several images").items()}
     error = difference(results_of(model, batch), results_of(stock, batch))[0]
-    ((error, count),) = [(error, image_sharding_of(model).num_run)]
     assert error < 1e-5
-    assert count == 1
+    assert image_sharding_of(model).num_run == 1
 
 
-def mixed() -> list[tuple[float, int]]:
+@on_ranks(2)
+def test_images_that_mix_in_the_encoder() -> None:
     """An encoder that mixes images is found, and runs whole on every rank."""
     kind = type(small_model("Gemma 3").model)
     plain = kind.get_image_features
@@ -93,42 +91,20 @@ def mixed() -> list[tuple[float, int]]:
         return output
 
     with mock.patch.object(kind, "get_image_features", mixing):
-        return dealt("Gemma 3", ("several images",))
-
-
-def test_images_that_mix_in_the_encoder(pool: Pool) -> None:
-    for ((error, count),) in pool.run(2, mixed):
-        assert error < 1e-5
-        assert count == 3
-
-
-def relative(x: Tensor, y: Any, scale: Tensor) -> float:
-    return float((x - y).norm() / y.norm().clamp(min=scale))
+        ((error, count),) = dealt("Gemma 3", ("several images",))
+    assert error < 1e-5
+    assert count == 3
 
 
 @on_ranks(4)
 def test_a_rank_without_an_image_under_fsdp() -> None:
-    """Errors of gradients under FSDP2 over all ranks, one of which has no image."""
-    # The hidden states of a rank are a view, which FSDP2 says not to write to.
-    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
     model, stock = planned("Gemma 3", deal_images=True), small_model("Gemma 3")
-    for module in (*model.model.vision_tower.encoder.layers, model):
-        fully_shard(module)
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_force_sum_reduction_for_comms(True)  # gloo has no means
+    shard_weights(model, model.model.vision_tower.encoder.layers)
     batch = batch_of("Gemma 3", "several images")
     for x in (model, stock):
         x(**batch, use_cache=False).loss.backward()
     assert image_sharding_of(model).num_run == (1, 0, 1, 1)[dist.get_rank()]
-    grads = dict(stock.named_parameters())
-    norms = [x.grad.norm() for x in stock.parameters() if x.grad is not None]
-    scale = torch.stack(norms).max() * 1e-2
-    errors = [
-        relative(x.grad.full_tensor(), grads[name].grad, scale)
-        for name, x in model.named_parameters()
-        if isinstance(x.grad, DTensor)
-    ]
+    errors = gradient_errors(model, stock)
     assert len(errors) > 20
     assert largest(errors) < 1e-5, errors
 

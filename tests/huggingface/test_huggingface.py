@@ -10,31 +10,24 @@ import pytest
 import torch
 from parts.small_models import MODELS, small_model
 from parts.text import read_standard_library
-from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 from train_hf import average_gradients, batch_of, inputs_of
 
 from dtensor_ring import unshard_sequence
 from parallel_plans.huggingface.probing.eligibility import check_model
 from tests.dense import largest
-from tests.huggingface.planned import all_ranks, under_plan
+from tests.huggingface.planned import relative, under_plan
 from tests.pool import on_ranks
 
 
 def parallel_model(layout: str, seq_len: int, **options: Any) -> Any:
-    mesh = all_ranks()
-    model: Any = small_model("llama", seq_len)
-    return under_plan(model, layout, mesh=mesh["cp"], **options)
+    return under_plan(small_model("llama", seq_len), layout, **options)
 
 
 def without_layers(model: Any, num_left: int) -> Any:
     """The model with its first layers only: a compiler takes its time for each."""
     del model.model.layers[num_left:]
     return model
-
-
-def relative(ours: Tensor, theirs: Tensor) -> float:
-    return ((ours - theirs).norm() / theirs.norm()).item()
 
 
 # A graph has the layout as a name: what is compiled is the same for all. Gradients of all layouts

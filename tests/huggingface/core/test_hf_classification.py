@@ -7,13 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 
 from tests.dense import largest
 from tests.families import small_model
-from tests.huggingface.planned import under_plan
+from tests.huggingface.planned import gradient_errors, relative, under_plan
 from tests.huggingface.test_families import SEQ_LEN, batches
 from tests.pool import on_ranks
 
@@ -29,14 +27,12 @@ HEADS: dict[str, tuple[str, int, Tensor]] = {
 }
 
 
-def outputs_of(model: Any, batch: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
-    """Loss and logits, and all gradients."""
+def outputs_of(model: Any, batch: dict[str, Any]) -> list[Tensor]:
+    """Loss and logits."""
     model.zero_grad()
     output = model(**batch)
     output.loss.backward()
-    logits = [x.detach() for name, x in output.items() if name.endswith("logits")]
-    grads = [x.grad for x in model.parameters() if x.grad is not None]
-    return [output.loss.detach(), *logits], grads
+    return [output.loss, *(x for name, x in output.items() if name.endswith("logits"))]
 
 
 CASES = [
@@ -52,7 +48,6 @@ CASES = [
 @pytest.mark.parametrize(("name", "world_size", "layout", "unshards", "compiled"), CASES)
 @on_ranks()
 def test_heads_equal_one_process(name: str, layout: str, unshards: bool, compiled: bool) -> None:
-    """By batch: relative, of gradients to the norm of the largest."""
     warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
     family, num_labels, labels = HEADS[name]
     changes = {"num_hidden_layers": 1 if compiled else 2, "num_labels": num_labels}
@@ -64,7 +59,6 @@ def test_heads_equal_one_process(name: str, layout: str, unshards: bool, compile
     under_plan(ring, layout, unshard_outputs=unshards)
     if compiled:
         ring.compile(backend="aot_eager", fullgraph=True)
-    errors = {}
     given: dict[str, dict[str, Tensor]] = batches()
     if name == "first token":  # which is padding: each kernel makes something else of that
         del given["padded left"]
@@ -73,22 +67,16 @@ def test_heads_equal_one_process(name: str, layout: str, unshards: bool, compile
     else:  # stock models log a warning, which breaks a graph
         given["embeddings"] = {"inputs_embeds": torch.randn(2, SEQ_LEN, 16)}
     for kind, batch in given.items():
-        inputs = batch | {"labels": labels}
-        (ours, our_grads), (theirs, grads) = (outputs_of(model, inputs) for model in (ring, stock))
-        for grad in our_grads:
-            dist.all_reduce(grad)
-            grad /= dist.get_world_size()
-        scale = torch.stack([x.norm() for x in grads]).max()
-        errors[kind] = [
-            *(((x - y).norm() / y.norm()).item() for x, y in zip(ours, theirs, strict=True)),
-            *(((x - y).norm() / scale).item() for x, y in zip(our_grads, grads, strict=True)),
-        ]
-    assert largest(x for of_batch in errors.values() for x in of_batch) < 1e-5, errors
+        pairs = zip(
+            *(outputs_of(x, batch | {"labels": labels}) for x in (ring, stock)), strict=True
+        )
+        errors = [relative(*pair) for pair in pairs] + gradient_errors(ring, stock, floor=1)
+        assert largest(errors) < 1e-5, (kind, errors)
 
 
 @on_ranks(1)
 def test_a_backbone_that_is_under_a_plan() -> None:
-    mesh, model = init_device_mesh("cpu", (1,)), small_model("Llama", "ForSequenceClassification")
-    under_plan(model.model, mesh=mesh)
+    model = small_model("Llama", "ForSequenceClassification")
+    under_plan(model.model)
     with pytest.raises(ValueError, match="replaced already, by a context_parallel_plan"):
-        under_plan(model, mesh=mesh)
+        under_plan(model)

@@ -5,8 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 
 from parallel_plans.huggingface.core.modules import restore_model
 from parallel_plans.huggingface.core.passed_on import deaf_attention
@@ -26,7 +24,7 @@ def test_blocks_are_found_by_their_code() -> None:
 def _models(num_layers: int = 2) -> tuple[Any, Any]:
     """A model under its plan, and the stock model."""
     model, stock = (small_model("Nemotron", num_hidden_layers=num_layers) for _ in range(2))
-    return under_plan(model, "zigzag", mesh=init_device_mesh("cpu", (2,))), stock
+    return under_plan(model, "zigzag"), stock
 
 
 @on_ranks(2)
@@ -59,7 +57,5 @@ def test_compiled_in_one_graph() -> None:
     loss.backward()
     expected = stock(**given).loss
     expected.backward()
-    grad = model.lm_head.weight.grad
-    dist.all_reduce(grad)
     torch.testing.assert_close(loss, expected)
-    torch.testing.assert_close(grad / 2, stock.lm_head.weight.grad)
+    assert largest(gradient_errors(model, stock)) < 1e-5

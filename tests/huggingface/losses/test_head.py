@@ -12,7 +12,6 @@ import torch
 import transformers
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from transformers import LlamaForCausalLM
 
 from parallel_plans.huggingface.losses.loss import LogitsTransform, find_logits_transform, loss_head
@@ -122,10 +121,6 @@ def test_loss_equals_the_stock_model(name: str) -> None:
     assert largest(errors) < 1e-5, errors
 
 
-def planned(mesh: Any) -> Any:
-    return under_plan(small_model("Llama"), mesh=mesh)
-
-
 def another_head(model: Any) -> Any:
     model.set_output_embeddings(nn.Linear(16, VOCABULARY))
     return model
@@ -140,7 +135,7 @@ def wrapped_head(model: Any) -> Any:
 @on_ranks(1)
 def test_heads_that_change_after_the_plan() -> None:
     """What was put into the head or around it after the plan counts, too."""
-    mesh, batch = init_device_mesh("cpu", (1,)), batches()[0]
+    batch = batches()[0]
     warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated")  # asked by peft
     adapters = LoraConfig(r=2, target_modules=["lm_head"], init_lora_weights=False)
     changes: dict[str, Callable[[Any], Any]] = {
@@ -161,13 +156,13 @@ def test_heads_that_change_after_the_plan() -> None:
         for is_ring in (True, False):
             model = small_model("Llama")
             if is_ring:
-                under_plan(model, mesh=mesh)
+                under_plan(model)
             torch.manual_seed(2)
             output = change(model)(**batch)
             assert is_ring == (output.logits is None)
             losses.append(output.loss)
         torch.testing.assert_close(*losses, rtol=1e-6, atol=0)
-    model = planned(mesh)
+    model = under_plan(small_model("Llama"))
     assert loss_head(model) is model.lm_head
     model.lm_head.register_full_backward_hook(lambda *_: None)
     assert loss_head(model) is None, "the hook would see gradients of losses"

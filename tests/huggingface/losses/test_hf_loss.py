@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 import transformers
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 from transformers import LlamaForCausalLM
 
 from parallel_plans.huggingface.losses.loss import other_loss
@@ -98,10 +97,10 @@ def test_weights_that_are_not_loaded_yet() -> None:
 
 @on_ranks(1)
 def test_labels_for_other_losses_are_refused() -> None:
-    mesh, tokens = init_device_mesh("cpu", (1,)), torch.arange(8).unsqueeze(0)
+    tokens = torch.arange(8).unsqueeze(0)
     before, later = with_loss("Llama", focal), small_model("Llama")
     for model, reason in ((before, "its loss of a few tokens"), (later, "was set after the plan")):
-        under_plan(model, mesh=mesh)
+        under_plan(model)
         model.loss_function = focal
         with pytest.raises(ValueError, match=f"LlamaForCausalLM cannot take labels .*: .*{reason}"):
             model(input_ids=tokens, labels=tokens)

@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
-from functools import wraps
+from functools import partial, wraps
 from importlib import import_module
 from inspect import Parameter, signature
 from itertools import chain
@@ -163,17 +163,22 @@ class Pool:
         return _stacks_file(Path(self._folder), process.pid).read_text()
 
 
-def on_ranks(world_size: int | None = None, timeout: float = 250) -> Callable[..., Any]:
+def on_ranks(
+    world_size: int | None = None,
+    timeout: float = 250,
+    around: Callable[[Callable[[], None]], None] | None = None,
+) -> Callable[..., Any]:
     """Run a test on each rank of a group; without a size, the parameter `world_size` gives it.
 
-    It stands next to the test, whose arguments are picklable.
+    It stands next to the test, whose arguments are picklable; `around` calls the test.
     """
 
     def decorate(test: Callable[..., None]) -> Callable[..., None]:
         @wraps(test)
         def run(pool: Pool, **given: Any) -> None:
             size = given.pop("world_size") if world_size is None else world_size
-            pool.run(size, _run_test, test.__module__, test.__name__, given, timeout=timeout)
+            named = test.__module__, test.__name__
+            pool.run(size, _run_test, *named, given, around, timeout=timeout)
 
         names = [
             "pool",
@@ -187,8 +192,9 @@ def on_ranks(world_size: int | None = None, timeout: float = 250) -> Callable[..
     return decorate
 
 
-def _run_test(module: str, name: str, given: dict[str, Any]) -> None:
-    getattr(import_module(module), name).__wrapped__(**given)
+def _run_test(module: str, name: str, given: dict[str, Any], around: Any) -> None:
+    test = partial(getattr(import_module(module), name).__wrapped__, **given)
+    test() if around is None else around(test)
 
 
 def starting() -> Any:

@@ -17,7 +17,7 @@ from tests.huggingface.serving.workloads import (
     check_workload,
     prompt_of,
 )
-from tests.pool import Pool, on_ranks
+from tests.pool import on_ranks
 
 REFUSED = {
     "MiniMax-01": "keeps a LinearAttentionLayer, which is not supported",
@@ -28,40 +28,26 @@ REFUSED = {
     "Inkling 2, loop": "the model copies layers of its cache in its forward",
 }
 SERVED = [family for family in HYBRIDS if family not in REFUSED]
-IN_ALL_RUNS = {("Falcon-H1", 3), ("Mamba 2", 1)}
-CASES = [
-    ("Qwen3-Next", 2),
-    ("Qwen3-Next", 4),
-    *((family, 1 + i % 3) for i, family in enumerate(SERVED)),
-]
-CASES = sorted({*CASES, *IN_ALL_RUNS})
+IN_ALL_RUNS = [("Falcon-H1", 3), ("Mamba 2", 1)]
+OTHERS = {(family, 1 + i % 3) for i, family in enumerate(SERVED)} - {*IN_ALL_RUNS}
 
 
-def marked(cases: Any, plain: set[Any]) -> list[Any]:
-    return [x if x in plain else pytest.param(*x, marks=pytest.mark.repeats) for x in cases]
-
-
-@pytest.mark.parametrize(("family", "world_size"), marked(CASES, IN_ALL_RUNS))
+@pytest.mark.parametrize(
+    ("family", "world_size"),
+    [*IN_ALL_RUNS, *(pytest.param(*x, marks=pytest.mark.repeats) for x in sorted(OTHERS))],
+)
 @on_ranks()
 def test_tokens_are_those_of_requests_alone(family: str) -> None:
     batch = check_workload(sharded(family), alone_on(stock(family)), MIXED)
     assert batch.counts.cached
 
 
-def check_refused(families: list[str]) -> None:
-    for family in families:
+@on_ranks(1)
+def test_families_that_are_refused() -> None:
+    for family, match in REFUSED.items():
         model = sharded(family)
-        with pytest.raises(ValueError, match=REFUSED[family]):
+        with pytest.raises(ValueError, match=match):
             model.generate_batch([[3, 4, 5]], max_new_tokens=2, **GREEDY)
-
-
-def test_families_that_are_refused(pool: Pool) -> None:
-    pool.run(1, check_refused, ["MiniMax-01", "Inkling"])
-
-
-@pytest.mark.repeats
-def test_all_families_that_are_refused(pool: Pool) -> None:
-    pool.run(1, check_refused, list(REFUSED))
 
 
 SHARED = prompt_of(0, 22)

@@ -61,8 +61,10 @@ def test_samples_share_a_prompt() -> None:
     assert batch.counts.decoded == num_new * num_samples
 
 
-def messages_of_steps(family: str) -> list[int]:
-    """Messages of this rank in each step, after prompts were prefilled."""
+@pytest.mark.parametrize("family", ["Llama", "Gemma 3"])
+@on_ranks(2)
+def test_one_message_for_each_layer(family: str) -> None:
+    """For the whole batch, in each step after prompts were prefilled; models have two layers."""
     model, counts = sharded(family), []
     arrivals = tuple(Arrival(0, prompt_of(i, 9 + i), 6) for i in range(5))
     batch = Workload(arrivals, BLOCK, 99, 400, 16).batch(model)
@@ -81,13 +83,7 @@ def messages_of_steps(family: str) -> list[int]:
         assert {*collectives.found} <= {"c10d.send.default", "c10d.recv_.default"}
         assert collectives.found.count("c10d.send.default") <= send_record.call_count
         counts.append(send_record.call_count)
-    return counts
-
-
-@pytest.mark.parametrize("family", ["Llama", "Gemma 3"])
-def test_one_message_for_each_layer(pool: Pool, family: str) -> None:
-    """For the whole batch; models have two layers."""
-    assert pool.run(2, messages_of_steps, family) == [[2] * 6] * 2
+    assert counts == [2] * 6
 
 
 def counted(batch: Any) -> tuple[int, int]:
@@ -157,35 +153,6 @@ def test_sampled_tokens_do_not_depend_on_the_batch(pool: Pool) -> None:
     how = {"do_sample": True, "temperature": 1.5, "max_new_tokens": 6, **GREEDY}
     found = model.generate(torch.tensor([prompt_of(3, 11)]), **how)
     assert found[0, 11:].tolist() == together[0][3][0]
-
-
-KINDS: list[dict[str, Any]] = [
-    {},
-    {"repetition_penalty": 1.3},
-    {"do_sample": True, "temperature": 1.5, "top_p": 0.8},
-    {"do_sample": True, "temperature": 1.5, "top_p": 0.8},
-    {"do_sample": True, "top_k": 5, "no_repeat_ngram_size": 2},
-    {"stopping_criteria": [lambda ids, scores: (ids[:, -1] % 3 == 0) & (ids.shape[1] > 13)]},
-]
-"""Processors that read tokens and some that do not, alike and not; a stopping criterion."""
-
-
-@on_ranks(2)
-def test_requests_of_many_kinds_in_one_batch() -> None:
-    """In one batch, each has the tokens that the stock model gives to it alone."""
-    model, alone = sharded("Llama"), stock("Llama")
-    prompts = [prompt_of(i, 11) for i in range(len(KINDS))]
-    arrivals = tuple(Arrival(0, x, 8) for x in prompts)
-    batch = Workload(arrivals, BLOCK, 99, 400, 16).batch(model, return_logprobs=True)
-    for number, how in enumerate(KINDS):
-        batch.add_request(prompts[number], str(number), max_new_tokens=8, seed=9, **GREEDY | how)
-    for output in batch:
-        number = int(output.request_id)
-        torch.manual_seed(9)
-        ids = torch.tensor([prompts[number]])
-        expected = alone.generate(ids, max_new_tokens=8, **GREEDY | KINDS[number])[0, 11:].tolist()
-        assert output.generated_tokens == expected, KINDS[number]
-        assert len(output.logprobs) == len(expected)
 
 
 @on_ranks(2)

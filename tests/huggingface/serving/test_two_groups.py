@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import re
 import time
-from itertools import product
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import HealthCheck, given, settings
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -31,11 +29,9 @@ from tests.huggingface.serving.workloads import (
     in_groups,
     prompt_of,
     served,
-    workloads,
 )
-from tests.pool import Pool, on_ranks
+from tests.pool import on_ranks
 
-FAMILIES = ("Llama", "Gemma 3", "DeepSeek-V3", "Qwen3-Next")
 GROUPS = {
     "1 to 1": ((0,), (1,)),
     "2 to 1": ((0, 1), (2,)),
@@ -43,7 +39,6 @@ GROUPS = {
     "some of both": ((0, 1, 2, 3), (1, 2)),
     "the same": ((0, 1), (0, 1)),
     "2 to 2": ((0, 1), (2, 3)),
-    "4 to 1": ((0, 1, 2, 3), (2,)),
 }
 
 
@@ -86,38 +81,6 @@ def test_tokens_are_those_of_requests_alone(family: str, names: list[str]) -> No
         assert batch.counts.cached
 
 
-def check_drawn(family: str, groups: Any, drawn: list[Workload]) -> None:
-    model, alone = sharded(family), alone_on(stock(family))
-    for workload in drawn:
-        with in_groups(*groups):
-            check_workload(model, alone, workload)
-
-
-DRAWN = [("Llama", "2 to 1", 2), *product((*FAMILIES, "gpt-oss"), GROUPS, (12,))]
-
-
-@pytest.mark.parametrize(
-    ("family", "name", "number"),
-    [pytest.param(*x, marks=[pytest.mark.repeats] * (x[2] > 2)) for x in DRAWN],
-)
-def test_random_workloads(pool: Pool, family: str, name: str, number: int) -> None:
-    groups = GROUPS[name]
-    asked = settings(
-        max_examples=number,
-        deadline=None,
-        derandomize=True,
-        database=None,
-        suppress_health_check=list(HealthCheck),
-    )
-
-    @asked
-    @given(workloads())
-    def check(drawn: Workload) -> None:
-        pool.run(1 + max(map(max, groups)), check_drawn, family, groups, [drawn])
-
-    check()
-
-
 @on_ranks(3)
 def test_eight_bits() -> None:
     """Blocks that are rounded where they are prefilled are those that one group would keep."""
@@ -137,7 +100,8 @@ BYTES_OF_TOKEN = 2 * 2 * (4 + 4) * 8
 """Two layers of two heads of keys and values in float64."""
 
 
-def check_bytes() -> None:
+@on_ranks(2)
+def test_each_block_travels_once() -> None:
     """Blocks go over the wire once, also those that prompts share; and three numbers of a token."""
     prompts = [prompt_of(0, SHARED) + prompt_of(i, 5 + i) for i in range(2, 5)]
     arrivals = tuple(Arrival(i, prompt, NUM_NEW) for i, prompt in enumerate(prompts))
@@ -149,10 +113,6 @@ def check_bytes() -> None:
     num_tokens = SHARED + sum(len(x) - 1 - SHARED for x in prompts)
     num_chosen = NUM_NEW * len(prompts)
     assert sum(sent) == (3 * 8 * num_chosen if rank else BYTES_OF_TOKEN * num_tokens)
-
-
-def test_each_block_travels_once(pool: Pool) -> None:
-    pool.run(2, check_bytes)
 
 
 @on_ranks(3)
@@ -224,7 +184,8 @@ def test_a_rank_raises(role: int) -> None:
     assert not any(batch.prefill_pool.usage().held)
 
 
-def check_refused() -> None:
+@on_ranks(2)
+def test_what_is_refused() -> None:
     model, rank = sharded("Llama"), dist.get_rank()
     one, other = (DeviceMesh("cpu", [x]) for x in (0, 1))
     for groups, error, match in (
@@ -258,10 +219,6 @@ def check_refused() -> None:
     torch.testing.assert_close(
         torch.tensor(output.logprobs), torch.tensor(expected.logprobs), atol=1e-6, rtol=1e-6
     )
-
-
-def test_what_is_refused(pool: Pool) -> None:
-    pool.run(2, check_refused)
 
 
 @on_ranks(2)

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from tests.families import VOCABULARY, small_model
 from tests.huggingface.planned import under_plan
-from tests.pool import Pool
+from tests.pool import Pool, on_ranks
 
 pytest.importorskip("accelerate")
 SEQ_LEN, BATCH = 25, 2
@@ -200,7 +200,8 @@ def test_trains_evaluates_and_resumes_as_one_process(
             torch.testing.assert_close(logits, predicted, atol=1e-4, rtol=1e-4)
 
 
-def unwrap() -> None:
+@on_ranks(2, around=under_torchrun)
+def test_survives_what_accelerate_unwraps() -> None:
     """Mixed precision wraps the plan's forward; without the wrapper it is the plan's again."""
     from accelerate import Accelerator
 
@@ -213,10 +214,6 @@ def unwrap() -> None:
     prepared(input_ids=tokens, labels=tokens)
     found = accelerator.unwrap_model(prepared, keep_fp32_wrapper=False)
     assert found(input_ids=tokens, labels=tokens).loss == expected
-
-
-def test_survives_what_accelerate_unwraps(pool: Pool) -> None:
-    pool.run(2, under_torchrun, unwrap)
 
 
 NUM_VIRTUAL = 3

@@ -37,8 +37,18 @@ def losses(trainer: Any) -> list[float]:
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
-def by_config(folder: str, how: str) -> tuple[Any, list[float]]:
-    """Axes and losses of a trainer that applies the plan itself, and a batch of its own."""
+@pytest.fixture(scope="module")
+def stock_losses(tmp_path_factory: Any) -> list[float]:
+    from transformers import Trainer
+
+    model = small_model("Llama", use_cache=False)
+    options = arguments(str(tmp_path_factory.mktemp("stock")), BATCH)
+    return losses(Trainer(model, options, train_dataset=packed_rows()))
+
+
+@pytest.mark.parametrize("how", ["arguments", "launcher", "mesh"])
+@on_ranks(4, around=under_torchrun)
+def test_mesh_of_a_config(tmp_path: Path, stock_losses: list[float], how: str) -> None:
     from parallel_plans.huggingface.trainer import ContextParallelTrainer
 
     for message in HARMLESS:
@@ -48,7 +58,7 @@ def by_config(folder: str, how: str) -> tuple[Any, list[float]]:
         # Sharded on the meta device, and filled with the weights of one rank.
         lazy = {"cpu_ram_efficient_loading": how == "arguments"}
         options = arguments(
-            folder, BATCH // 2, fsdp=True, fsdp_config=lazy, parallelism_config=config
+            str(tmp_path), BATCH // 2, fsdp=True, fsdp_config=lazy, parallelism_config=config
         )
         mesh = None
         if how == "mesh":
@@ -65,27 +75,9 @@ def by_config(folder: str, how: str) -> tuple[Any, list[float]]:
     assert isinstance(model, FSDPModule)
     assert model.lm_head.weight.device_mesh.size() == 4
     axes = trainer.accelerator.torch_device_mesh
-    return (
-        axes.mesh_dim_names,
-        tuple(axes.shape),
-        trainer.get_total_train_batch_size(options),
-    ), found
-
-
-@pytest.fixture(scope="module")
-def stock_losses(tmp_path_factory: Any) -> list[float]:
-    from transformers import Trainer
-
-    model = small_model("Llama", use_cache=False)
-    options = arguments(str(tmp_path_factory.mktemp("stock")), BATCH)
-    return losses(Trainer(model, options, train_dataset=packed_rows()))
-
-
-@pytest.mark.parametrize("how", ["arguments", "launcher", "mesh"])
-def test_mesh_of_a_config(pool: Pool, tmp_path: Path, stock_losses: list[float], how: str) -> None:
-    for axes, found in pool.run(4, under_torchrun, by_config, str(tmp_path), how):
-        assert axes == (("dp_shard", "cp"), (2, 2), 2 * BATCH)
-        assert found == pytest.approx(stock_losses, rel=1e-5)
+    assert (axes.mesh_dim_names, tuple(axes.shape)) == (("dp_shard", "cp"), (2, 2))
+    assert trainer.get_total_train_batch_size(options) == 2 * BATCH
+    assert found == pytest.approx(stock_losses, rel=1e-5)
 
 
 def in_bfloat16(folder: str) -> list[float]:
@@ -212,7 +204,9 @@ def test_refuses_on_every_rank(tmp_path: Path) -> None:
             raise AssertionError(name) from error
 
 
-def refuse_options(folder: str) -> None:
+@on_ranks(1, around=under_torchrun)
+def test_refuses_what_ranks_cannot_share(tmp_path: Path) -> None:
+    folder = str(tmp_path)
     from parallel_plans.huggingface.trainer import ContextParallelTrainer
 
     mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp_replicate", "cp"))
@@ -248,10 +242,6 @@ def refuse_options(folder: str) -> None:
     plan = {"local_batch": True}
     with pytest.raises(ValueError, match="local_batch=True, and the data loader of a trainer"):
         ContextParallelTrainer(small_model("Llama"), arguments(folder, BATCH), mesh=mesh, plan=plan)
-
-
-def test_refuses_what_ranks_cannot_share(pool: Pool, tmp_path: Path) -> None:
-    pool.run(1, under_torchrun, refuse_options, str(tmp_path))
 
 
 @pytest.mark.parametrize("options", [None, object()])

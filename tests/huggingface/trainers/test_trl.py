@@ -160,8 +160,10 @@ def test_head_projects_own_tokens_only(pool: Pool, layout: str, shifted: bool) -
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
-def refusals(folder: str) -> None:
+@on_ranks(2, timeout=300, around=under_torchrun)
+def test_refuses_what_it_would_compute_otherwise(tmp_path: Path) -> None:
     """By what is mixed, given or asked for, and how the message goes on."""
+    folder = str(tmp_path)
     import trl
 
     sft, dpo, grpo = Run("SFT", "text"), Run("DPO", "preference"), Run("GRPO", "prompt")
@@ -189,10 +191,6 @@ def refusals(folder: str) -> None:
         assert "forward" in vars(model.model.layers[0].mlp), "a reference has all of the plan"
     with pytest.raises(ValueError, match="or use_transformers_continuous_batching=True"):
         trainer._generate_single_turn([[1]], None, {}, 2)
-
-
-def test_refuses_what_it_would_compute_otherwise(pool: Pool, tmp_path: Path) -> None:
-    pool.run(2, under_torchrun, refusals, str(tmp_path), timeout=300)
 
 
 def share_error() -> str:

@@ -16,7 +16,7 @@ from tests.dense import largest
 from tests.families import FAMILIES, VOCABULARY, small_model
 from tests.forced import machine_by_bytes, taken
 from tests.huggingface.planned import Results, errors_of, under_plan
-from tests.pool import Pool, on_ranks
+from tests.pool import on_ranks
 from tests.results import of_first_rank, results_with_logits
 from tests.test_public import ROOT
 
@@ -53,28 +53,25 @@ def batches() -> dict[str, dict[str, Tensor]]:
 def stock_results(family: str, kinds: tuple[str, ...] | None = None) -> dict[str, Results]:
     """By batch, of one process; once for all layouts."""
     stock = small_model(family)
-    return {
-        name: results_with_logits(stock, x)
-        for name, x in batches().items()
-        if name in (kinds or batches())
-    }
+    given = batches()
+    return {name: results_with_logits(stock, given[name]) for name in kinds or given}
 
 
-def compare(
+def check_family(
     family: str,
     layout: str,
     strategy: StrategyChoice = None,
     kinds: tuple[str, ...] | None = None,
     **how: Any,
-) -> dict[str, dict[str, float]]:
-    """Errors by batch."""
+) -> None:
+    """In batches of these kinds, or of all: the loss, logits and all gradients."""
     model = small_model(family)
     under_plan(model, layout, strategy=strategy, unshard_outputs=True, **how)
-    errors, given = {}, batches()
+    given = batches()
     expected = of_first_rank(lambda: stock_results(family, kinds))
     for name, of_stock in expected.items():
-        errors[name] = errors_of(results_with_logits(model, given[name]), of_stock)
-    return errors
+        errors = errors_of(results_with_logits(model, given[name]), of_stock)
+        assert largest(errors.values()) < 1e-5, (name, errors)
 
 
 ALIKE = {
@@ -104,12 +101,9 @@ def every_family() -> list[Any]:
 
 
 @pytest.mark.parametrize(("family", "world_size", "layout"), every_family())
-def test_family_equals_the_stock_model(
-    pool: Pool, family: str, world_size: int, layout: str
-) -> None:
-    for rank, errors in enumerate(pool.run(world_size, compare, family, layout)):
-        worst = largest(x for error in errors.values() for x in error.values())
-        assert worst < 1e-5, f"rank {rank}: {errors}"
+@on_ranks()
+def test_family_equals_the_stock_model(family: str, layout: str) -> None:
+    check_family(family, layout)
 
 
 STRATEGIES: dict[str, StrategyChoice] = {
@@ -120,10 +114,9 @@ STRATEGIES: dict[str, StrategyChoice] = {
 
 
 @pytest.mark.parametrize("family", STRATEGIES)
-def test_strategies(pool: Pool, family: str) -> None:
-    for rank, errors in enumerate(pool.run(4, compare, family, "zigzag", STRATEGIES[family])):
-        worst = largest(x for error in errors.values() for x in error.values())
-        assert worst < 1e-5, f"rank {rank}: {errors}"
+@on_ranks(4)
+def test_strategies(family: str) -> None:
+    check_family(family, "zigzag", STRATEGIES[family])
 
 
 @pytest.mark.parametrize("family", ["Gemma 3", "gpt-oss"])
@@ -132,11 +125,10 @@ def test_auto_chooses_by_layer(family: str) -> None:
     """Where all-to-alls take as long as some bytes, windows send fewer and others do not."""
     how = {"machine": machine_by_bytes(1600.0)}
     with taken() as found:
-        errors = compare(family, "contiguous", "auto", ("plain",), **how)
+        check_family(family, "contiguous", "auto", ("plain",), **how)
     kinds: dict[str, set[str]] = {}
     for mask, strategy, _ in found:
         kinds.setdefault(kind_of(mask), set()).add(strategy)
-    assert largest(errors["plain"].values()) < 1e-5
     assert kinds == {"sliding": {"ring"}, "full": {"ulysses:4"}}
 
 

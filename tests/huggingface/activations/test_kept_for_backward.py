@@ -9,7 +9,6 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from dtensor_ring.lab.training.footprint import Storages
 from parallel_plans.huggingface import ring_checkpoint_contexts
@@ -18,8 +17,8 @@ from parallel_plans.huggingface.activations.token_tiles import tokenwise_modules
 from tests.dense import largest
 from tests.families import VOCABULARY, small_model
 from tests.huggingface.activations.played_copies import PlayedCopies
-from tests.huggingface.planned import under_plan
-from tests.pool import Pool, on_ranks
+from tests.huggingface.planned import relative, shard_weights, under_plan
+from tests.pool import on_ranks
 
 STEPS, SEQ_LEN = 3, 24
 KEPT = {"mlp_tile": 5, "offload": True}
@@ -52,11 +51,7 @@ def trained(case: Case, is_kept: bool) -> tuple[list[float], dict[str, Any], int
     layers, everyone = model.base_model.layers, mesh["dp", "cp"]._flatten("dp_cp")
     for layer in layers if case.is_compiled else ():
         layer.compile(backend="aot_eager", fullgraph=True)
-    for module in (*layers, model):
-        fully_shard(module, mesh=everyone)
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_force_sum_reduction_for_comms(True)
+    shard_weights(model, layers, everyone)
     trainable = [x for x in trains.parameters() if x.requires_grad]
     # In float32 the sign of gradients near zero is a matter of rounding, see test_trainer_steps.
     eps = 1e-8 if case.dtype == torch.float64 else 1e-2
@@ -100,20 +95,20 @@ def played(model: Any) -> PlayedCopies:
 )
 @on_ranks(4)
 def test_steps_equal_those_without(case: Case) -> None:
-    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
     warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated")
     warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
     (losses, parameters, kept), (expected, whole, none) = (trained(case, x) for x in (True, False))
     found = [abs(x - y) for x, y in zip(losses, expected, strict=True)]
     assert len(set(losses)) == STEPS
-    found += [((parameters[k] - x).norm() / x.norm()).item() for k, x in whole.items()]
-    found, (kept, none) = found, [kept, none]
+    found += [relative(parameters[k], x) for k, x in whole.items()]
     assert largest(found) < 1e-6, found
     assert kept > 0 == none
 
 
-def compiled_differences(is_whole: bool) -> tuple[list[float], int]:
-    """Differences of loss and gradients from those of a plain plan, and what was moved."""
+@pytest.mark.parametrize("is_whole", [False, pytest.param(True, marks=pytest.mark.repeats)])
+@on_ranks(1)
+def test_compiled(is_whole: bool) -> None:
+    """As under a plain plan; a graph of the whole model moves nothing."""
     warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
     found, copies = [], PlayedCopies()
     for options in ({}, KEPT):
@@ -128,15 +123,9 @@ def compiled_differences(is_whole: bool) -> tuple[list[float], int]:
         loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
         loss.backward()
         found.append([loss, *(x.grad for x in model.parameters())])
-    errors = [(x - y).norm().item() for x, y in zip(*found, strict=True)]
-    return errors, len(copies.hosts)
-
-
-@pytest.mark.parametrize("is_whole", [False, pytest.param(True, marks=pytest.mark.repeats)])
-def test_compiled(pool: Pool, is_whole: bool) -> None:
-    """A graph of the whole model moves nothing."""
-    ((errors, num_moved),) = pool.run(1, compiled_differences, is_whole)
-    assert largest(errors) < 1e-6, errors
+    for x, y in zip(*found, strict=True):
+        assert (x - y).norm() < 1e-6
+    num_moved = len(copies.hosts)
     # A layer's input and results of its attention, and the input of the last norm.
     assert num_moved == 0 if is_whole else num_moved >= 4
 
@@ -170,13 +159,13 @@ def bytes_by_token(options: dict[str, Any]) -> list[tuple[float, float]]:
     ]
 
 
-def test_bytes_of_a_token(pool: Pool) -> None:
+@on_ranks(1)
+def test_bytes_of_a_token() -> None:
     """A layer keeps its input and the results of its attention; moved, it keeps nothing."""
     by_layer = 4 * HIDDEN + 4 * HEADS * HEAD_DIM + 4 * HEADS
-    ((plain, plain_peak), (deeper, deeper_peak)) = pool.run(1, bytes_by_token, {})[0]
+    (plain, plain_peak), (deeper, deeper_peak) = bytes_by_token({})
     assert deeper - plain == deeper_peak - plain_peak == 2 * by_layer
-    options = {"mlp_tile": 16, "offload": True}
-    (few, more) = pool.run(1, bytes_by_token, options)[0]
+    few, more = bytes_by_token({"mlp_tile": 16, "offload": True})
     assert few == more
     # What attention, norms and the residual hold of one layer remains.
     assert few[1] < 13 * 4 * HIDDEN < plain_peak / 2.5

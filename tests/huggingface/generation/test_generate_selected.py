@@ -11,8 +11,8 @@ import torch
 from parallel_plans.huggingface import ContextParallelCache
 from tests.families import BESIDE_POOLS, CHOOSES_BLOCKS, CHOOSES_POOLS, SELECTING
 from tests.huggingface.generation.generating import decode_messages, sharded, stock, tokens
-from tests.huggingface.generation.test_generate import WAYS, check_turns, check_ways
-from tests.pool import Pool, on_ranks
+from tests.huggingface.generation.test_generate import check_turns, check_ways
+from tests.pool import on_ranks
 from tests.results import of_first_rank
 
 SOME = ("greedy", "left padded", "chunked prefill")
@@ -36,21 +36,11 @@ GENERATED |= {"DeepSeek-V4": 2}
         for x in (*SELECTING, *CHOOSES_BLOCKS, *CHOOSES_POOLS, *BESIDE_POOLS)
     ],
 )
-def test_ways_to_generate(
-    pool: Pool, request: pytest.FixtureRequest, family: str, world_size: int
-) -> None:
+@on_ranks()
+def test_ways_to_generate(family: str) -> None:
     ways = {"DeepSeek-V3.2": OF_DEEPSEEK, "MiniMax M3": OF_BLOCKS}.get(family, SOME)
     ways = OF_POOLS if family in {**CHOOSES_POOLS, **BESIDE_POOLS} else ways
-    if family in CHOOSES_POOLS:
-        ways += ("left padded",)
-    if request.config.getoption("--all-cases"):
-        padded = {**SELECTING, **CHOOSES_POOLS}
-        ways = tuple(x for x in WAYS if family in padded or not x.startswith("left padded"))
-        if family in {**CHOOSES_POOLS, **BESIDE_POOLS}:
-            ways = tuple(x for x in ways if x not in ("prompt lookup", "assisted"))
-        if family in BESIDE_POOLS:  # its first layers choose experts by ids
-            ways = tuple(x for x in ways if x != "embeddings")
-    pool.run(world_size, check_ways, family, ways)
+    check_ways(family, ways + ("left padded",) * (family in CHOOSES_POOLS))
 
 
 EVERYONE = (*SELECTING, *CHOOSES_BLOCKS, *CHOOSES_POOLS, *BESIDE_POOLS)
@@ -116,15 +106,17 @@ def kept_bytes(family: str) -> int:
     return sum(cache.usage().used)
 
 
-def test_keys_of_an_index_are_counted(pool: Pool) -> None:
+@on_ranks(2)
+def test_keys_of_an_index_are_counted() -> None:
     """Two layers of three keep them beside latents: 8 numbers of a token, and 8 + 4 in float64."""
     latents, index = 3 * (8 + 4), 2 * 8
-    assert pool.run(2, kept_bytes, "GLM-5")[0] == 2 * 24 * 8 * (latents + index)
+    assert kept_bytes("GLM-5") == 2 * 24 * 8 * (latents + index)
 
 
-def test_what_pools_are_made_of_is_counted(pool: Pool) -> None:
+@on_ranks(2)
+def test_what_pools_are_made_of_is_counted() -> None:
     """Windows, which both ranks hold, and of each token what pools of two layers are made of."""
     keys_and_gates, of_position = (2 * 8, 4 * 8, 4 * 8), 3
     windows = 2 * 3 * 2 * 24 * 2 * 8 * 8
     rows = 2 * 24 * 8 * sum(x + of_position for x in keys_and_gates)
-    assert pool.run(2, kept_bytes, "DeepSeek-V4")[0] == windows + rows
+    assert kept_bytes("DeepSeek-V4") == windows + rows

@@ -15,7 +15,7 @@ from parallel_plans.huggingface.core.versions import cache_name
 from tests.families import HYBRIDS
 from tests.huggingface.generation.generating import exact_softmax, generate, sharded, stock, tokens
 from tests.huggingface.generation.test_generate import FLOAT32, check_turns, check_ways
-from tests.pool import Pool, on_ranks
+from tests.pool import on_ranks
 
 LOOP = "Inkling 2, loop"
 OTHERS = ("MiniMax-01", "Zamba", "Granite 4, attention only", LOOP)
@@ -34,11 +34,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize(("family", "world_size"), cases)
 
 
-def test_ways_to_generate(pool: Pool, family: str, world_size: int) -> None:
+@on_ranks()
+def test_ways_to_generate(family: str) -> None:
     # Stock caches of states alone cannot be asked how many tokens they have.
     unserved = (*ANEW, "Mamba 2")
     left_out = ("chunked prefill",) if family in unserved else ()
-    pool.run(world_size, check_ways, family, tuple(x for x in WAYS if x not in left_out))
+    check_ways(family, tuple(x for x in WAYS if x not in left_out))
 
 
 ANEW = ("Jamba", "Mamba", "FalconMamba")
@@ -66,8 +67,11 @@ def states_of(cache: Any) -> list[Tensor]:
     return found
 
 
+@on_ranks()
 @torch.no_grad()
-def check_states(family: str, layout: str) -> None:
+def test_states_are_those_of_one_process(family: str) -> None:
+    """In one layout; both are compared by turns."""
+    layout = "zigzag" if family in ("Qwen3-Next", "Inkling 2") else "contiguous"
     ours, theirs = sharded(family, layout), stock(family)
     for number in (2, 11, 24):
         expected = DynamicCache(config=theirs.config)
@@ -83,12 +87,6 @@ def check_states(family: str, layout: str) -> None:
         other.load_state_dict(cache.state_dict())
         next_ones = [ours(input_ids=tokens(1), cache=x).logits for x in (cache, other)]
         assert torch.equal(*next_ones)
-
-
-def test_states_are_those_of_one_process(pool: Pool, family: str, world_size: int) -> None:
-    """In one layout; both are compared by turns."""
-    layout = "zigzag" if family in ("Qwen3-Next", "Inkling 2") else "contiguous"
-    pool.run(world_size, check_states, family, layout)
 
 
 @on_ranks(2)

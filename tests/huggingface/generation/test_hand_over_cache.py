@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from parallel_plans.huggingface import ContextParallelCache, hand_over_cache
 from tests.huggingface.generation.generating import exact_softmax, generate, stock, tokens
 from tests.huggingface.planned import under_plan
-from tests.pool import Pool, on_ranks
+from tests.pool import on_ranks
 from tests.results import of_first_rank
 
 GROUPS = [((0,), (3,)), ((0, 1), (2, 3)), ((0, 1, 2, 3), (1, 2)), ((0, 1, 2), (3,))]
@@ -25,8 +25,7 @@ def on(ranks: tuple[int, ...], family: str, layout: str, **options: Any) -> Any:
     mesh = DeviceMesh("cpu", [*ranks])
     if mesh.get_coordinate() is None:
         return None
-    model = stock(family)
-    return under_plan(model, layout, mesh=mesh, **options)
+    return under_plan(stock(family), layout, mesh=mesh, **options)
 
 
 @torch.no_grad()
@@ -60,7 +59,9 @@ def test_tokens_are_those_of_the_stock_model(num_groups: int) -> None:
                 assert torch.equal(found, expected), (family, ranks)
 
 
-def check_eight_bits(family: str) -> None:
+@pytest.mark.parametrize("family", ["Llama", "Gemma 3"])
+@on_ranks(4)
+def test_eight_bits_stay(family: str) -> None:
     """What was rounded stays so: the logits are those of the ranks that have prefilled."""
     mesh, options = init_device_mesh("cpu", (4,)), {"cache_dtype": "int8"}
     prompt = tokens(64 * 3 + 6, rows=1)
@@ -77,11 +78,6 @@ def check_eight_bits(family: str) -> None:
     told: list[Any] = [None] * 4
     dist.all_gather_object(told, logits)
     torch.testing.assert_close(told[3], told[0], atol=1e-12, rtol=1e-12)
-
-
-def test_eight_bits_stay(pool: Pool) -> None:
-    for family in ("Llama", "Gemma 3"):
-        pool.run(4, check_eight_bits, family)
 
 
 @on_ranks(2)

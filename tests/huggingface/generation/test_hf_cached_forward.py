@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.huggingface.generation.generating import CACHE, generate, sharded, stock, tokens
-from tests.pool import Pool
+from tests.pool import on_ranks
 
 NUM_NEW = 4
 
@@ -29,7 +29,8 @@ def loop(goes_on: bool) -> Any:
     return generated
 
 
-def check_loops() -> None:
+@on_ranks(2)
+def test_loops() -> None:
     ours, theirs = sharded("Llama"), stock("Llama")
 
     def run(model: Any, goes_on: bool) -> Tensor:
@@ -42,7 +43,9 @@ def check_loops() -> None:
         run(ours, goes_on=False)
 
 
-def check_compiled(way: str) -> None:
+@pytest.mark.parametrize("way", ["model", "forward"])
+@on_ranks(2)
+def test_compiled(way: str) -> None:
     """Forwards with a cache run eager within a compiled model."""
     ours, theirs = sharded("Llama"), stock("Llama")
     if way == "model":
@@ -53,7 +56,8 @@ def check_compiled(way: str) -> None:
     assert torch.equal(*answers)
 
 
-def check_checkpointing() -> None:
+@on_ranks(2)
+def test_checkpointing() -> None:
     ours = sharded("Llama").train()
     ours.activation_checkpointing_enable()
     with pytest.raises(ValueError, match=r"call model\.eval\(\) first, or pass use_cache=False"):
@@ -61,17 +65,3 @@ def check_checkpointing() -> None:
     asked = {"max_new_tokens": NUM_NEW, "do_sample": False}
     without = ours.generate(tokens(), use_cache=False, **asked)
     assert torch.equal(without, ours.eval().generate(tokens(), **asked))
-
-
-CHECKS = {
-    "loops": (check_loops,),
-    "compiled": (check_compiled, "model"),
-    "compiled forward": (check_compiled, "forward"),
-    "checkpointing": (check_checkpointing,),
-}
-
-
-@pytest.mark.parametrize("what", CHECKS)
-def test_calls(pool: Pool, what: str) -> None:
-    function, *args = CHECKS[what]
-    pool.run(2, function, *args)

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import fully_shard
 from parallel_plans.huggingface import stock_model
 from tests.families import VOCABULARY, small_model
 from tests.huggingface.planned import under_plan
-from tests.pool import Pool
+from tests.pool import on_ranks
 
 TOKENS = torch.arange(2, 20).unsqueeze(0) % VOCABULARY
 REFUSED = r"{} \({}\) has one scale for all tokens that it gets"
@@ -68,7 +68,8 @@ def with_rounded_weights(model: Any) -> Any:
     return model
 
 
-def check_scales() -> None:
+@on_ranks(2)
+def test_scales_of_all_tokens() -> None:
     plain = small_model("Llama").eval()
     expected = plain(TOKENS, labels=TOKENS).loss
     by_token = quantised(under_plan(deepcopy(plain)), ByToken)
@@ -141,7 +142,8 @@ MIXING: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def check_new() -> None:
+@on_ranks(2)
+def test_layers_that_come_after_the_plan() -> None:
     """Layers, or their forwards, that come after the plan; also of copies and under FSDP2."""
     for name, then in MIXING.items():
         model = under_plan(small_model("Llama"))
@@ -167,7 +169,8 @@ def check_new() -> None:
             part(TOKENS)
 
 
-def check_new_by_token() -> None:
+@on_ranks(2)
+def test_layers_that_come_after_the_plan_by_token() -> None:
     """These give what the stock model gives with them: by token, or around what mixes tokens."""
     tokens, options = TOKENS[:, :16], {"use_cache": False}
     for kind in ("Llama", "Qwen3.5"):
@@ -226,7 +229,8 @@ def hooked(model: Any, name: str, hook: Hook, is_pre: bool = False, **how: Any) 
     return register(hook, **how)
 
 
-def check_hooks() -> None:
+@on_ranks(2)
+def test_hooks() -> None:
     """Hooks that come after the plan and mix tokens are refused, until they are taken off."""
     for name, how, hook in HOOKS.values():
         model = under_plan(small_model("Llama"))
@@ -241,7 +245,8 @@ def check_hooks() -> None:
         torch.testing.assert_close(model(TOKENS, labels=TOKENS).loss, expected)
 
 
-def check_hooks_by_token() -> None:
+@on_ranks(2)
+def test_hooks_by_token() -> None:
     """Hooks that change tokens alone, or only look on, are called as often as without a check."""
     model, stock = under_plan(small_model("Llama")), small_model("Llama")
     calls = Counter[tuple[str, str]]()
@@ -269,16 +274,12 @@ def check_hooks_by_token() -> None:
         model(TOKENS)
 
 
-@pytest.mark.parametrize("check", [check_hooks, check_hooks_by_token])
-def test_hooks(pool: Pool, check: Callable[[], None]) -> None:
-    pool.run(2, check)
-
-
 def record_tokens(seen: list[int], _: nn.Module, given: tuple[Tensor]) -> None:
     seen.append(given[0].shape[1])
 
 
-def check_adapters() -> None:
+@on_ranks(2)
+def test_adapters() -> None:
     """Of peft, with dropout, in training: they are no other layers, and nothing draws numbers."""
     model = under_plan(small_model("Llama")).train()
     adapters = LoraConfig(target_modules=["q_proj"], lora_dropout=0.5)
@@ -290,7 +291,8 @@ def check_adapters() -> None:
     assert torch.equal(state, torch.get_rng_state())
 
 
-def check_kept() -> None:
+@on_ranks(2)
+def test_last_tokens() -> None:
     """A rank without the last token gives the head another one, and its logits are dropped."""
     model, stock = under_plan(small_model("Llama").double()), small_model("Llama").double()
     seen: list[int] = []
@@ -302,10 +304,3 @@ def check_kept() -> None:
                 expected = stock(TOKENS, logits_to_keep=kept).logits
             torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
     assert min(seen) == 1
-
-
-@pytest.mark.parametrize(
-    "check", [check_scales, check_new, check_new_by_token, check_adapters, check_kept]
-)
-def test_layers_of_other_libraries(pool: Pool, check: Any) -> None:
-    pool.run(2, check)

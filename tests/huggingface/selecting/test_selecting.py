@@ -11,7 +11,6 @@ import torch
 from parallel_plans.huggingface import restore_model
 from parallel_plans.huggingface.selecting.indexers import indexers_of, selecting_layers
 from parallel_plans.huggingface.selecting.selection import has_latents
-from tests.dense import largest
 from tests.families import (
     BESIDE_POOLS,
     CHOOSES_BLOCKS,
@@ -21,9 +20,9 @@ from tests.families import (
     small_model,
 )
 from tests.huggingface.planned import under_plan
-from tests.huggingface.test_families import compare
-from tests.huggingface.test_families_trained import CHECKPOINTING, train_both
-from tests.pool import Pool, on_ranks
+from tests.huggingface.test_families import check_family
+from tests.huggingface.test_families_trained import CHECKPOINTING, check_steps
+from tests.pool import on_ranks
 
 LAYOUTS = ("zigzag", "contiguous")
 OF_ROWS = {**CHOOSES_BLOCKS, **CHOOSES_POOLS, **BESIDE_POOLS}
@@ -40,14 +39,9 @@ def every_family() -> list[Any]:
 
 
 @pytest.mark.parametrize(("family", "world_size", "layout"), every_family())
-def test_family_equals_the_stock_model(
-    pool: Pool, family: str, world_size: int, layout: str
-) -> None:
-    """Loss, logits and all gradients of plain, padded and packed batches."""
-    for rank, errors in enumerate(pool.run(world_size, compare, family, layout)):
-        assert set(errors) == {"plain", "padded left", "padded right", "packed"}
-        worst = largest(x for error in errors.values() for x in error.values())
-        assert worst < 1e-5, f"{layout}, rank {rank}: {errors}"
+@on_ranks()
+def test_family_equals_the_stock_model(family: str, layout: str) -> None:
+    check_family(family, layout)
 
 
 # Hy 4 has layers that share an index, and all kinds of this plan; `--all-cases` has the others.
@@ -61,10 +55,9 @@ TRAINED = {("Hy 4", "selective"), ("MiniMax M3", "full")}
         for x in product((*SELECTING, *OF_ROWS), CHECKPOINTING)
     ],
 )
-def test_steps_of_fsdp_equal_one_process(pool: Pool, family: str, name: str) -> None:
-    for found in pool.run(4, train_both, family, CHECKPOINTING[name]):
-        assert found["loss"] < 1e-5, found
-        assert found["parameters"] < 1e-5, found
+@on_ranks(4)
+def test_steps_of_fsdp_equal_one_process(family: str, name: str) -> None:
+    check_steps(family, CHECKPOINTING[name])
 
 
 @pytest.mark.parametrize(

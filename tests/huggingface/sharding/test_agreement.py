@@ -12,8 +12,9 @@ from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from parallel_plans.huggingface.sharding.agreement import Parts, checksum_words
+from tests.dense import largest
 from tests.families import VOCABULARY, small_model
-from tests.huggingface.planned import under_plan
+from tests.huggingface.planned import gradient_errors, under_plan
 from tests.pool import on_ranks
 
 SEQ_LEN, PARTS_AT = 16, 3
@@ -187,8 +188,6 @@ def test_lengths_are_symbols() -> None:
         loss, expected = compiled(**given).loss, stock(**given).loss
         loss.backward()
         expected.backward()
-        grad = model.lm_head.weight.grad
-        dist.all_reduce(grad)
         torch.testing.assert_close(loss, expected)
-        torch.testing.assert_close(grad / 2, stock.lm_head.weight.grad)
+        assert largest(gradient_errors(model, stock)) < 1e-5
     assert counter.frame_count <= 3

@@ -57,8 +57,7 @@ def test_parts_of_a_batch() -> None:
 
 @on_ranks(2)
 def test_refusals() -> None:
-    model = LlamaForCausalLM(LlamaConfig(**SMALL))
-    model = under_plan(model)
+    model = under_plan(LlamaForCausalLM(LlamaConfig(**SMALL)))
     for changes, message in REFUSALS.values():
         with pytest.raises(ValueError, match=message):
             model(**{"input_ids": IDS, **changes})

@@ -15,9 +15,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from dtensor_ring import shard_sequence, unshard_sequence
 from parallel_plans.huggingface import context_parallel_plan
 from tests.families import small_model
-from tests.huggingface.planned import all_ranks, under_plan
+from tests.huggingface.planned import under_plan
 from tests.huggingface.test_families import batches
-from tests.pool import Pool, on_ranks
+from tests.pool import on_ranks
 from tests.results import difference, results_of
 
 KINDS = ("plain", "padded left", "packed", "boundaries", "numbered", "counted")
@@ -54,28 +54,8 @@ def plain(batch: dict[str, Any]) -> dict[str, Any]:
 
 
 def planned(family: str, layout: str, **options: Any) -> tuple[Any, DeviceMesh]:
-    mesh = all_ranks()
-    model = small_model(family)
-    return under_plan(model, layout, **options), mesh
-
-
-def compare(family: str, layout: str, seq_len: int, kinds: tuple[str, ...]) -> dict[str, str]:
-    """What is off, by the form and the kind of a batch."""
-    stock, wrong = small_model(family), {}
-    for form in ("plain", "DTensors"):
-        model, mesh = planned(family, layout, local_batch=form == "plain")
-        for kind in kinds:
-            batch = whole_batch(kind, seq_len)
-            if kind == "numbered":  # of which stock models know nothing
-                is_start = batch.pop("position_ids").diff(dim=1, prepend=torch.zeros(2, 1)) != 1
-                batch["seq_idx"] = is_start.cumsum(1)
-            given = shards(batch, mesh)
-            found = results_of(model, plain(given) if form == "plain" else given)
-            expected = results_of(stock, whole_batch(kind, seq_len))
-            error, name = difference(found, expected)
-            if name:
-                wrong[f"{form}, {kind}"] = f"{name}: {error}"
-    return wrong
+    model = under_plan(small_model(family), layout, **options)
+    return model, model.context_parallel_sharding.axis.mesh
 
 
 CASES = [
@@ -100,11 +80,23 @@ REPEATED = [
     ("family", "layout", "world_size", "seq_len", "kinds"),
     [*CASES, *(pytest.param(*case, marks=pytest.mark.repeats) for case in REPEATED)],
 )
+@on_ranks()
 def test_trains_as_one_process(
-    pool: Pool, family: str, layout: str, world_size: int, seq_len: int, kinds: tuple[str, ...]
+    family: str, layout: str, seq_len: int, kinds: tuple[str, ...]
 ) -> None:
-    for rank, wrong in enumerate(pool.run(world_size, compare, family, layout, seq_len, kinds)):
-        assert not wrong, f"rank {rank}"
+    stock = small_model(family)
+    for form in ("plain", "DTensors"):
+        model, mesh = planned(family, layout, local_batch=form == "plain")
+        for kind in kinds:
+            batch = whole_batch(kind, seq_len)
+            if kind == "numbered":  # of which stock models know nothing
+                is_start = batch.pop("position_ids").diff(dim=1, prepend=torch.zeros(2, 1)) != 1
+                batch["seq_idx"] = is_start.cumsum(1)
+            given = shards(batch, mesh)
+            found = results_of(model, plain(given) if form == "plain" else given)
+            expected = results_of(stock, whole_batch(kind, seq_len))
+            error, name = difference(found, expected)
+            assert not name, (form, kind, name, error)
 
 
 @on_ranks(2)

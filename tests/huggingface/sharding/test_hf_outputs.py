@@ -13,7 +13,7 @@ from tests.pool import on_ranks
 def test_states_that_are_two_outputs_of_a_graph() -> None:
     """The last hidden states are one of all states, and a graph gives no tensor as two DTensors."""
     model, stock = (small_model("Llama", "Model", num_hidden_layers=1) for _ in range(2))
-    model = under_plan(model)
+    under_plan(model)
     tokens = torch.randint(2, VOCABULARY, (1, 13), generator=torch.Generator().manual_seed(1))
     given = {"input_ids": tokens, "output_hidden_states": True, "use_cache": False}
     model(**given)  # transformers puts hooks into a model at its first call, which no graph can

@@ -7,13 +7,14 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from parallel_plans.huggingface.sharding import late_embeddings
 from parallel_plans.huggingface.sharding.late_embeddings import LateEmbeddings, late_or_now
 from tests.huggingface.planned import under_plan
 from tests.multimodal import batch_of, small_model
-from tests.pool import Pool
+from tests.pool import on_ranks
 
 ROWS, TOKENS, WIDTH, COUNT = 2, 12, 8, 50
 MINE = torch.tensor([1, 5, 6, 11])
@@ -114,23 +115,15 @@ def test_a_wrong_id_is_refused_on_all_ranks_alike() -> None:
 BATCHES = ("several images", "text only")
 
 
-def looked_up(family: str) -> list[int]:
-    """How many tokens of a row a rank looks up, by batch."""
-    model = small_model(family)
-    under_plan(model, "contiguous")
-    found = []
+@pytest.mark.parametrize("family", ["Gemma 3", "Qwen2.5-VL", "SmolVLM"])
+@on_ranks(2)
+def test_a_rank_looks_up_its_tokens_only(family: str) -> None:
+    model = under_plan(small_model(family), "contiguous")
     for case in BATCHES:
         with patch.object(late_embeddings.LateEmbeddings, "looked_up", autospec=True) as select:
             select.side_effect = lambda self, tokens: self.embed(self.ids[:, tokens])
             model(**batch_of(family, case))
-        found.append(sum(len(call.args[1]) for call in select.call_args_list))
-    return found
-
-
-@pytest.mark.parametrize("family", ["Gemma 3", "Qwen2.5-VL", "SmolVLM"])
-def test_a_rank_looks_up_its_tokens_only(pool: Pool, family: str) -> None:
-    counts = zip(*pool.run(2, looked_up, family), strict=True)
-    for count, case in zip(counts, BATCHES, strict=True):
-        length = batch_of(family, case)["input_ids"].shape[1]
-        assert sum(count) == length, case
-        assert max(count) == -(-length // 2), case
+        count = sum(len(call.args[1]) for call in select.call_args_list)
+        length, of_each = batch_of(family, case)["input_ids"].shape[1], [0, 0]
+        dist.all_gather_object(of_each, count)
+        assert (sum(of_each), max(of_each)) == (length, -(-length // 2)), case

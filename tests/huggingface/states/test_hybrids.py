@@ -21,24 +21,18 @@ from parallel_plans.huggingface.states.stateful import (
     required_parameters,
     stateful_layers,
 )
-from tests.dense import largest
 from tests.families import HYBRIDS, VOCABULARY, small_model
+from tests.huggingface.planned import relative
 from tests.huggingface.states.hybrids import LAYOUT, gradients, planned
-from tests.huggingface.test_families import compare
-from tests.huggingface.test_families_trained import CHECKPOINTING, train, train_both
-from tests.pool import Pool, on_ranks
+from tests.huggingface.test_families import check_family
+from tests.huggingface.test_families_trained import CHECKPOINTING, check_steps, train
+from tests.pool import on_ranks
 
 KINDS = ("plain", "padded left", "padded right")
 SAMPLE = ("Qwen3-Next", "Granite 4", "LFM2", "MiniMax-01", "Inkling 2, loop")
 """A delta rule, a selective scan, convolutions alone, and a loop within a forward; convolutions of
 keys and a bias by distance, in layers that run several times;
 `--all-hybrids` runs the others, too."""
-
-
-def compare_runs(family: str, stays_from: int | None) -> dict[str, dict[str, float]]:
-    """In zigzag order, from some length on without an exchange of tokens."""
-    with patch.object(state_passing, "stays_from", return_value=stays_from):
-        return compare(family, "zigzag", None, KINDS)
 
 
 def _is_sample(family: str, world_size: int, stays_from: int | None) -> bool:
@@ -49,14 +43,11 @@ def _is_sample(family: str, world_size: int, stays_from: int | None) -> bool:
 @pytest.mark.needs("--all-hybrids", but=_is_sample)
 @pytest.mark.parametrize(("world_size", "stays_from"), [*product([2, 3, 4], [0, None])])
 @pytest.mark.parametrize("family", HYBRIDS)
-def test_two_runs_of_a_rank(
-    pool: Pool, family: str, world_size: int, stays_from: int | None
-) -> None:
-    """Are two maps, or are exchanged for one run."""
-    for rank, errors in enumerate(pool.run(world_size, compare_runs, family, stays_from)):
-        assert set(errors) == set(KINDS)
-        worst = largest(x for error in errors.values() for x in error.values())
-        assert worst < 1e-5, f"rank {rank}: {errors}"
+@on_ranks()
+def test_two_runs_of_a_rank(family: str, stays_from: int | None) -> None:
+    """Are two maps, or, to some length, are exchanged for one run."""
+    with patch.object(state_passing, "stays_from", return_value=stays_from):
+        check_family(family, "zigzag", None, KINDS)
 
 
 def _is_once(family: str, world_size: int, layout: str) -> bool:
@@ -67,13 +58,9 @@ def _is_once(family: str, world_size: int, layout: str) -> bool:
 @pytest.mark.needs("--all-hybrids", but=_is_once)
 @pytest.mark.parametrize(("world_size", "layout"), [(2, LAYOUT), (4, LAYOUT), (3, "striped")])
 @pytest.mark.parametrize("family", HYBRIDS)
-def test_hybrid_equals_the_stock_model(
-    pool: Pool, family: str, world_size: int, layout: str
-) -> None:
-    for rank, errors in enumerate(pool.run(world_size, compare, family, layout, None, KINDS)):
-        assert set(errors) == set(KINDS)
-        worst = largest(x for error in errors.values() for x in error.values())
-        assert worst < 1e-5, f"rank {rank}: {errors}"
+@on_ranks()
+def test_hybrid_equals_the_stock_model(family: str, layout: str) -> None:
+    check_family(family, layout, None, KINDS)
 
 
 @pytest.mark.parametrize("family", HYBRIDS)
@@ -119,11 +106,8 @@ def output(layer: Any, hidden: Tensor) -> Tensor:
         ),
     ],
 )
-def test_refused_with_the_reason(pool: Pool, family: str, layout: str, reason: str) -> None:
-    pool.run(1, refused, family, layout, reason)
-
-
-def refused(family: str, layout: str, reason: str) -> None:
+@on_ranks(1)
+def test_refused_with_the_reason(family: str, layout: str, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         planned(family, layout)
 
@@ -132,8 +116,9 @@ def refused(family: str, layout: str, reason: str) -> None:
 def test_a_layer_that_begins_anew_is_refused() -> None:
     """As the scan of Mamba 1 does by itself."""
     reported = r"layers\.0\.mamba goes on from the recurrent state .* a single token"
-    with patch("parallel_plans.huggingface.states.stateful.scan_of", return_value=None):
-        refused("Jamba", LAYOUT, reported)
+    unknown = patch("parallel_plans.huggingface.states.stateful.scan_of", return_value=None)
+    with unknown, pytest.raises(ValueError, match=reported):
+        planned("Jamba", LAYOUT)
 
 
 @pytest.mark.needs("--all-hybrids")
@@ -156,9 +141,8 @@ def test_compiled_as_a_whole(family: str, layout: str) -> None:
             loss = forward(input_ids=tokens, labels=tokens, use_cache=False).loss
             loss.backward()
         found.append(torch.cat([loss.detach().view(1), gradients(model)]))
-    error = (found[0] - found[1]).norm() / found[1].norm()
-    error, breaks = error.item(), counters["graph_break"]
-    assert error < 1e-5
+    assert relative(*found) < 1e-5
+    breaks = counters["graph_break"]
     found = {name for reason in breaks for name in re.findall(r"<function ([\w.<>]+) at", reason)}
     assert found == {"_forward.<locals>.forward", "ScanChunks.of"}, breaks
     assert len(breaks) == 2, breaks
@@ -191,20 +175,14 @@ def trained_from(family: str, noise: float) -> tuple[list[float], dict[str, Tens
     return train(model, slice(None))[0], model.state_dict()
 
 
-def train_in_place(family: str, name: str, changes: dict[str, Any]) -> dict[str, Any]:
-    """In zigzag order, without an exchange of tokens."""
-    with patch.object(state_passing, "stays_from", return_value=0):
-        return train_both(family, CHECKPOINTING[name], "zigzag", changes)
-
-
 @pytest.mark.needs("--all-hybrids")
 @pytest.mark.parametrize("family", ["Granite 4", "Qwen3-Next", "LFM2"])
-def test_steps_of_two_runs_of_a_rank(pool: Pool, family: str) -> None:
-    """Under FSDP2, with checkpointing."""
+@on_ranks(4)
+def test_steps_of_two_runs_of_a_rank(family: str) -> None:
+    """Under FSDP2, with checkpointing, without an exchange of tokens."""
     changes = CALM if family in DELTA_RULES else {}
-    for found in pool.run(4, train_in_place, family, "full", changes):
-        assert found["loss"] < 1e-5, found
-        assert found["parameters"] < 1e-5, found
+    with patch.object(state_passing, "stays_from", return_value=0):
+        check_steps(family, CHECKPOINTING["full"], "zigzag", changes)
 
 
 # Gradients of each kind of state are above.
@@ -213,8 +191,6 @@ def test_steps_of_two_runs_of_a_rank(pool: Pool, family: str) -> None:
 )
 @pytest.mark.parametrize("name", ["none", "full"])
 @pytest.mark.parametrize("family", ["Granite 4", "Nemotron-H", "LFM2", *DELTA_RULES])
-def test_steps_of_fsdp_equal_one_process(pool: Pool, family: str, name: str) -> None:
-    changes = CALM if family in DELTA_RULES else {}
-    for found in pool.run(4, train_both, family, CHECKPOINTING[name], LAYOUT, changes):
-        assert found["loss"] < 1e-5, found
-        assert found["parameters"] < 1e-5, found
+@on_ranks(4)
+def test_steps_of_fsdp_equal_one_process(family: str, name: str) -> None:
+    check_steps(family, CHECKPOINTING[name], LAYOUT, CALM if family in DELTA_RULES else {})

@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from tests.dense import largest
 from tests.families import HYBRIDS as ALL_HYBRIDS
 from tests.families import VOCABULARY, small_model
+from tests.huggingface.planned import averaged, relative
 from tests.huggingface.states.hybrids import LAYOUT, gradients, planned
-from tests.pool import Pool, on_ranks
+from tests.pool import on_ranks
 
 HYBRIDS = (*ALL_HYBRIDS, "Qwen4-Exp")
 """Also with an index of pools, which begin with each document."""
-NO_STATE = "Granite 4, attention only"
-UNSERVED = {
-    NO_STATE: "no layer has a state, and its masks do not know positions",
-    "Inkling, scaled": "scales by the position in a row, whatever documents that has",
-}
+UNSERVED = ("Granite 4, attention only", "Inkling, scaled")
+"""No layer has a state, and its masks do not know positions; scales by the position in a row."""
 PACKED = {
     ("MiniMax-01", 3, 1),
     ("Qwen3-Next", 2, 1),
@@ -54,10 +50,10 @@ def packed(rows: Rows, mark: str = MARKS[0]) -> dict[str, Tensor]:
     return {"input_ids": tokens} | {name: given[name] for name in mark.split()}
 
 
-def packed_error(
+def check_packed(
     family: str, rows: Rows, layout: str, is_checkpointed: bool, mark: str = MARKS[0]
-) -> list[float]:
-    """Of logits and gradients, relative to those of each document alone."""
+) -> None:
+    """Logits and gradients are those of each document alone, whatever the model's code does."""
     batch = packed(rows, mark)
     model, stock = planned(family, layout, unshard_outputs=True), small_model(family)
     if is_checkpointed:
@@ -72,11 +68,8 @@ def packed_error(
     weights = torch.randn_like(logits)
     for x in (logits, expected):
         (x * weights).sum().backward()
-    found, grads = gradients(model), gradients(stock)
-    dist.all_reduce(found)
-    found /= dist.get_world_size()
-    pairs = (logits, expected), (found, grads)
-    return [((x - y).norm() / y.norm()).item() for x, y in pairs]
+    assert relative(logits, expected) < 1e-5
+    assert relative(averaged(gradients(model)), gradients(stock)) < 1e-5
 
 
 @pytest.mark.needs(
@@ -94,15 +87,10 @@ def packed_error(
         (4, ((0, 1, 2, 3, 23), (0, 7, 8, 9, 10)), "zigzag"),  # other ones in each row
     ],
 )
-@pytest.mark.parametrize("family", HYBRIDS)
-def test_packed_documents_are_as_alone(
-    pool: Pool, family: str, world_size: int, rows: Rows, layout: str
-) -> None:
-    """Whatever the model's own code makes of them."""
-    if family in UNSERVED:
-        pytest.skip(UNSERVED[family])
-    found = pool.run(world_size, packed_error, family, rows, layout, len(rows) > 1)
-    assert largest(x for errors in found for x in errors) < 1e-5, found
+@pytest.mark.parametrize("family", [x for x in HYBRIDS if x not in UNSERVED])
+@on_ranks()
+def test_packed_documents_are_as_alone(family: str, rows: Rows, layout: str) -> None:
+    check_packed(family, rows, layout, len(rows) > 1)
 
 
 BY_POSITION = ("Inkling 2", "Inkling 2, loop")
@@ -114,8 +102,8 @@ BY_POSITION = ("Inkling 2", "Inkling 2, loop")
 @on_ranks(2)
 def test_whatever_marks_documents(family: str) -> None:
     """Masks of Granite 4 do not know positions, and its layers with a state no mark at all."""
-    errors = {mark: packed_error(family, ((0, 5, 7, 17),), "zigzag", False, mark) for mark in MARKS}
-    assert largest(x for error in errors.values() for x in error) < 1e-5, errors
+    for mark in MARKS:
+        check_packed(family, ((0, 5, 7, 17),), "zigzag", False, mark)
 
 
 def two_batches(family: str, is_checkpointed: bool) -> Tensor:
@@ -131,10 +119,10 @@ def two_batches(family: str, is_checkpointed: bool) -> Tensor:
     return gradients(model)
 
 
-def test_checkpointing_repeats_a_layer_with_its_own_documents(pool: Pool) -> None:
-    found, expected = (pool.run(2, two_batches, "LFM2", x) for x in (True, False))
-    for x, y in zip(found, expected, strict=True):
-        torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-6)
+@on_ranks(2)
+def test_checkpointing_repeats_a_layer_with_its_own_documents() -> None:
+    found, expected = (two_batches("LFM2", x) for x in (True, False))
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
 @on_ranks(2)

@@ -25,7 +25,7 @@ from tests.huggingface.planned import (
     under_plan,
 )
 from tests.multimodal import CASES, FAMILIES, SEQ_LEN, batch_of, small_model
-from tests.pool import Pool, on_ranks
+from tests.pool import on_ranks
 from tests.results import of_first_rank, results_with_logits
 
 SAMPLE = ("several images", "padded left", "packed")
@@ -44,30 +44,22 @@ def planned(family: str, layout: str = "zigzag", **options: Any) -> Any:
     return under_plan(small_model(family), layout, **options)
 
 
-def compare(family: str, layout: str, cases: tuple[str, ...]) -> dict[str, dict[str, float]]:
-    """Errors by case."""
-    model, errors = planned(family, layout, unshard_outputs=True), {}
+def check(family: str, layout: str, cases: tuple[str, ...]) -> None:
+    model = planned(family, layout, unshard_outputs=True)
     expected = of_first_rank(lambda: stock_results(family, cases))
     for case, of_stock in expected.items():
         # Without logits the head makes the losses of its tokens.
         batch = batch_of(family, case)
         without = model(**batch).loss.detach()
-        errors[case] = errors_of(results_with_logits(model, batch), of_stock)
-        errors[case]["loss without logits"] = relative(without, of_stock[0])
-    return errors
-
-
-def check(pool: Pool, world_size: int, family: str, layout: str, cases: tuple[str, ...]) -> None:
-    for rank, errors in enumerate(pool.run(world_size, compare, family, layout, cases)):
-        assert set(errors) == set(cases)
-        for case, found in errors.items():
-            worst = max(found, key=lambda name: found[name])
-            assert largest(found.values()) < 1e-5, f"rank {rank}, {case}: {worst} {found[worst]}"
+        assert relative(without, of_stock[0]) < 1e-5, case
+        errors = errors_of(results_with_logits(model, batch), of_stock)
+        assert largest(errors.values()) < 1e-5, (case, errors)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_images_equal_the_stock_model(pool: Pool, family: str) -> None:
-    check(pool, 2, family, "zigzag", SAMPLE)
+@on_ranks(2)
+def test_images_equal_the_stock_model(family: str) -> None:
+    check(family, "zigzag", SAMPLE)
 
 
 @pytest.mark.needs("--all-images")
@@ -76,8 +68,9 @@ def test_images_equal_the_stock_model(pool: Pool, family: str) -> None:
     [(2, "zigzag"), (2, "contiguous"), (2, "balanced"), (4, "zigzag"), (4, "contiguous")],
 )
 @pytest.mark.parametrize("family", FAMILIES)
-def test_all_cases(pool: Pool, family: str, world_size: int, layout: str) -> None:
-    check(pool, world_size, family, layout, CASES)
+@on_ranks()
+def test_all_cases(family: str, layout: str) -> None:
+    check(family, layout, CASES)
 
 
 STEPS, DEPLOYED = 4, "Gemma 3"
@@ -133,7 +126,9 @@ def test_images_on_some_ranks(what: str, reason: str) -> None:
         model(**batch)
 
 
-def refused(family: str) -> None:
+@pytest.mark.parametrize("family", ["Gemma 3", "Qwen2.5-VL"])
+@on_ranks(2)
+def test_refused_with_the_reason(family: str) -> None:
     """What a model with images does not take over a sharded sequence, on every rank."""
     model, batch = planned(family), batch_of(family, "packed")
     before = model(**batch).loss.item()
@@ -145,11 +140,6 @@ def refused(family: str) -> None:
     with pytest.raises(ValueError, match="to be called as a whole"):
         model.model(**batch_of(family, "one image"))
     assert model(**batch).loss.item() == before
-
-
-@pytest.mark.parametrize("family", ["Gemma 3", "Qwen2.5-VL"])
-def test_refused_with_the_reason(pool: Pool, family: str) -> None:
-    pool.run(2, refused, family)
 
 
 @on_ranks(2)

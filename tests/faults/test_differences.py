@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 from typing import Any
 
 import pytest
 
 from tests.faults.calls import WAYS, Ending, make
+from tests.faults.decoding import CACHES, DECODED, Decoding, decode_as
 from tests.faults.differences import DIFFERENCES, Difference
 from tests.faults.worlds import Fate, Worlds
 
@@ -74,10 +75,11 @@ def check(
     training: bool,
     layout: str,
     world_size: int,
+    *through: Callable[..., Any],
 ) -> None:
     """All ranks are right, or all raise what differs; `ways` by rank."""
     calls = difference.calls(layout, world_size)
-    fates = worlds.run(world_size, make, calls, ways, training)
+    fates = worlds.run(world_size, *through, make, calls, ways, training)
     spared = [0] if difference.spares_rank_0 else []
     check_fates(fates, calls, difference.expected(training), spared)
 
@@ -102,3 +104,18 @@ def check_reported(pattern: str, ending: Ending, rank: int) -> None:
     kind, text, _ = ending.failure
     assert kind in ("RingError", "ValueError"), (rank, kind, text)
     assert re.search(pattern, text), (rank, text)
+
+
+@pytest.mark.parametrize("how", CACHES)
+def test_equal_decoding(worlds: Worlds, how: str) -> None:
+    cases = (Decoding(how),) * 3
+    check_fates(worlds.run(3, decode_as, cases), cases, None)
+
+
+@pytest.mark.parametrize("odd", [0, 1])
+@pytest.mark.parametrize("name", DECODED)
+def test_different_decoding(worlds: Worlds, name: str, odd: int) -> None:
+    difference = DECODED[name]
+    cases = difference.by_rank(Decoding(), 3, odd)
+    spared = [odd] if difference.spares_rank_0 else []
+    check_fates(worlds.run(3, decode_as, cases), cases, difference.reported, spared)

@@ -7,11 +7,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.func import functional_call, grad
 from torch.utils._pytree import tree_leaves
 from transformers import Cache
 
 from parallel_plans.huggingface import ContextParallelCache
 from tests import families, multimodal
+from tests.families import VOCABULARY, small_model
 from tests.huggingface.planned import under_plan
 from tests.pool import on_ranks
 
@@ -66,3 +68,24 @@ def test_calls_of_the_stock_model(family: str) -> None:
         if "return_dict" not in call:  # what it has is known by name
             found, expected = found.loss, expected.loss
         torch.testing.assert_close(tree_leaves(found), tree_leaves(expected), atol=1e-4, rtol=1e-4)
+
+
+TOKENS = torch.arange(2, 34).view(2, 16) % VOCABULARY
+PACKED = torch.arange(16).repeat(2, 1) % 10  # two documents in each row
+
+
+@pytest.mark.parametrize(("family", "strategy"), [("Llama", "ulysses"), ("Qwen3.5", None)])
+@on_ranks(2)
+def test_gradients(family: str, strategy: str | None) -> None:
+    model = small_model(family)
+    under_plan(model, strategy=strategy)
+    batch = {"input_ids": TOKENS, "labels": TOKENS, "position_ids": PACKED}
+    model(**batch).loss.backward()
+    expected = {name: x.grad for name, x in model.named_parameters()}
+    parameters = {name: x.detach() for name, x in model.named_parameters()}
+
+    def loss(parameters: dict[str, Tensor]) -> Tensor:
+        return functional_call(model, parameters, (), batch).loss
+
+    found = grad(loss)(parameters)
+    torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from functools import lru_cache
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -26,7 +28,7 @@ from tests.huggingface.planned import (
 )
 from tests.multimodal import CASES, FAMILIES, SEQ_LEN, batch_of, small_model
 from tests.pool import on_ranks
-from tests.results import of_first_rank, results_with_logits
+from tests.results import difference, of_first_rank, results_of, results_with_logits
 
 SAMPLE = ("several images", "padded left", "packed")
 """Of the cases; `--all-images` runs the others, too, more ranks and another layout."""
@@ -215,3 +217,69 @@ def test_classes_of_images() -> None:
         losses[-1].backward()
     assert (losses[0] - losses[1]).abs() < 1e-5
     assert largest(gradient_errors(models[1], models[0])) < 1e-5
+
+
+FAMILY = "Qwen2.5-VL"
+ALIKE, UNLIKE = ("several images", "one image"), ("one image", "text only")
+
+
+def sharded(has_own_group: bool, is_frozen: bool = False) -> Any:
+    """Over (dp 2, cp 2), the encoder in groups of its own, or in that of the whole model."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    model = small_model(FAMILY)
+    under_plan(model, mesh=mesh["cp"])
+    model.model.visual.requires_grad_(not is_frozen)
+    blocks = model.model.visual.blocks if has_own_group else ()
+    parts = [*model.model.language_model.layers, *blocks]
+    shard_weights(model, parts, mesh["dp", "cp"]._flatten("dp_cp"))
+    return model
+
+
+def check_loss(model: Any, cases: tuple[str, str]) -> None:
+    batch = batch_of(FAMILY, cases[dist.get_rank() // 2])
+    loss = model(**batch).loss
+    loss.backward()
+    stock = small_model(FAMILY)
+    torch.testing.assert_close(loss, stock(**batch).loss, rtol=0, atol=1e-5)
+
+
+@on_ranks(4)
+def test_replicas_run_the_encoder_alike() -> None:
+    number = dist.get_rank() // 2
+    refused = r"pixel_values on ranks \[0, 1\]; none on ranks \[2, 3\]\. Give each batch an image"
+    for has_own_group in (True, False):
+        model = sharded(has_own_group)
+        for _ in range(2):  # what is refused has sent nothing: the model goes on
+            with pytest.raises(ValueError, match=refused):
+                model(**batch_of(FAMILY, UNLIKE[number]))
+            check_loss(model, ALIKE)
+    with torch.no_grad(), pytest.raises(ValueError, match=refused):
+        sharded(True)(**batch_of(FAMILY, UNLIKE[number]))
+    check_loss(sharded(False, is_frozen=True), UNLIKE)
+
+
+COMPILED, CASE = "LLaVA", "several images"
+"""Its language model makes its masks. Those of Gemma 3 differ with the batch."""
+
+
+def shallow(model: Any) -> Any:
+    """The model with one layer of text: a compiler takes its time for each."""
+    del model.model.language_model.layers[1:]
+    return model
+
+
+@on_ranks(2, timeout=300)
+def test_whole_model_in_one_graph() -> None:
+    # Dynamo looks for a gradient of what it compiles, be it a leaf or not.
+    warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
+    model, counter = shallow(planned(COMPILED)), CompileCounterWithBackend("aot_eager")
+    # Transformers puts its hooks in at the first call, which cannot be compiled.
+    model(**batch_of(COMPILED, CASE))
+    model.compile(backend=counter, fullgraph=True)
+    errors = []
+    for seed in (1, 2):  # other tokens, and no other graph
+        batch = batch_of(COMPILED, CASE, seed)
+        expected = results_of(shallow(small_model(COMPILED)), batch)
+        errors.append(difference(results_of(model, batch), expected)[0])
+    assert counter.frame_count == 1
+    assert largest(errors) < 1e-5

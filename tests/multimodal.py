@@ -13,7 +13,7 @@ from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 
 from tests.families import LLAMA4
 
-VOCABULARY, IMAGE, SEQ_LEN = 48, 47, 29
+VOCABULARY, IMAGE, SEQ_LEN, TOKENS_OF_IMAGE = 48, 47, 29, 4
 TEXT = {
     "vocab_size": VOCABULARY,
     "hidden_size": 16,
@@ -96,8 +96,6 @@ class Family(NamedTuple):
     vision: dict[str, Any]
     options: dict[str, Any]
     images: Images
-    num_tokens: int
-    """That stand for one image."""
     types: str = ""
     """The argument that says which tokens are of images; in PaliGemma, which are no prefix."""
     has_axes: bool = False
@@ -110,7 +108,6 @@ FAMILIES: dict[str, Family] = {
         VISION,
         {"mm_tokens_per_image": 4, "image_token_index": IMAGE},
         pixels,
-        4,
         "token_type_ids",
     ),
     "Qwen2.5-VL": Family(
@@ -119,7 +116,6 @@ FAMILIES: dict[str, Family] = {
         QWEN_VISION | {"out_hidden_size": 32, "window_size": 16, "fullatt_block_indexes": [1]},
         {"image_token_id": IMAGE, "video_token_id": 46},
         patches,
-        4,
         "mm_token_type_ids",
         has_axes=True,
     ),
@@ -129,7 +125,6 @@ FAMILIES: dict[str, Family] = {
         CLIP | {"num_hidden_layers": 2, "patch_size": 8},
         {"image_token_index": IMAGE, "vision_feature_layer": -1},
         pixels,
-        4,
     ),
     "PaliGemma": Family(
         "PaliGemma",
@@ -137,7 +132,6 @@ FAMILIES: dict[str, Family] = {
         VISION | {"model_type": "siglip_vision_model", "patch_size": 8, "projection_dim": 16},
         {"image_token_index": IMAGE, "projection_dim": 16},
         pixels,
-        4,
         "token_type_ids",
     ),
     "PaliGemma 2": Family(
@@ -146,7 +140,6 @@ FAMILIES: dict[str, Family] = {
         VISION | {"model_type": "siglip_vision_model", "patch_size": 8, "projection_dim": 16},
         {"image_token_index": IMAGE, "projection_dim": 16},
         pixels,
-        4,
         "token_type_ids",
     ),
     "Mistral 3": Family(
@@ -155,7 +148,6 @@ FAMILIES: dict[str, Family] = {
         VISION | {"model_type": "pixtral", "head_dim": 8},
         {"image_token_index": IMAGE, "spatial_merge_size": 2, "vision_feature_layer": -1},
         sized,
-        4,
     ),
     "InternVL": Family(
         "InternVL",
@@ -163,7 +155,6 @@ FAMILIES: dict[str, Family] = {
         VISION | {"model_type": "internvl_vision", "image_size": [16, 16], "patch_size": [4, 4]},
         {"image_token_id": IMAGE, "downsample_ratio": 0.5},
         pixels,
-        4,
     ),
     "SmolVLM": Family(
         "SmolVLM",
@@ -171,7 +162,6 @@ FAMILIES: dict[str, Family] = {
         VISION,
         {"image_token_id": IMAGE, "scale_factor": 2, "pad_token_id": 0},
         by_row,
-        4,
     ),
     "Qwen3-VL": Family(
         "Qwen3VL",
@@ -179,7 +169,6 @@ FAMILIES: dict[str, Family] = {
         QWEN_VISION | {"deepstack_visual_indexes": [0, 1], "num_position_embeddings": 16},
         {"image_token_id": IMAGE, "video_token_id": 46},
         patches,
-        4,
         "mm_token_type_ids",
         has_axes=True,
     ),
@@ -196,7 +185,6 @@ FAMILIES: dict[str, Family] = {
         },
         {"image_token_index": IMAGE},
         pixels,
-        4,
     ),
     "Gemma 4": Family(
         "Gemma4",
@@ -211,7 +199,6 @@ FAMILIES: dict[str, Family] = {
         VISION | {"num_key_value_heads": 2, "head_dim": 8, "pooling_kernel_size": 2},
         {"image_token_id": IMAGE, "audio_config": None},
         placed,
-        4,
         "mm_token_type_ids",
     ),
 }
@@ -242,29 +229,27 @@ def batch_of(name: str, case: str, seed: int = 1) -> dict[str, Tensor]:
     family = FAMILIES[name]
     generator = torch.Generator().manual_seed(seed)
     torch.manual_seed(seed)
-    size = family.num_tokens
-    length = SEQ_LEN + 3 * (size - 4)
-    tokens = torch.randint(2, VOCABULARY - 3, (2, length), generator=generator)
-    index = torch.arange(length).expand(2, -1)
+    tokens = torch.randint(2, VOCABULARY - 3, (2, SEQ_LEN), generator=generator)
+    index = torch.arange(SEQ_LEN).expand(2, -1)
     # The first token of each image, by row: two of a row are neighbours in one case.
     begins = {"one image": [[3], [7]], "text only": [[], []]}
-    places = begins.get(case, [[2, 12 + size], [9]])
+    places = begins.get(case, [[2, 16], [9]])
     for row, firsts in zip(tokens, places, strict=True):
         for first in firsts:
-            row[first : first + size] = IMAGE
+            row[first : first + TOKENS_OF_IMAGE] = IMAGE
     is_image = tokens == IMAGE
     batch: dict[str, Tensor] = {"input_ids": tokens}
     labels = tokens.masked_fill(is_image, -100)
     if case.startswith("padded"):
         held = index >= torch.tensor([[0], [6]])
         if case == "padded right":
-            held = index < torch.tensor([[length], [20 + size]])
+            held = index < torch.tensor([[SEQ_LEN], [24]])
         batch |= {"input_ids": tokens * held, "attention_mask": held.long()}
         labels = labels.masked_fill(~(held & held.roll(1, -1)), -100)
     if case != "text only":
         batch |= family.images([len(firsts) for firsts in places])
     if family.types == "token_type_ids" and family.name == "PaliGemma":
-        batch[family.types] = (index >= torch.tensor([[8 + size], [12 + size]])).long()
+        batch[family.types] = (index >= torch.tensor([[12], [16]])).long()
     elif family.types:
         batch[family.types] = is_image.long()
     if case == "packed":

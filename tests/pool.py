@@ -14,9 +14,9 @@ import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
-from functools import wraps
+from functools import partial, wraps
 from importlib import import_module
-from inspect import Parameter, Signature, signature
+from inspect import Parameter, signature
 from itertools import chain
 from multiprocessing import forkserver, resource_tracker, util
 from multiprocessing.connection import Connection, wait
@@ -163,29 +163,38 @@ class Pool:
         return _stacks_file(Path(self._folder), process.pid).read_text()
 
 
-def on_ranks(world_size: int | None = None, **how: Any) -> Callable[..., Callable[..., None]]:
-    """Make a function a test, which each rank of a fresh gloo group runs.
+def on_ranks(
+    world_size: int | None = None,
+    timeout: float = 250,
+    around: Callable[[Callable[[], None]], None] | None = None,
+) -> Callable[..., Any]:
+    """Run a test on each rank of a group; without a size, the parameter `world_size` gives it.
 
-    Without a number of ranks, the test has a parameter `world_size`. Its other parameters are those
-    of the function, and are pickled; `how` is for `Pool.run`.
+    It stands next to the test, whose arguments are picklable; `around` calls the test.
     """
 
-    def test_of(body: Callable[..., None]) -> Callable[..., None]:
-        @wraps(body)
-        def test(pool: Pool, **given: Any) -> None:
-            size = world_size or given.pop("world_size")
-            pool.run(size, _run_body, body.__module__, body.__name__, given, **how)
+    def decorate(test: Callable[..., None]) -> Callable[..., None]:
+        @wraps(test)
+        def run(pool: Pool, **given: Any) -> None:
+            size = given.pop("world_size") if world_size is None else world_size
+            named = test.__module__, test.__name__
+            pool.run(size, _run_test, *named, given, around, timeout=timeout)
 
-        names = ["pool"] if world_size else ["pool", "world_size"]
-        added = [Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in names]
-        vars(test)["__signature__"] = Signature([*added, *signature(body).parameters.values()])
-        return test
+        names = [
+            "pool",
+            *(["world_size"] if world_size is None else []),
+            *signature(test).parameters,
+        ]
+        parameters = [Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in names]
+        run.__signature__ = signature(run).replace(parameters=parameters)  # which pytest reads
+        return run
 
-    return test_of
+    return decorate
 
 
-def _run_body(module: str, name: str, given: dict[str, Any]) -> None:
-    getattr(import_module(module), name).__wrapped__(**given)
+def _run_test(module: str, name: str, given: dict[str, Any], around: Any) -> None:
+    test = partial(getattr(import_module(module), name).__wrapped__, **given)
+    test() if around is None else around(test)
 
 
 def starting() -> Any:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 from typing import Any
 
 import pytest
 
 from tests.faults.calls import WAYS, Ending, make
+from tests.faults.decoding import CACHES, DECODED, Decoding, decode_as
 from tests.faults.differences import DIFFERENCES, Difference
 from tests.faults.worlds import Fate, Worlds
 
@@ -33,18 +34,20 @@ def test_one_rank_is_compiled(worlds: Worlds, way: str, training: bool) -> None:
 
 
 def cases(also: bool) -> Iterator[tuple[str, str, bool, str, int]]:
-    """Each difference in training and in inference, where layouts and world sizes take turns.
+    """Each difference in training, where layouts and world sizes take turns.
 
-    As DTensors in one of the two; by SDPA, which is called with the same, and among ranks that are
-    no neighbours only some, as all that differs is named in the same record. `also` is the rest.
+    In inference those that are told otherwise there, and some; as DTensors, by SDPA and among ranks
+    that are no neighbours only some, as all that differs is named in the same record. `also` is
+    the rest.
     """
     settings = [*product(("contiguous", "zigzag"), (2, 3))]
     for (number, name), training in product(enumerate(DIFFERENCES), (True, False)):
+        is_told = training or number % 2 or DIFFERENCES[name].reported_in_inference != ""
         for index, setting in enumerate(settings):
-            if (index == (number + 2 * training) % 4) != also:
+            if bool(is_told and index == (number + 2 * training) % 4) != also:
                 yield name, "plain", training, *setting
         is_turn = training == (number % 2 == 0)
-        if is_turn != also:
+        if (is_turn and number % 3 == 1) != also:
             yield name, "DTensors", training, "zigzag", 2
         if DIFFERENCES[name].suits_sdpa and (is_turn and number % 3 == 0) != also:
             yield name, "SDPA", training, "zigzag", 2
@@ -74,10 +77,11 @@ def check(
     training: bool,
     layout: str,
     world_size: int,
+    *through: Callable[..., Any],
 ) -> None:
     """All ranks are right, or all raise what differs; `ways` by rank."""
     calls = difference.calls(layout, world_size)
-    fates = worlds.run(world_size, make, calls, ways, training)
+    fates = worlds.run(world_size, *through, make, calls, ways, training)
     spared = [0] if difference.spares_rank_0 else []
     check_fates(fates, calls, difference.expected(training), spared)
 
@@ -102,3 +106,23 @@ def check_reported(pattern: str, ending: Ending, rank: int) -> None:
     kind, text, _ = ending.failure
     assert kind in ("RingError", "ValueError"), (rank, kind, text)
     assert re.search(pattern, text), (rank, text)
+
+
+@pytest.mark.parametrize("how", CACHES)
+def test_equal_decoding(worlds: Worlds, how: str) -> None:
+    cases = (Decoding(how),) * 3
+    check_fates(worlds.run(3, decode_as, cases), cases, None)
+
+
+@pytest.mark.parametrize(
+    ("name", "odd"),
+    [
+        pytest.param(name, odd, marks=[pytest.mark.repeats] * (odd != (number % 4 == 0)))
+        for (number, name), odd in product(enumerate(DECODED), (0, 1))
+    ],
+)
+def test_different_decoding(worlds: Worlds, name: str, odd: int) -> None:
+    difference = DECODED[name]
+    cases = difference.by_rank(Decoding(), 3, odd)
+    spared = [odd] if difference.spares_rank_0 else []
+    check_fates(worlds.run(3, decode_as, cases), cases, difference.reported, spared)

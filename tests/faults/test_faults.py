@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from time import sleep
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -19,7 +20,17 @@ from dtensor_ring.decode.cache import CacheLayer
 from tests.faults.breaking import at_call, at_launch, break_kernel, kill, leave, patience, stop
 from tests.faults.calls import Call, make, plain, step
 from tests.faults.decoding import Decoding, decode
-from tests.faults.worlds import LIMITED, USUAL, Failure, Fate, Log, Terms, Worlds, failure_of
+from tests.faults.worlds import (
+    DEADLINE,
+    LIMITED,
+    USUAL,
+    Failure,
+    Fate,
+    Log,
+    Terms,
+    Worlds,
+    failure_of,
+)
 
 VICTIM = 1
 FORWARD, BACKWARD = ((type(KERNELS["reference"]), name) for name in ("forward", "backward"))
@@ -134,35 +145,32 @@ REPEATED |= {"kernel, caught, large messages", "kernel, uncaught, backward"}
     ],
 )
 def test_fault(worlds: Worlds, fault: Fault) -> None:
-    fates = worlds.run(fault.world_size, suffer, fault, terms=fault.terms)
-    for rank, fate in enumerate(fates):
-        if rank == VICTIM:
-            check_victim(fault, fate)
-        else:
-            check_reported(fault, fate, fates[VICTIM].events["fault"])
-    check_new_world(worlds, fault.survivors, [fates[rank].pid for rank in fault.survivors])
+    for fate in check_fault(worlds, fault):
+        # It may be further: what it needs of rank 1 in this loop may have arrived before.
+        _, text, fields = fate.value.first
+        step = "before its first step" if fields["step"] is None else f"step {fields['step']}"
+        assert f"{fields['direction']}, {step}" in text
+        assert fields["peer"] in fields["ring"]
 
 
-def check_victim(fault: Fault, fate: Fate) -> None:
-    assert fate.ended == fault.dies
+def check_fault(worlds: Worlds, fault: Fault, *through: Callable[..., Any]) -> list[Fate]:
+    """All are told of it, those that are returned by an error, and the ranks can go on."""
+    fates = worlds.run(fault.world_size, *through, suffer, fault, terms=fault.terms)
+    victim, others = fates[VICTIM], [x for rank, x in enumerate(fates) if rank != VICTIM]
+    assert victim.ended == fault.dies
     if fault.own is not None:
-        assert fate.value.first.kind == fault.own
+        assert victim.value.first.kind == fault.own
+        check_refused(fault, victim)
+    for fate in others:
+        assert fate.ended == "returned"
+        kind, text, fields = fate.value.first
+        assert kind == "RingError", text
+        assert re.search(fault.reported, text)
+        assert fields["ring"] == tuple(range(fault.world_size))
+        assert fate.events["told"] > victim.events["fault"]
         check_refused(fault, fate)
-
-
-def check_reported(fault: Fault, fate: Fate, since: float) -> None:
-    """The error names the ring, the step and the neighbour; the next call is refused by it."""
-    assert fate.ended == "returned"
-    kind, text, fields = fate.value.first
-    assert kind == "RingError", text
-    assert re.search(fault.reported, text)
-    assert fields["ring"] == tuple(range(fault.world_size))
-    # It may be further: what it needs of rank 1 in this loop may have arrived before.
-    step = "before its first step" if fields["step"] is None else f"step {fields['step']}"
-    assert f"{fields['direction']}, {step}" in text
-    assert fields["peer"] in fields["ring"]
-    assert fate.events["told"] > since
-    check_refused(fault, fate)
+    check_new_world(worlds, fault.survivors, [fates[rank].pid for rank in fault.survivors])
+    return others
 
 
 def check_refused(fault: Fault, fate: Fate) -> None:
@@ -248,9 +256,14 @@ RETRIES = {
     ],
 )
 def test_retry(worlds: Worlds, name: str, direction: str) -> None:
+    check_retries(worlds, name, direction)
+
+
+def check_retries(worlds: Worlds, name: str, direction: str, *through: Callable[..., Any]) -> None:
     """If all ranks fail alike, the next call is right; if some do, it is refused on all."""
     world_size, broken, times = RETRIES[name]
-    fates = worlds.run(world_size, retry, broken, times, direction)
+    terms = Terms(deadline=2 * DEADLINE + times / 2)
+    fates = worlds.run(world_size, *through, retry, broken, times, direction, terms=terms)
     for rank, fate in enumerate(fates):
         assert fate.ended == "returned", fate
         kinds, last = fate.value

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -123,9 +124,12 @@ def from_styles() -> tuple[Action, Action]:
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_two_threads_on_one_group(worlds: Worlds, direction: str) -> None:
+    check_two_threads(worlds, direction)
+
+
+def check_two_threads(worlds: Worlds, direction: str, *through: Callable[..., Any]) -> None:
     """The second is told so; the first is right, or told that its group is shut down."""
-    fates = worlds.run(2, call_within_a_call, direction)
-    for fate in fates:
+    for fate in worlds.run(2, *through, call_within_a_call, direction):
         assert fate.ended == "returned", fate
         first, second = fate.value
         assert second is not None

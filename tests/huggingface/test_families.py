@@ -9,17 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor.parallel import parallelize_module
 
-from parallel_plans.huggingface import context_parallel_plan
 from parallel_plans.strategies import StrategyChoice, kind_of
 from tests.dense import largest
 from tests.families import FAMILIES, VOCABULARY, small_model
 from tests.forced import machine_by_bytes, taken
-from tests.pool import Pool
+from tests.huggingface.planned import Results, errors_of, under_plan
+from tests.pool import on_ranks
 from tests.results import of_first_rank, results_with_logits
 from tests.test_public import ROOT
 
@@ -53,48 +50,28 @@ def batches() -> dict[str, dict[str, Tensor]]:
 
 
 @lru_cache(maxsize=1)
-def stock_results(
-    family: str, kinds: tuple[str, ...] | None = None
-) -> dict[str, tuple[Tensor, Tensor, dict[str, Tensor]]]:
+def stock_results(family: str, kinds: tuple[str, ...] | None = None) -> dict[str, Results]:
     """By batch, of one process; once for all layouts."""
     stock = small_model(family)
-    return {
-        name: results_with_logits(stock, x)
-        for name, x in batches().items()
-        if name in (kinds or batches())
-    }
+    given = batches()
+    return {name: results_with_logits(stock, given[name]) for name in kinds or given}
 
 
-def compare(
+def check_family(
     family: str,
     layout: str,
     strategy: StrategyChoice = None,
     kinds: tuple[str, ...] | None = None,
     **how: Any,
-) -> dict[str, dict[str, float]]:
-    """By batch: the largest errors of loss, logits and gradients, relative to their norms."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+) -> None:
+    """In batches of these kinds, or of all: the loss, logits and all gradients."""
     model = small_model(family)
-    plan = context_parallel_plan(model, layout, strategy=strategy, unshard_outputs=True, **how)
-    parallelize_module(model, mesh, plan)
-    errors, given = {}, batches()
+    under_plan(model, layout, strategy=strategy, unshard_outputs=True, **how)
+    given = batches()
     expected = of_first_rank(lambda: stock_results(family, kinds))
-    for name, (loss, logits, grads) in expected.items():
-        our_loss, our_logits, our_grads = results_with_logits(model, given[name])
-        assert our_grads.keys() == grads.keys()
-        for grad in our_grads.values():
-            dist.all_reduce(grad)
-            grad /= dist.get_world_size()
-        scale = torch.stack([x.norm() for x in grads.values()]).max() * 1e-2
-        errors[name] = {
-            "loss": ((our_loss - loss) / loss).abs().item(),
-            "logits": ((our_logits - logits).norm() / logits.norm()).item(),
-            "gradients": largest(
-                ((our_grads[key] - x).norm() / x.norm().clamp(min=scale)).item()
-                for key, x in grads.items()
-            ),
-        }
-    return errors
+    for name, of_stock in expected.items():
+        errors = errors_of(results_with_logits(model, given[name]), of_stock)
+        assert largest(errors.values()) < 1e-5, (name, errors)
 
 
 ALIKE = {
@@ -124,12 +101,9 @@ def every_family() -> list[Any]:
 
 
 @pytest.mark.parametrize(("family", "world_size", "layout"), every_family())
-def test_family_equals_the_stock_model(
-    pool: Pool, family: str, world_size: int, layout: str
-) -> None:
-    for rank, errors in enumerate(pool.run(world_size, compare, family, layout)):
-        worst = largest(x for error in errors.values() for x in error.values())
-        assert worst < 1e-5, f"rank {rank}: {errors}"
+@on_ranks()
+def test_family_equals_the_stock_model(family: str, layout: str) -> None:
+    check_family(family, layout)
 
 
 STRATEGIES: dict[str, StrategyChoice] = {
@@ -140,29 +114,22 @@ STRATEGIES: dict[str, StrategyChoice] = {
 
 
 @pytest.mark.parametrize("family", STRATEGIES)
-def test_strategies(pool: Pool, family: str) -> None:
-    for rank, errors in enumerate(pool.run(4, compare, family, "zigzag", STRATEGIES[family])):
-        worst = largest(x for error in errors.values() for x in error.values())
-        assert worst < 1e-5, f"rank {rank}: {errors}"
+@on_ranks(4)
+def test_strategies(family: str) -> None:
+    check_family(family, "zigzag", STRATEGIES[family])
 
 
 @pytest.mark.parametrize("family", ["Gemma 3", "gpt-oss"])
-def test_auto_chooses_by_layer(pool: Pool, family: str) -> None:
+@on_ranks(4)
+def test_auto_chooses_by_layer(family: str) -> None:
     """Where all-to-alls take as long as some bytes, windows send fewer and others do not."""
-    for error, strategies in pool.run(4, _by_layer, family):
-        assert error < 1e-5
-        assert strategies == {"sliding": {"ring"}, "full": {"ulysses:4"}}
-
-
-def _by_layer(family: str) -> tuple[float, dict[str, set[str]]]:
-    """The largest error, and the strategies of each kind of layer."""
     how = {"machine": machine_by_bytes(1600.0)}
     with taken() as found:
-        errors = compare(family, "contiguous", "auto", ("plain",), **how)
+        check_family(family, "contiguous", "auto", ("plain",), **how)
     kinds: dict[str, set[str]] = {}
     for mask, strategy, _ in found:
         kinds.setdefault(kind_of(mask), set()).add(strategy)
-    return largest(errors["plain"].values()), kinds
+    assert kinds == {"sliding": {"ring"}, "full": {"ulysses:4"}}
 
 
 REFUSED_STRATEGIES: dict[str, tuple[str, Any, type[Exception]]] = {
@@ -179,16 +146,12 @@ REFUSED_STRATEGIES: dict[str, tuple[str, Any, type[Exception]]] = {
 }
 
 
-def _refuse_strategies() -> None:
-    mesh = init_device_mesh("cpu", (1,))
+@on_ranks(1)
+def test_refused_strategies() -> None:
     for match, (family, strategy, error) in REFUSED_STRATEGIES.items():
         model = small_model(family)
         with pytest.raises(error, match=match):
-            parallelize_module(model, mesh, context_parallel_plan(model, strategy=strategy))
-
-
-def test_refused_strategies(pool: Pool) -> None:
-    pool.run(1, _refuse_strategies)
+            under_plan(model, strategy=strategy)
 
 
 def test_the_page_lists_every_family() -> None:

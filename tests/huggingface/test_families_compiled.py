@@ -7,17 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor.parallel import parallelize_module
 
-from parallel_plans.huggingface import context_parallel_plan
 from parallel_plans.strategies import kind_of
 from tests.dense import largest
 from tests.families import VOCABULARY, small_model
 from tests.forced import machine_by_bytes, taken
-from tests.pool import Pool
+from tests.huggingface.planned import under_plan
+from tests.pool import Pool, on_ranks
 
 SEQ_LEN = 24
 
@@ -41,11 +38,10 @@ def compile_counts(family: str, each_layer: bool, **how: Any) -> tuple[int, list
     """How often it compiled, and the differences of the loss from that of eager."""
     # Dynamo looks for a gradient of what it compiles, be it a leaf or not.
     warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
     depth = {"num_hidden_layers": 4} if each_layer else {}
     models: list[Any] = [small_model(family, **depth) for _ in range(2)]
     for model in models:
-        parallelize_module(model, mesh, context_parallel_plan(model, **how))
+        under_plan(model, **how)
     eager, compiled = models
     counter = CompileCounterWithBackend("aot_eager")
     if each_layer:
@@ -88,19 +84,15 @@ def test_packed_batches_compile_once(pool: Pool, family: str, each_layer: bool) 
 
 
 @pytest.mark.repeats
-def test_auto_compiles_once(pool: Pool) -> None:
+@on_ranks(2, timeout=300)
+def test_auto_compiles_once() -> None:
     """The layers of each kind have the strategy of their mask, whatever the documents are."""
-    for counts, differences, strategies in pool.run(2, _auto, timeout=300):
-        assert counts[0] == counts[-1] <= 2, counts
-        assert largest(differences) < 1e-5, differences
-        # Eager layers see short documents, for which none travels.
-        assert strategies - {("full", "ring")} == {("sliding", "ring"), ("full", "ulysses:2")}
-
-
-def _auto() -> tuple[int, list[float], set[tuple[str, str]]]:
-    """As `compile_counts`, and the strategy of each kind of layer, eager and compiled."""
     with taken() as found:
         counts, differences = compile_counts(
             "gpt-oss", False, layout="contiguous", strategy="auto", machine=machine_by_bytes(700.0)
         )
-    return counts, differences, {(kind_of(mask), strategy) for mask, strategy, _ in found}
+    strategies = {(kind_of(mask), strategy) for mask, strategy, _ in found}
+    assert counts[0] == counts[-1] <= 2, counts
+    assert largest(differences) < 1e-5, differences
+    # Eager layers see short documents, for which none travels.
+    assert strategies - {("full", "ring")} == {("sliding", "ring"), ("full", "ulysses:2")}

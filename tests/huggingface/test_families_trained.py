@@ -14,16 +14,17 @@ import torch.distributed.checkpoint as dcp
 from peft import LoraConfig, get_peft_model
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dtensor_ring.ops.ring_op import ring_backward_op, ring_op
-from parallel_plans.huggingface import context_parallel_plan, ring_checkpoint_contexts
+from parallel_plans.huggingface import ring_checkpoint_contexts
 from tests.dense import largest
 from tests.families import VOCABULARY, small_model
-from tests.pool import Pool
+from tests.huggingface.planned import gradient_errors, relative, shard_weights, under_plan
+from tests.pool import on_ranks
 from tests.results import of_first_rank
 
 STEPS, SEQ_LEN = 4, 24
@@ -77,15 +78,11 @@ def sharded(
     dp."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
     model = small_model(family, **changes or {}).train()
-    parallelize_module(model, mesh["cp"], context_parallel_plan(model, layout))
+    under_plan(model, layout, mesh=mesh["cp"])
     if checkpointing:
         model.activation_checkpointing_enable(checkpointing)
-    shards = mesh["dp", "cp"]._flatten("dp_cp")
-    for module in (*model.get_decoder().layers, model):
-        fully_shard(module, mesh=shards, **options)
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_force_sum_reduction_for_comms(True)  # gloo has no means
+    every = mesh["dp", "cp"]._flatten("dp_cp")
+    shard_weights(model, model.get_decoder().layers, every, **options)
     return model, mesh["dp"].get_local_rank()
 
 
@@ -97,15 +94,13 @@ def trained_alone(
     return train(model, slice(None))[0], model.state_dict()
 
 
-def train_both(
+def check_steps(
     family: str,
     checkpointing: dict[str, Any] | None,
     layout: str = "zigzag",
     changes: dict[str, Any] | None = None,
-) -> dict[str, Any]:
-    """Differences of loss and parameters from one process, and ring calls of a step."""
-    # The sharded logits are a view of the local ones, which FSDP2 says not to write to.
-    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
+) -> tuple[int, int]:
+    """Losses and parameters are those of one process; returns the ring calls of a step."""
     model, row = sharded(family, checkpointing, layout, changes)
     losses, counts = train(model, slice(row, row + 1))
     expected, stock = of_first_rank(lambda: trained_alone(family, changes))
@@ -113,17 +108,13 @@ def train_both(
     dist.all_reduce(mean)
     states = get_model_state_dict(model), stock
     whole = {k: x.full_tensor() if isinstance(x, DTensor) else x for k, x in states[0].items()}
-    return {
-        "loss": (mean / 4 - torch.tensor(expected)).abs().max().item(),
-        "parameters": largest(
-            # Some buffers are zero, and stay so.
-            ((whole[name] - x).norm() / x.norm().clamp(min=1e-30)).item()
-            if x.is_floating_point()
-            else float(not torch.equal(whole[name], x))
-            for name, x in states[1].items()
-        ),
-        "calls": (counts[ring_op], counts[ring_backward_op]),
-    }
+    assert (mean / 4 - torch.tensor(expected)).abs().max() < 1e-5
+    for name, x in states[1].items():
+        if x.is_floating_point():  # some buffers are zero, and stay so
+            assert relative(whole[name], x, 1e-30) < 1e-5, name
+        else:
+            assert torch.equal(whole[name], x), name
+    return counts[ring_op], counts[ring_backward_op]
 
 
 @pytest.mark.parametrize(
@@ -133,28 +124,22 @@ def train_both(
         *(("full", (4, 2)), ("selective", (2, 2))),
     ],
 )
-def test_steps_of_fsdp_equal_one_process(pool: Pool, name: str, calls: tuple[int, int]) -> None:
+@on_ranks(4)
+def test_steps_of_fsdp_equal_one_process(name: str, calls: tuple[int, int]) -> None:
     """Selective checkpointing makes one ring forward and one backward for each of two layers."""
-    for found in pool.run(4, train_both, "Llama", CHECKPOINTING[name]):
-        assert found["calls"] == calls
-        assert found["loss"] < 1e-5, found
-        assert found["parameters"] < 1e-5, found
+    assert check_steps("Llama", CHECKPOINTING[name]) == calls
 
 
-def mixed_losses() -> tuple[list[float], list[float]]:
-    """By step, of a model in bfloat16 under FSDP2, and of one process in float32."""
-    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
+@on_ranks(4)
+def test_mixed_precision() -> None:
+    """In bfloat16 under FSDP2, beside one process in float32."""
     precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     model, row = sharded("Llama", None, mp_policy=precision)
     mean = torch.tensor(train(model, slice(row, row + 1))[0])
     dist.all_reduce(mean)
-    return (mean / 4).tolist(), of_first_rank(lambda: trained_alone("Llama"))[0]
-
-
-def test_mixed_precision(pool: Pool) -> None:
-    for losses, expected in pool.run(4, mixed_losses):
-        assert losses == pytest.approx(expected, rel=0.02)
-        assert losses != pytest.approx(expected, rel=1e-6), "it was not bfloat16"
+    losses, expected = (mean / 4).tolist(), of_first_rank(lambda: trained_alone("Llama"))[0]
+    assert losses == pytest.approx(expected, rel=0.02)
+    assert losses != pytest.approx(expected, rel=1e-6), "it was not bfloat16"
 
 
 TENSOR_PARALLEL = {
@@ -164,61 +149,27 @@ TENSOR_PARALLEL = {
 }
 
 
-def beside_tensor_parallelism(family: str) -> list[float]:
-    """Errors of the loss and of every gradient on (cp, tp) ranks: heads and sequence sharded."""
+@pytest.mark.parametrize(
+    "family",
+    # As in test_trainer_steps.
+    [pytest.param("Llama", marks=pytest.mark.repeats), "Mistral, short window"],
+)
+@on_ranks(4)
+def test_tensor_parallelism_beside_it(family: str) -> None:
+    """On (cp, tp) ranks: heads and sequence sharded."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
     stock, model = small_model(family), small_model(family)
     for layer in model.model.layers:
         styles = {name: style() for name, style in TENSOR_PARALLEL.items()}
         parallelize_module(layer, mesh["tp"], styles)
         layer.self_attn.num_key_value_groups = 2
-    parallelize_module(model, mesh["cp"], context_parallel_plan(model))
+    under_plan(model, mesh=mesh["cp"])
     tokens = batch_of(0)
     losses = [x(input_ids=tokens, labels=tokens).loss for x in (model, stock)]
     for loss in losses:
         loss.backward()
-    errors = [(losses[0] - losses[1]).abs().item()]
-    for ours, theirs in zip(model.parameters(), stock.parameters(), strict=True):
-        grad = ours.grad.full_tensor() if isinstance(ours.grad, DTensor) else ours.grad
-        dist.all_reduce(grad, group=mesh["cp"].get_group())
-        errors.append(((grad / 2 - theirs.grad).norm() / theirs.grad.norm()).item())
-    return errors
-
-
-@pytest.mark.parametrize(
-    "family",
-    # As in test_trainer_steps.
-    [pytest.param("Llama", marks=pytest.mark.repeats), "Mistral, short window"],
-)
-def test_tensor_parallelism_beside_it(pool: Pool, family: str) -> None:
-    for errors in pool.run(4, beside_tensor_parallelism, family):
-        assert largest(errors) < 1e-5, errors
-
-
-def lora_errors(family: str, targets: list[str], is_plan_first: bool) -> list[float]:
-    """Of the loss, the gradients of adapters, and the loss after they were merged."""
-    warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated")  # asked by peft
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
-    adapters = LoraConfig(r=2, target_modules=targets, init_lora_weights=False)
-    models, losses, tokens = [], [], batch_of(0)
-    for is_ring in (True, False):
-        model = small_model(family)
-        if is_ring and is_plan_first:
-            parallelize_module(model, mesh, context_parallel_plan(model))
-        torch.manual_seed(1)
-        models.append(get_peft_model(model, adapters))
-        if is_ring and not is_plan_first:
-            plan = context_parallel_plan(models[-1])
-            assert parallelize_module(models[-1], mesh, plan) is models[-1]
-        losses.append(models[-1](input_ids=tokens, labels=tokens).loss)
-        losses[-1].backward()
-    errors = [(losses[0] - losses[1]).abs().item()]
-    for ours, theirs in zip(*(x.parameters() for x in models), strict=True):
-        if theirs.grad is not None:
-            dist.all_reduce(ours.grad)
-            errors.append(((ours.grad / 2 - theirs.grad).norm() / theirs.grad.norm()).item())
-    ours, theirs = (model.merge_and_unload()(input_ids=tokens, labels=tokens) for model in models)
-    return [*errors, (ours.loss - theirs.loss).abs().item()]
+    assert (losses[0] - losses[1]).abs() < 1e-5
+    assert largest(gradient_errors(model, stock, mesh["cp"].get_group(), floor=0)) < 1e-5
 
 
 @pytest.mark.parametrize("is_plan_first", [True, False], ids=["plan first", "adapters first"])
@@ -237,28 +188,41 @@ def lora_errors(family: str, targets: list[str], is_plan_first: bool) -> list[fl
         pytest.param("MiniMax-01", ["qkv_proj", "q_proj"], marks=pytest.mark.repeats),
     ],
 )
-def test_lora(pool: Pool, family: str, targets: list[str], is_plan_first: bool) -> None:
-    for errors in pool.run(2, lora_errors, family, targets, is_plan_first):
-        assert len(errors) > 4
-        assert largest(errors) < 1e-5, errors
+@on_ranks(2)
+def test_lora(family: str, targets: list[str], is_plan_first: bool) -> None:
+    """The loss, the gradients of adapters, and the loss after they were merged."""
+    warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated")  # asked by peft
+    adapters = LoraConfig(r=2, target_modules=targets, init_lora_weights=False)
+    models, losses, tokens = [], [], batch_of(0)
+    for is_ring in (True, False):
+        model = small_model(family)
+        if is_ring and is_plan_first:
+            under_plan(model)
+        torch.manual_seed(1)
+        models.append(get_peft_model(model, adapters))
+        if is_ring and not is_plan_first:
+            assert under_plan(models[-1]) is models[-1]
+        losses.append(models[-1](input_ids=tokens, labels=tokens).loss)
+        losses[-1].backward()
+    errors = [(losses[0] - losses[1]).abs().item(), *gradient_errors(*models, floor=0)]
+    ours, theirs = (model.merge_and_unload()(input_ids=tokens, labels=tokens) for model in models)
+    errors.append((ours.loss - theirs.loss).abs().item())
+    assert len(errors) > 4
+    assert largest(errors) < 1e-5, errors
 
 
-def saved_and_loaded(folder: str) -> list[float]:
+@on_ranks(4)
+def test_distributed_checkpoint_goes_on(tmp_path: Path) -> None:
     """Losses of all steps, those after the second when a checkpoint was loaded into a new model."""
-    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
     model, row = sharded("Llama", None)
     whole, _ = train(model, slice(row, row + 1))
     first, _ = sharded("Llama", None)
     losses, _ = train(first, slice(row, row + 1), range(2))
-    dcp.save({"model": get_model_state_dict(first)}, checkpoint_id=folder)
+    dcp.save({"model": get_model_state_dict(first)}, checkpoint_id=tmp_path)
     second, _ = sharded("Llama", None)
     state = get_model_state_dict(second)
-    dcp.load({"model": state}, checkpoint_id=folder)
+    dcp.load({"model": state}, checkpoint_id=tmp_path)
     set_model_state_dict(second, state)
     losses += train(second, slice(row, row + 1), range(2, STEPS))[0]
-    return [abs(ours - theirs) for ours, theirs in zip(losses, whole, strict=True)]
-
-
-def test_distributed_checkpoint_goes_on(pool: Pool, tmp_path: Path) -> None:
-    for differences in pool.run(4, saved_and_loaded, str(tmp_path)):
-        assert largest(differences) < 1e-6, differences
+    differences = [abs(ours - theirs) for ours, theirs in zip(losses, whole, strict=True)]
+    assert largest(differences) < 1e-6, differences

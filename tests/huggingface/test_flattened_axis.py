@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import warnings
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor.parallel import parallelize_module
 
 from dtensor_ring import Balanced, Mask, SequenceAxis, sequence_layout, sequence_runs
-from parallel_plans.huggingface import context_parallel_plan
 from tests.dense import largest
 from tests.families import VOCABULARY, small_model
-from tests.pool import Pool
+from tests.huggingface.planned import gradient_errors, shard_weights, under_plan
+from tests.pool import on_ranks
 
 # A long one, which needs all ranks, and short ones, which stay whole.
 LENGTHS = torch.tensor([5, 70, 1, 9, 12, 8, 6, 9, 8])
@@ -42,14 +38,6 @@ def packed_batch() -> dict[str, Tensor]:
     return {"input_ids": tokens, "labels": labels, "position_ids": positions[None]}
 
 
-def step(model: Any) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss of the batch, and all gradients."""
-    loss = model(**packed_batch(), use_cache=False).loss  # a cache would join the documents
-    loss.backward()
-    grads = {name: x.grad for name, x in model.named_parameters()}
-    return loss.detach(), grads
-
-
 def flattened() -> DeviceMesh:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
     SequenceAxis(mesh["cp"], "zigzag")  # another axis, which has nothing to do with it
@@ -58,33 +46,22 @@ def flattened() -> DeviceMesh:
     return everyone
 
 
-def differences_of_a_step() -> dict[str, float]:
-    """From one process without a plan: of the loss, and of the gradients by parameter."""
-    # The sharded logits are a view of the local ones, which FSDP2 says not to write to.
-    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
-    expected_loss, expected = step(small_model("Llama").train())
-    everyone, model = flattened(), small_model("Llama").train()
-    parallelize_module(model, everyone, context_parallel_plan(model, "balanced"))
-    for module in (*model.model.layers, model):
-        fully_shard(module, mesh=everyone)
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_force_sum_reduction_for_comms(True)  # gloo has no means
-    loss, grads = step(model)
-    assert grads.keys() == expected.keys()
-    found = {"loss": largest([(loss - expected_loss).abs().item()])}
-    for name, grad in grads.items():
-        found[name] = ((grad.full_tensor() - expected[name]).norm() / expected[name].norm()).item()
-    return found
+@on_ranks(4)
+def test_loss_and_gradients_are_those_of_one_process() -> None:
+    everyone = flattened()
+    model, stock = (small_model("Llama").train() for _ in range(2))
+    under_plan(model, "balanced", mesh=everyone)
+    shard_weights(model, model.model.layers, everyone)
+    # A cache would join the documents.
+    losses = [x(**packed_batch(), use_cache=False).loss for x in (model, stock)]
+    for loss in losses:
+        loss.backward()
+    assert (losses[0] - losses[1]).abs() < 1e-5
+    assert largest(gradient_errors(model, stock, floor=0)) < 1e-5
 
 
-def test_loss_and_gradients_are_those_of_one_process(pool: Pool) -> None:
-    for found in pool.run(4, differences_of_a_step):
-        assert max(found.values()) < 1e-5, found
-
-
-def attended() -> tuple[Tensor, Tensor]:
-    """The output of an attention over the axis, and of one process."""
+@on_ranks(4)
+def test_attention_is_that_of_one_process() -> None:
     everyone = flattened()
     axis = SequenceAxis(everyone, "balanced")
     torch.manual_seed(0)
@@ -95,9 +72,5 @@ def attended() -> tuple[Tensor, Tensor]:
     document = torch.repeat_interleave(LENGTHS)
     seen = (document[:, None] == document) & torch.ones(len(document), len(document)).tril().bool()
     expected = torch.nn.functional.scaled_dot_product_attention(*whole, attn_mask=seen)
-    return axis.unshard(sharded, 2, LAYOUT), expected
-
-
-def test_attention_is_that_of_one_process(pool: Pool) -> None:
-    for found, expected in pool.run(4, attended):
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    found = axis.unshard(sharded, 2, LAYOUT)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)

@@ -7,13 +7,12 @@ from dataclasses import replace
 import pytest
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor.parallel import parallelize_module
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dtensor_ring import SequenceAxis, sequence_layout
-from parallel_plans.huggingface import context_parallel_plan
 from tests.families import small_model
 from tests.forced import machine_for
+from tests.huggingface.planned import under_plan
 
 FOUND = {
     "Llama": "zigzag",
@@ -33,8 +32,7 @@ def test_layout(family: str) -> None:
     try:
         mesh = init_device_mesh("cpu", (4,))
         model = small_model(family)
-        plan = context_parallel_plan(model, "auto", machine=machine)
-        parallelize_module(model, mesh, plan)
+        under_plan(model, "auto", machine=machine)
         layout = sequence_layout(mesh)
         assert layout is not None
         assert layout.spec == FOUND[family]

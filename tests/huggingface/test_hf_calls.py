@@ -6,16 +6,16 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor.parallel import parallelize_module
+from torch.func import functional_call, grad
 from torch.utils._pytree import tree_leaves
 from transformers import Cache
 
-from parallel_plans.huggingface import ContextParallelCache, context_parallel_plan
+from parallel_plans.huggingface import ContextParallelCache
 from tests import families, multimodal
-from tests.pool import Pool
+from tests.families import VOCABULARY, small_model
+from tests.huggingface.planned import under_plan
+from tests.pool import on_ranks
 
 LABELS, CACHE, TUPLE = {"labels": None}, {"use_cache": True}, {"return_dict": False}
 CALLS: dict[str, dict[str, Any]] = {
@@ -47,11 +47,12 @@ def called(model: Any, batch: dict[str, Any], call: dict[str, Any]) -> Any:
         return model(**batch, **{name: given.get(name, x) for name, x in call.items()})
 
 
-def check_calls(family: str) -> None:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+@pytest.mark.parametrize("family", MODELS)
+@on_ranks(2)
+def test_calls_of_the_stock_model(family: str) -> None:
     stock, batch = model_and_batch(family)
     ours, _ = model_and_batch(family)
-    parallelize_module(ours, mesh, context_parallel_plan(ours, unshard_outputs=True))
+    under_plan(ours, unshard_outputs=True)
     for name, call in CALLS.items():
         caches = call.get("use_cache") and "labels" not in call
         if caches and family in families.HYBRIDS:  # its states have no cache
@@ -69,6 +70,22 @@ def check_calls(family: str) -> None:
         torch.testing.assert_close(tree_leaves(found), tree_leaves(expected), atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("family", MODELS)
-def test_calls_of_the_stock_model(pool: Pool, family: str) -> None:
-    pool.run(2, check_calls, family)
+TOKENS = torch.arange(2, 34).view(2, 16) % VOCABULARY
+PACKED = torch.arange(16).repeat(2, 1) % 10  # two documents in each row
+
+
+@pytest.mark.parametrize(("family", "strategy"), [("Llama", "ulysses"), ("Qwen3.5", None)])
+@on_ranks(2)
+def test_gradients(family: str, strategy: str | None) -> None:
+    model = small_model(family)
+    under_plan(model, strategy=strategy)
+    batch = {"input_ids": TOKENS, "labels": TOKENS, "position_ids": PACKED}
+    model(**batch).loss.backward()
+    expected = {name: x.grad for name, x in model.named_parameters()}
+    parameters = {name: x.detach() for name, x in model.named_parameters()}
+
+    def loss(parameters: dict[str, Tensor]) -> Tensor:
+        return functional_call(model, parameters, (), batch).loss
+
+    found = grad(loss)(parameters)
+    torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)

@@ -10,14 +10,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor.parallel import parallelize_module
 
 from dtensor_ring import shard_sequence
-from parallel_plans.huggingface import context_parallel_plan
 from parallel_plans.huggingface.pooling import pool_documents
 from tests.families import VOCABULARY, small_model
-from tests.pool import Pool
+from tests.huggingface.planned import all_ranks, under_plan
+from tests.pool import on_ranks
 
 SEQUENCE, CUTS = 23, (0, 1, 9, 14, 23)
 TOKENS = torch.randint(2, VOCABULARY, (4, SEQUENCE), generator=torch.Generator().manual_seed(0))
@@ -67,21 +65,6 @@ def _expected(hidden: Tensor, said: dict[str, Tensor], pooling: str) -> Tensor:
     return torch.stack([x[-1] if pooling == "last" else x.mean(0) for x in parts])
 
 
-def embedded(layout: str) -> None:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
-    ring, stock = small_model("Llama").model, small_model("Llama").model
-    parallelize_module(ring, mesh, context_parallel_plan(ring, layout))
-    for batch, said in BATCHES.values():
-        for pooling in ("last", "mean"):
-            hidden = [model(**batch).last_hidden_state for model in (ring, stock)]
-            expected = _expected(hidden[1], said, pooling)
-            found = pool_documents(hidden[0], pooling, **said)
-            torch.testing.assert_close(found, expected, atol=2e-6, rtol=1e-5)
-            alone = pool_documents(hidden[1], pooling, **said)
-            torch.testing.assert_close(alone, expected, atol=1e-6, rtol=1e-6)
-            _check_gradients((ring, stock), [_contrast(x) for x in (found, expected)])
-
-
 def _check_gradients(models: tuple[Any, Any], losses: list[Tensor]) -> None:
     """Of the first model those of all ranks, averaged."""
     torch.testing.assert_close(losses[0], losses[1], atol=1e-6, rtol=1e-6)
@@ -98,7 +81,7 @@ def _check_gradients(models: tuple[Any, Any], losses: list[Tensor]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "layout"),
+    ("world_size", "layout"),
     [
         (2, "zigzag"),
         pytest.param(4, "striped", marks=pytest.mark.repeats),
@@ -106,17 +89,32 @@ def _check_gradients(models: tuple[Any, Any], losses: list[Tensor]) -> None:
         pytest.param(4, "balanced", marks=pytest.mark.repeats),
     ],
 )
-def test_embeddings(pool: Pool, ranks: int, layout: str) -> None:
-    pool.run(ranks, embedded, layout)
+@on_ranks()
+def test_embeddings(layout: str) -> None:
+    ring, stock = small_model("Llama").model, small_model("Llama").model
+    under_plan(ring, layout)
+    for batch, said in BATCHES.values():
+        for pooling in ("last", "mean"):
+            hidden = [model(**batch).last_hidden_state for model in (ring, stock)]
+            expected = _expected(hidden[1], said, pooling)
+            found = pool_documents(hidden[0], pooling, **said)
+            torch.testing.assert_close(found, expected, atol=2e-6, rtol=1e-5)
+            alone = pool_documents(hidden[1], pooling, **said)
+            torch.testing.assert_close(alone, expected, atol=1e-6, rtol=1e-6)
+            _check_gradients((ring, stock), [_contrast(x) for x in (found, expected)])
 
 
-def distilled(layout: str) -> None:
+@pytest.mark.parametrize(
+    ("world_size", "layout"),
+    [(2, "zigzag"), pytest.param(4, "zigzag", marks=pytest.mark.repeats)],
+)
+@on_ranks()
+def test_distillation(layout: str) -> None:
     """A student learns the distribution of a teacher of another family and its own labels."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
     teachers = [small_model("Qwen3") for _ in range(2)]
     students = [small_model("Mistral, short window") for _ in range(2)]
     for model in (teachers[0], students[0]):
-        parallelize_module(model, mesh, context_parallel_plan(model, layout))
+        under_plan(model, layout)
     for batch, is_token in (
         ({"input_ids": TOKENS, "attention_mask": _mask("right")}, _mask("right")),
         (_packed(), torch.ones_like(TOKENS[:1])),
@@ -133,40 +131,24 @@ def distilled(layout: str) -> None:
         _check_gradients((students[0], students[1]), losses)
 
 
-@pytest.mark.parametrize(
-    ("ranks", "layout"),
-    [(2, "zigzag"), pytest.param(4, "zigzag", marks=pytest.mark.repeats)],
-)
-def test_distillation(pool: Pool, ranks: int, layout: str) -> None:
-    pool.run(ranks, distilled, layout)
-
-
 WHOLE = torch.zeros(1, 8, 2)
 
 
-@pytest.mark.parametrize(
-    ("given", "match"),
-    [
+def test_refuses() -> None:
+    both = {"attention_mask": torch.ones(1, 8), "cu_seq_lens": torch.tensor([0, 8])}
+    for given, match in (
         ({"pooling": "first"}, "unknown pooling 'first'; known ones are last, mean"),
-        (
-            {"attention_mask": torch.ones(1, 8), "cu_seq_lens": torch.tensor([0, 8])},
-            "both say documents; leave one out",
-        ),
+        (both, "both say documents; leave one out"),
         ({"attention_mask": torch.ones(1, 7)}, r"must be \(1, 8\), \(B, S\), got \(1, 7\)"),
         ({"cu_seq_lens": torch.tensor([0, 4, 4])}, r"ascending .* one row of 8 .* \[0, 4, 4\]"),
         ({"cu_seq_lens": torch.tensor([0, 9])}, r"ascending boundaries .* got \[0, 9\] and 1 row"),
-    ],
-)
-def test_refuses(given: dict[str, Any], match: str) -> None:
-    with pytest.raises(ValueError, match=match):
-        pool_documents(WHOLE, **given)
+    ):
+        with pytest.raises(ValueError, match=match):
+            pool_documents(WHOLE, **given)
 
 
-def of_others() -> None:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+@on_ranks(2)
+def test_refuses_what_no_model_made() -> None:
+    mesh = all_ranks()
     with pytest.raises(ValueError, match=r"outputs of a model under a plan, .* unshard_sequence"):
         pool_documents(shard_sequence(WHOLE, mesh, 1), "mean")
-
-
-def test_refuses_what_no_model_made(pool: Pool) -> None:
-    pool.run(2, of_others)

@@ -13,15 +13,14 @@ from parts.small_models import small_model
 from peft import LoraConfig, PrefixTuningConfig, get_peft_model
 from torch import nn
 from torch._dynamo.exc import Unsupported
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor.parallel import parallelize_module
 from transformers.modeling_layers import MtpModel
 
 from parallel_plans.huggingface import context_parallel_plan
 from parallel_plans.huggingface.core.patterns import MARKER
+from tests.huggingface.planned import all_ranks, under_plan
 from tests.huggingface.test_huggingface import parallel_model
-from tests.pool import Pool
+from tests.pool import Pool, on_ranks
 
 TOKENS = torch.zeros(1, 16, dtype=torch.int64)
 HOLED = torch.ones(1, 16).index_fill(1, torch.tensor(7), 0)
@@ -64,7 +63,8 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
 """Arguments beside tokens, and what is said of them."""
 
 
-def refuse_calls() -> None:
+@on_ranks(2)
+def test_refuses() -> None:
     """A refused call leaves no state: the second one is refused alike, and so are others."""
     ring = parallel_model("striped", 16)
     for reported, given in REFUSED:
@@ -73,10 +73,6 @@ def refuse_calls() -> None:
         for _ in range(2):
             with torch.set_grad_enabled(has_grad), pytest.raises(ValueError, match=reported):
                 ring(**arguments)
-
-
-def test_refuses(pool: Pool) -> None:
-    pool.run(2, refuse_calls)
 
 
 def small(name: str, head: str = "ForCausalLM", **options: Any) -> Any:
@@ -130,18 +126,15 @@ UNSUPPORTED = {
 }
 
 
-@pytest.mark.parametrize("match", UNSUPPORTED)
-def test_models_without_a_plan(match: str) -> None:
-    with pytest.raises(ValueError, match=match):
-        context_parallel_plan(UNSUPPORTED[match]())
-
-
-@pytest.mark.parametrize("rope", ["dynamic", "longrope"])
-def test_rotary_embeddings_that_depend_on_the_length(rope: str) -> None:
-    model = small("Llama")
-    model.config.rope_parameters["rope_type"] = rope
-    with pytest.raises(ValueError, match=f"'{rope}' depend on the largest position"):
-        context_parallel_plan(model)
+def test_models_without_a_plan() -> None:
+    for match, make in UNSUPPORTED.items():
+        with pytest.raises(ValueError, match=match):
+            context_parallel_plan(make())
+    for rope in ("dynamic", "longrope"):
+        model = small("Llama")
+        model.config.rope_parameters["rope_type"] = rope
+        with pytest.raises(ValueError, match=f"'{rope}' depend on the largest position"):
+            context_parallel_plan(model)
 
 
 def build_unsupported() -> None:
@@ -165,7 +158,7 @@ def build_unsupported() -> None:
             ring(TOKENS)
         changed.remove()
     with pytest.raises(ValueError, match="was replaced already, by a context_parallel_plan"):
-        parallelize_module(ring, init_device_mesh("cpu", (1,)), context_parallel_plan(ring))
+        under_plan(ring)
     for layer in ring.model.layers:
         layer.self_attn.attention_dropout = 0.5
     with pytest.raises(
@@ -182,28 +175,29 @@ def another_kernel() -> None:
         ring(TOKENS)
 
 
-def misused() -> None:
+@on_ranks(2)
+def test_misuse() -> None:
     """Errors that the plan leaves no trace of, or that come with later changes."""
     albert = transformers.AlbertModel(
         transformers.AlbertConfig(
             vocab_size=8, hidden_size=8, num_attention_heads=2, intermediate_size=8
         )
     )
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
-    parallelize_module(albert, mesh, context_parallel_plan(albert))
+    mesh = all_ranks()
+    under_plan(albert)
     with pytest.raises(ValueError, match=r"output pooler_output, \(1, 8\), has no token"):
         albert(input_ids=TOKENS)
     llama = small_model("llama", 16)
     llama.set_attn_implementation("sdpa")
     llama.model.embed_tokens.register_forward_hook(lambda module, args, x: x.cumsum(1) + 1)
     with pytest.raises(ValueError, match="embed_tokens for a token depends"):
-        parallelize_module(llama, mesh, context_parallel_plan(llama))
+        under_plan(llama)
     assert llama.config._attn_implementation == "sdpa"
     sharded: Any = fully_shard(small_model("llama", 16), mesh=mesh)
     with pytest.raises(ValueError, match="apply the plan before fully_shard"):
-        parallelize_module(sharded, mesh, context_parallel_plan(sharded))
+        under_plan(sharded)
     ring = small_model("llama", 16)
-    parallelize_module(ring, mesh, context_parallel_plan(ring))
+    under_plan(ring)
     ring.set_attn_implementation("sdpa")
     with pytest.raises(ValueError, match="set to 'sdpa' after the plan"):
         ring(TOKENS)
@@ -231,11 +225,10 @@ def misused() -> None:
         context_parallel_plan(get_peft_model(small_model("llama", 16), prefix))
 
 
-def test_misuse(pool: Pool) -> None:
-    pool.run(2, misused)
-
-
-def compiled(whole_graph: bool) -> None:
+@pytest.mark.parametrize("whole_graph", [False, True])
+@on_ranks(2)
+def test_layout_of_a_batch_in_a_graph(whole_graph: bool) -> None:
+    """The plan says so, or its compiler does."""
     ring = parallel_model("balanced", 16)
     ring.compile(backend="eager", fullgraph=whole_graph)
     with pytest.raises(
@@ -244,26 +237,22 @@ def compiled(whole_graph: bool) -> None:
         ring(input_ids=TOKENS)
 
 
-@pytest.mark.parametrize("whole_graph", [False, True])
-def test_layout_of_a_batch_in_a_graph(pool: Pool, whole_graph: bool) -> None:
-    """The plan says so, or its compiler does."""
-    pool.run(2, compiled, whole_graph)
-
-
-def differ() -> None:
-    """As under a sampler that counts all ranks; then the ranks agree."""
+@pytest.mark.parametrize(("when", "sees"), [(2, 2), (3, 4), (5, 8)])
+@on_ranks(2)
+def test_weights_that_drift_apart(when: int, sees: int) -> None:
+    """Weights that differ from one forward of training on, and in which forward that is seen."""
     ring, rank = parallel_model("zigzag", 16), dist.get_rank()
-    reported = "input_ids: torch.int64 .1, 16. of checksum .* on .0., torch.int64 .* on .1.$"
-    with pytest.raises(ValueError, match="must get the same batch .*, they differ in " + reported):
-        ring(TOKENS + rank)
-    with pytest.raises(ValueError, match=r"labels: none on .0., torch.int64 .* on .1.$"):
-        ring(TOKENS, **{"labels": TOKENS} if rank else {})
-    assert ring(TOKENS, labels=TOKENS).loss.isfinite()
-    with torch.no_grad(), pytest.raises(ValueError, match="must get the same batch"):
-        ring(TOKENS + rank)
+    for count in range(1, sees + 1):
+        if count == when:
+            ring.lm_head.weight.data[0, 0] += rank
+        if count < sees:
+            ring(TOKENS, labels=TOKENS).loss.backward()
+    with pytest.raises(ValueError, match=r"gradients averaged over them.*, they differ in weights"):
+        ring(TOKENS, labels=TOKENS)
 
 
-def differ_in_weights() -> None:
+@on_ranks(2)
+def test_weights_that_differ() -> None:
     """In one element of one of them; and again after training."""
     ring, rank = parallel_model("zigzag", 16), dist.get_rank()
     weight = ring.model.layers[1].mlp.up_proj.weight.data
@@ -281,29 +270,18 @@ def differ_in_weights() -> None:
         ring(TOKENS)
 
 
-def drift(when: int, sees: int) -> None:
-    """Weights that differ from one forward of training on, and in which forward that is seen."""
+@on_ranks(2)
+def test_batches_that_differ() -> None:
+    """As under a sampler that counts all ranks; then the ranks agree."""
     ring, rank = parallel_model("zigzag", 16), dist.get_rank()
-    for count in range(1, sees + 1):
-        if count == when:
-            ring.lm_head.weight.data[0, 0] += rank
-        if count < sees:
-            ring(TOKENS, labels=TOKENS).loss.backward()
-    with pytest.raises(ValueError, match=r"gradients averaged over them.*, they differ in weights"):
-        ring(TOKENS, labels=TOKENS)
-
-
-@pytest.mark.parametrize(("when", "sees"), [(2, 2), (3, 4), (5, 8)])
-def test_weights_that_drift_apart(pool: Pool, when: int, sees: int) -> None:
-    pool.run(2, drift, when, sees)
-
-
-def test_weights_that_differ(pool: Pool) -> None:
-    pool.run(2, differ_in_weights)
-
-
-def test_batches_that_differ(pool: Pool) -> None:
-    pool.run(2, differ)
+    reported = "input_ids: torch.int64 .1, 16. of checksum .* on .0., torch.int64 .* on .1.$"
+    with pytest.raises(ValueError, match="must get the same batch .*, they differ in " + reported):
+        ring(TOKENS + rank)
+    with pytest.raises(ValueError, match=r"labels: none on .0., torch.int64 .* on .1.$"):
+        ring(TOKENS, **{"labels": TOKENS} if rank else {})
+    assert ring(TOKENS, labels=TOKENS).loss.isfinite()
+    with torch.no_grad(), pytest.raises(ValueError, match="must get the same batch"):
+        ring(TOKENS + rank)
 
 
 def test_refuses_other_models(pool: Pool) -> None:

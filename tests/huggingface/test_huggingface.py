@@ -8,66 +8,26 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from parts.small_models import MODELS, small_model
 from parts.text import read_standard_library
-from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor.parallel import parallelize_module
 from train_hf import average_gradients, batch_of, inputs_of
 
 from dtensor_ring import unshard_sequence
-from parallel_plans.huggingface import context_parallel_plan
 from parallel_plans.huggingface.probing.eligibility import check_model
 from tests.dense import largest
-from tests.pool import Pool
+from tests.huggingface.planned import relative, under_plan
+from tests.pool import on_ranks
 
 
 def parallel_model(layout: str, seq_len: int, **options: Any) -> Any:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
-    model: Any = small_model("llama", seq_len)
-    return parallelize_module(model, mesh["cp"], context_parallel_plan(model, layout, **options))
+    return under_plan(small_model("llama", seq_len), layout, **options)
 
 
 def without_layers(model: Any, num_left: int) -> Any:
     """The model with its first layers only: a compiler takes its time for each."""
     del model.model.layers[num_left:]
     return model
-
-
-def train_both(
-    layout: str, backend: str | None, steps: int, seq_len: int
-) -> list[tuple[float, float]]:
-    """Per step of the demo: difference of the losses, and the largest of a gradient, relative.
-
-    By SGD: Adam's first steps turn rounding in a gradient near zero into a full step.
-    """
-    options = argparse.Namespace(seq_len=seq_len, batch=2)
-    ring, stock = (
-        without_layers(model, 1 if backend else 4)
-        for model in (parallel_model(layout, seq_len), small_model("llama", seq_len))
-    )
-    forward = torch.compile(ring, fullgraph=True, backend=backend) if backend else ring
-    optimizers = [torch.optim.SGD(model.parameters(), lr=0.03) for model in (ring, stock)]
-    text, differences = read_standard_library(), []
-    for step in range(steps):
-        tokens = batch_of(text, step, options)
-        losses = [model(input_ids=tokens, labels=tokens).loss for model in (forward, stock)]
-        for loss in losses:
-            loss.backward()
-        average_gradients(ring)
-        pairs = zip(ring.parameters(), stock.parameters(), strict=True)
-        gradient = largest(relative(ours.grad, theirs.grad) for ours, theirs in pairs)
-        differences.append((abs(losses[0].item() - losses[1].item()), gradient))
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    return differences
-
-
-def relative(ours: Tensor, theirs: Tensor) -> float:
-    return ((ours - theirs).norm() / theirs.norm()).item()
 
 
 # A graph has the layout as a name: what is compiled is the same for all. Gradients of all layouts
@@ -88,14 +48,44 @@ REPEATED = [
         *REPEATED,
     ],
 )
-def test_trains_as_one_process(pool: Pool, layout: str, backend: str | None) -> None:
-    for rank, differences in enumerate(pool.run(2, train_both, layout, backend, 4, 192)):
-        for step, (loss, gradient) in enumerate(differences):
-            assert loss < 1e-5, f"rank {rank}, step {step}: loss differs by {loss}"
-            assert gradient < 1e-5, f"rank {rank}, step {step}: a gradient differs by {gradient}"
+@on_ranks(2)
+def test_trains_as_one_process(layout: str, backend: str | None) -> None:
+    """Per step of the demo: difference of the losses, and the largest of a gradient, relative.
+
+    By SGD: Adam's first steps turn rounding in a gradient near zero into a full step.
+    """
+    steps = 4
+    seq_len = 192
+    options = argparse.Namespace(seq_len=seq_len, batch=2)
+    ring, stock = (
+        without_layers(model, 1 if backend else 4)
+        for model in (parallel_model(layout, seq_len), small_model("llama", seq_len))
+    )
+    forward = torch.compile(ring, fullgraph=True, backend=backend) if backend else ring
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.03) for model in (ring, stock)]
+    text, differences = read_standard_library(), []
+    for step in range(steps):
+        tokens = batch_of(text, step, options)
+        losses = [model(input_ids=tokens, labels=tokens).loss for model in (forward, stock)]
+        for loss in losses:
+            loss.backward()
+        average_gradients(ring)
+        pairs = zip(ring.parameters(), stock.parameters(), strict=True)
+        gradient = largest(relative(ours.grad, theirs.grad) for ours, theirs in pairs)
+        differences.append((abs(losses[0].item() - losses[1].item()), gradient))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for step, (loss, gradient) in enumerate(differences):
+        assert loss < 1e-5, f"step {step}: loss differs by {loss}"
+        assert gradient < 1e-5, f"step {step}: a gradient differs by {gradient}"
 
 
-def forward_cases(layout: str, seq_len: int) -> None:
+@pytest.mark.parametrize(
+    ("layout", "seq_len"), [("zigzag", 37), ("contiguous", 7), ("striped", 12)]
+)
+@on_ranks(4)
+def test_outputs_of_all_input_forms(layout: str, seq_len: int) -> None:
     """Outputs, labels that are masked, and gradients through the logits instead of the loss."""
     ring, stock = parallel_model(layout, seq_len), small_model("llama", seq_len)
     tokens = torch.randint(0, 256, (2, seq_len), generator=torch.Generator().manual_seed(1))
@@ -128,17 +118,10 @@ def forward_cases(layout: str, seq_len: int) -> None:
         assert relative(ours.grad, theirs.grad) < 1e-5
 
 
-@pytest.mark.parametrize(
-    ("layout", "seq_len"), [("zigzag", 37), ("contiguous", 7), ("striped", 12)]
-)
-def test_outputs_of_all_input_forms(pool: Pool, layout: str, seq_len: int) -> None:
-    pool.run(4, forward_cases, layout, seq_len)
-
-
-@pytest.mark.parametrize("model", MODELS)
-def test_models_of_the_demo(model: str) -> None:
-    options = argparse.Namespace(model=model, packed=True, seq_len=64, batch=1)
-    batch = inputs_of(torch.arange(128), 0, options)
-    loss = small_model(model, 64)(**batch, use_cache=False).loss
-    assert 3 < loss.item() < 9, "about the logarithm of 256 bytes"
-    check_model(small_model(model, 64))
+def test_models_of_the_demo() -> None:
+    for model in MODELS:
+        options = argparse.Namespace(model=model, packed=True, seq_len=64, batch=1)
+        batch = inputs_of(torch.arange(128), 0, options)
+        loss = small_model(model, 64)(**batch, use_cache=False).loss
+        assert 3 < loss.item() < 9, f"{model}: about the logarithm of 256 bytes"
+        check_model(small_model(model, 64))

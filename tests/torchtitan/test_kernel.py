@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,9 +15,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from dtensor_ring import Mask, RingError, SequenceAxis
-from tests.dense import dense_attention
+from tests.dense import dense_attention, largest
 from tests.forced import machine_for, taken
-from tests.pool import Pool
+from tests.pool import on_ranks
 from tests.torchtitan.test_torchtitan_parts import _on_cpu
 
 pytestmark = pytest.mark.skipif(not find_spec("torchtitan"), reason="needs torchtitan")
@@ -53,7 +52,9 @@ def _transformed(later: bool, **overrides: Any) -> Any:
     return transform.transform(model_registry("debugmodel").model)
 
 
-def _check_configs(later: bool) -> None:
+@pytest.mark.parametrize("later", [False, True])
+@on_ranks(1, around=_on_cpu)
+def test_the_transform_keeps_what_layers_are(later: bool) -> None:
     from torchtitan.models.common.attention import VarlenAttention
     from torchtitan.models.gpt_oss import model_registry
 
@@ -87,11 +88,6 @@ def _check_configs(later: bool) -> None:
         _transformed(later, strategy="tree").layers[0].attention.inner_attention.build()
 
 
-@pytest.mark.parametrize("later", [False, True])
-def test_the_transform_keeps_what_layers_are(pool: Pool, later: bool) -> None:
-    pool.run(1, _on_cpu, _check_configs, later)
-
-
 def _metadata() -> Any:
     from torchtitan.models.common.attention import VarlenMetadata
 
@@ -99,8 +95,10 @@ def _metadata() -> Any:
     return VarlenMetadata(bounds, bounds, 7, 7)
 
 
-def _run(later: bool) -> float:
-    """How far output and gradients of all kinds of layers are from dense attention."""
+@pytest.mark.parametrize("later", [False, True])
+@on_ranks(2, around=_on_cpu)
+def test_as_dense(later: bool) -> None:
+    """Windows, sinks, documents, by the strategy of each kind, also compiled."""
     from torchtitan.distributed.spmd_types import set_current_spmd_mesh
     from torchtitan.distributed.utils import set_spmd_backend
     from torchtitan.models.gpt_oss.model import Attention
@@ -146,43 +144,34 @@ def _run(later: bool) -> float:
         expected = [dense.out, *dense.backward(grad.transpose(0, 1).unsqueeze(0))[:3]]
         for x, y in zip((out, *grads), expected, strict=True):
             found.append((x - y[0].transpose(0, 1)[own]).abs().max().item())
-    return max(found)
+    assert largest(found) < 1e-5
 
 
-@pytest.mark.parametrize("later", [False, True])
-def test_as_dense(pool: Pool, later: bool) -> None:
-    """Windows, sinks, documents, by the strategy of each kind, also compiled."""
-    for error in pool.run(2, _on_cpu, _run, later):
-        assert error < 1e-5
-
-
-def _chosen(path: str, is_kernel: bool) -> tuple[str, str | None]:
-    """What a layer with the strategy "auto" takes, and the machine that its record names."""
+@pytest.mark.parametrize("is_kernel", [False, True])
+@on_ranks(2, around=_on_cpu)
+def test_the_fastest_strategy(is_kernel: bool, tmp_path: Path) -> None:
+    """A layer with the strategy "auto" takes it, and its record names the machine."""
     from parallel_plans.torchtitan import Documents, RingAttention
 
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "cp"))
     dims: Any = SimpleNamespace(get_optional_mesh=lambda name, **_: mesh[name])
-    options = {"strategy": "auto", "machine": path}
+    path, label = tmp_path / "machine.json", machine_for("ulysses").label
+    if dist.get_rank() == 0:
+        path.write_text(machine_for("ulysses").to_json())
+    dist.barrier()
+    options = {"strategy": "auto", "machine": str(path)}
     config = _kernel(False).Config(**options) if is_kernel else RingAttention.Config(**options)
     layer, q = config.build(), torch.randn(8, 2, 8)
     layer.parallelize(dims)
     given = Documents(torch.tensor([0, 16], dtype=torch.int32))
     with taken() as found:
         layer(*(q if is_kernel else q[None],) * 3, attention_masks=given)
-    ((_, strategy, machine),) = found
-    return strategy, machine
+    assert [x[1:] for x in found] == [("ulysses:2", label)]
 
 
 @pytest.mark.parametrize("is_kernel", [False, True])
-def test_the_fastest_strategy(pool: Pool, is_kernel: bool, tmp_path: Path) -> None:
-    path = tmp_path / "machine.json"
-    path.write_text(machine_for("ulysses").to_json())
-    found = pool.run(2, _on_cpu, _chosen, str(path), is_kernel)
-    assert found == [("ulysses:2", machine_for("ulysses").label)] * 2
-
-
-def _swap(is_kernel: bool) -> str:
-    """What ranks are told, of which one calls two layers in another order."""
+@on_ranks(2, around=_on_cpu)
+def test_another_order_of_layers(is_kernel: bool) -> None:
     from parallel_plans.torchtitan import Documents, RingAttention
 
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "cp"))
@@ -194,20 +183,13 @@ def _swap(is_kernel: bool) -> str:
     given = _metadata() if is_kernel else Documents(torch.tensor([0, 16], dtype=torch.int32))
     inputs = (q if is_kernel else q[None],) * 3
     order = layers if dist.get_rank() else layers[::-1]
-    with pytest.raises(RingError) as reported:
+    told = r"layer: \w+ (0 on rank 1, \w+ 1 on rank 0|1 on rank 0, \w+ 0)"
+    with pytest.raises(RingError, match=told):
         [layer(*inputs, attention_masks=given) for layer in order]
-    return str(reported.value)
 
 
-@pytest.mark.parametrize("is_kernel", [False, True])
-def test_another_order_of_layers(pool: Pool, is_kernel: bool) -> None:
-    for reported in pool.run(2, _on_cpu, _swap, is_kernel):
-        assert re.search(
-            r"layer: \w+ (0 on rank 1, \w+ 1 on rank 0|1 on rank 0, \w+ 0)", reported
-        ), reported
-
-
-def _refuse() -> None:
+@on_ranks(1, around=_on_cpu)
+def test_refusals() -> None:
     kernel = _kernel(False).Config().build()
     q, metadata = torch.randn(4, 2, 8), _metadata()
     with pytest.raises(ValueError, match="has no ranks: it was not parallelized, and there"):
@@ -230,7 +212,3 @@ def _refuse() -> None:
     ):
         with pytest.raises(ValueError, match=match):
             wrong()
-
-
-def test_refusals(pool: Pool) -> None:
-    pool.run(1, _on_cpu, _refuse)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable
 from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
@@ -12,22 +10,14 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
-from examples.torchtitan_cpu import use_cpu
-from tests.pool import Pool
+from tests.pool import on_ranks
+from tests.torchtitan.test_torchtitan_parts import _on_cpu
 
 pytestmark = pytest.mark.skipif(not find_spec("torchtitan"), reason="needs torchtitan")
 
 LENGTHS = (5, 1, 2, 8)
 """Of the documents in a row."""
 IGNORED = -100
-
-
-def _on_cpu(function: Callable[..., Any], *args: Any) -> Any:
-    """Call what imports torchtitan, which has to be set to the CPU before."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torchtitan's own, as it is imported
-        use_cpu()
-        return function(*args)
 
 
 def _batch() -> tuple[dict[str, torch.Tensor], torch.Tensor]:
@@ -38,9 +28,10 @@ def _batch() -> tuple[dict[str, torch.Tensor], torch.Tensor]:
 
 
 @pytest.mark.parametrize("layout", ["zigzag", "striped", "balanced"])
-@pytest.mark.parametrize("num_heads", [1, 3, 9, 16])
-def test_tokens_and_labels_ahead(layout: str, num_heads: int) -> None:
-    _on_cpu(_check_ahead, layout, num_heads)
+@on_ranks(1, around=_on_cpu)
+def test_tokens_and_labels_ahead(layout: str) -> None:
+    for num_heads in (1, 3, 9, 16):
+        _check_ahead(layout, num_heads)
 
 
 def _check_ahead(layout: str, num_heads: int) -> None:
@@ -69,11 +60,8 @@ def _check_ahead(layout: str, num_heads: int) -> None:
     assert seen.tolist() == [1] * 16
 
 
+@on_ranks(1, around=_on_cpu)
 def test_refused() -> None:
-    _on_cpu(_check_refused)
-
-
-def _check_refused() -> None:
     from torchtitan.models.deepseek_v3.mtp import MTPLoss
 
     from parallel_plans.torchtitan.inner_attention import own_tokens
@@ -96,11 +84,8 @@ def _check_refused() -> None:
         check_heads(config, tp)
 
 
-def test_without_the_trainer(pool: Pool) -> None:
-    pool.run(2, _on_cpu, _check_without_trainer)
-
-
-def _check_without_trainer() -> None:
+@on_ranks(2, around=_on_cpu)
+def test_without_the_trainer() -> None:
     """A ring of several ranks needs what is ahead."""
     from torchtitan.models.deepseek_v3 import model_registry
 

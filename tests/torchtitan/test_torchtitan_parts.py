@@ -27,10 +27,10 @@ from dtensor_ring.transport import transport
 from dtensor_ring.transport.transport import BufferPool
 from examples.torchtitan_cpu import use_cpu
 from tests.layouts import LAYOUTS
-from tests.pool import Pool
+from tests.pool import Pool, on_ranks
 from tests.rings import fake_group
 from tests.test_public import ROOT
-from tests.traced_bytes import Peak, Slope, peak_of, slope_of
+from tests.traced_bytes import Peak, peak_of, slope_of
 
 pytestmark = pytest.mark.skipif(not find_spec("torchtitan"), reason="needs torchtitan")
 
@@ -47,7 +47,9 @@ def _on_cpu(function: Callable[..., Any], *args: Any) -> Any:
         return function(*args)
 
 
-def _move() -> None:
+@on_ranks(1, around=_on_cpu)
+def test_documents_stay_on_the_cpu() -> None:
+    """fully_shard moves what a model is called with to the device, on a GPU, by this function."""
     from parallel_plans.torchtitan import Documents
 
     bounds = torch.tensor([0, 4], dtype=torch.int32)
@@ -56,11 +58,6 @@ def _move() -> None:
     assert moved["positions"].is_meta
     assert moved["attention_masks"].cu_seqlens is bounds
     assert moved["attention_masks"].runs is bounds
-
-
-def test_documents_stay_on_the_cpu(pool: Pool) -> None:
-    """fully_shard moves what a model is called with to the device, on a GPU, by this function."""
-    pool.run(1, _on_cpu, _move)
 
 
 def same_order(one: str, other: str, world_size: int) -> bool:
@@ -106,8 +103,9 @@ def test_documents(pool: Pool, layout: str) -> None:
             assert first == as_layout(layout).positions(0, 2, 16)
 
 
-def _slope() -> Slope:
-    """Of a rank's part of a batch, and of attention in its documents."""
+@on_ranks(1, around=_on_cpu)
+def test_documents_are_all_that_grows_with_the_sequence() -> None:
+    """A rank keeps 4 bytes for each token of all ranks, as graphs want boundaries of one shape."""
     from parallel_plans.torchtitan import RingAttention
     from parallel_plans.torchtitan.inner_attention import own_tokens
 
@@ -129,17 +127,13 @@ def _slope() -> Slope:
 
             return peak_of(step)
 
-    return slope_of(peak, (256, 512), (8, 16))
-
-
-def test_documents_are_all_that_grows_with_the_sequence(pool: Pool) -> None:
-    """A rank keeps 4 bytes for each token of all ranks, as graphs want boundaries of one shape."""
-    (slope,) = pool.run(1, _on_cpu, _slope)
+    slope = slope_of(peak, (256, 512), (8, 16))
     assert 4 <= slope.tensors + max(0, slope.objects) <= 16
 
 
-def _check_configs() -> dict[str, tuple[int, int, set[float]]]:
-    """Tokens, ranks of the ring and rotary bases, by name."""
+@on_ranks(1, around=_on_cpu)
+def test_configs() -> None:
+    """Each is one that torchtitan accepts, with rings in all layers."""
     from torchtitan.distributed.activation_checkpoint import FullAC
     from torchtitan.models.common.rope import RoPE
 
@@ -168,12 +162,6 @@ def _check_configs() -> dict[str, tuple[int, int, set[float]]]:
         assert config.training.seq_len % (2 * ranks) == 0
         bases = {rope.theta for _, rope, *_ in model.traverse(RoPE.Config)}
         found[name] = config.training.seq_len, parallelism.context_parallel_degree, bases
-    return found
-
-
-def test_configs(pool: Pool) -> None:
-    """Each is one that torchtitan accepts, with rings in all layers."""
-    (found,) = pool.run(1, _on_cpu, _check_configs)
     assert len(found) == 10
     page = (ROOT / "docs" / "torchtitan.md").read_text()
     rows = re.findall(r"^\| `(\w+_ring_\w+)` \| ([\d,]+) \| (\d+) \|", page, re.MULTILINE)
@@ -282,11 +270,14 @@ def _refuse_kernels() -> None:
 
 
 @pytest.mark.parametrize("refuse", [_refuse_configs, _refuse_calls, _refuse_kernels])
-def test_refusals(pool: Pool, refuse: Callable[[], None]) -> None:
-    pool.run(1, _on_cpu, refuse)
+@on_ranks(1, around=_on_cpu)
+def test_refusals(refuse: Callable[[], None]) -> None:
+    refuse()
 
 
-def _check_examples() -> int:
+@on_ranks(1, around=_on_cpu)
+def test_docstrings() -> None:
+    """What the package offers is documented, and its examples run."""
     package = importlib.import_module("parallel_plans.torchtitan")
     modules = [importlib.import_module(package.__name__)]
     for info in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
@@ -300,9 +291,4 @@ def _check_examples() -> int:
             examples += bool(test.examples)
     for name in package.__all__:
         assert inspect.getdoc(getattr(package, name)), name
-    return examples
-
-
-def test_docstrings(pool: Pool) -> None:
-    """What the package offers is documented, and its examples run."""
-    assert pool.run(1, _on_cpu, _check_examples) == [3]
+    assert examples == 3

@@ -7,19 +7,25 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor.parallel import parallelize_module
+from torch.utils.checkpoint import checkpoint
 
+from dtensor_ring import SequenceAxis
 from dtensor_ring.lab.training.footprint import Storages
-from parallel_plans.huggingface import context_parallel_plan, ring_checkpoint_contexts
+from dtensor_ring.ops.ring_op import ring_backward_op, ring_op
+from parallel_plans.huggingface import ring_checkpoint_contexts
 from parallel_plans.huggingface.activations.kept_for_backward import HOST_MEMORY
 from parallel_plans.huggingface.activations.token_tiles import tokenwise_modules
 from tests.dense import largest
 from tests.families import VOCABULARY, small_model
 from tests.huggingface.activations.played_copies import PlayedCopies
-from tests.pool import Pool
+from tests.huggingface.planned import relative, shard_weights, under_plan
+from tests.huggingface.test_families_trained import RingCalls
+from tests.pool import on_ranks
 
 STEPS, SEQ_LEN = 3, 24
 KEPT = {"mlp_tile": 5, "offload": True}
@@ -40,8 +46,7 @@ def trained(case: Case, is_kept: bool) -> tuple[list[float], dict[str, Any], int
     """Losses, parameters, and how many tensors went to host memory."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
     model = small_model(case.family).to(case.dtype).train()
-    plan = context_parallel_plan(model, case.layout, **KEPT if is_kept else {})
-    parallelize_module(model, mesh["cp"], plan)
+    under_plan(model, case.layout, mesh=mesh["cp"], **KEPT if is_kept else {})
     copies = played(model)
     trains = model
     if case.has_lora:
@@ -53,11 +58,7 @@ def trained(case: Case, is_kept: bool) -> tuple[list[float], dict[str, Any], int
     layers, everyone = model.base_model.layers, mesh["dp", "cp"]._flatten("dp_cp")
     for layer in layers if case.is_compiled else ():
         layer.compile(backend="aot_eager", fullgraph=True)
-    for module in (*layers, model):
-        fully_shard(module, mesh=everyone)
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_force_sum_reduction_for_comms(True)
+    shard_weights(model, layers, everyone)
     trainable = [x for x in trains.parameters() if x.requires_grad]
     # In float32 the sign of gradients near zero is a matter of rounding, see test_trainer_steps.
     eps = 1e-8 if case.dtype == torch.float64 else 1e-2
@@ -83,17 +84,6 @@ def played(model: Any) -> PlayedCopies:
     return copies
 
 
-def differences(case: Case) -> tuple[list[float], list[int]]:
-    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
-    warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated")
-    warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
-    (losses, parameters, kept), (expected, whole, none) = (trained(case, x) for x in (True, False))
-    found = [abs(x - y) for x, y in zip(losses, expected, strict=True)]
-    assert len(set(losses)) == STEPS
-    found += [((parameters[k] - x).norm() / x.norm()).item() for k, x in whole.items()]
-    return found, [kept, none]
-
-
 @pytest.mark.parametrize(
     "case",
     [
@@ -110,19 +100,27 @@ def differences(case: Case) -> tuple[list[float], list[int]]:
     ],
     ids=str,
 )
-def test_steps_equal_those_without(pool: Pool, case: Case) -> None:
-    for found, (kept, none) in pool.run(4, differences, case):
-        assert largest(found) < 1e-6, found
-        assert kept > 0 == none
-
-
-def compiled_differences(is_whole: bool) -> tuple[list[float], int]:
-    """Differences of loss and gradients from those of a plain plan, and what was moved."""
+@on_ranks(4)
+def test_steps_equal_those_without(case: Case) -> None:
+    warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated")
     warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
-    mesh, found, copies = init_device_mesh("cpu", (1,), mesh_dim_names=("cp",)), [], PlayedCopies()
+    (losses, parameters, kept), (expected, whole, none) = (trained(case, x) for x in (True, False))
+    found = [abs(x - y) for x, y in zip(losses, expected, strict=True)]
+    assert len(set(losses)) == STEPS
+    found += [relative(parameters[k], x) for k, x in whole.items()]
+    assert largest(found) < 1e-6, found
+    assert kept > 0 == none
+
+
+@pytest.mark.parametrize("is_whole", [False, pytest.param(True, marks=pytest.mark.repeats)])
+@on_ranks(1)
+def test_compiled(is_whole: bool) -> None:
+    """As under a plain plan; a graph of the whole model moves nothing."""
+    warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
+    found, copies = [], PlayedCopies()
     for options in ({}, KEPT):
         model = small_model("Llama", num_hidden_layers=1).double().train()
-        parallelize_module(model, mesh, context_parallel_plan(model, **options))
+        under_plan(model, **options)
         copies = played(model)
         if options:
             model.activation_checkpointing_enable(SELECTIVE)
@@ -132,15 +130,9 @@ def compiled_differences(is_whole: bool) -> tuple[list[float], int]:
         loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
         loss.backward()
         found.append([loss, *(x.grad for x in model.parameters())])
-    errors = [(x - y).norm().item() for x, y in zip(*found, strict=True)]
-    return errors, len(copies.hosts)
-
-
-@pytest.mark.parametrize("is_whole", [False, pytest.param(True, marks=pytest.mark.repeats)])
-def test_compiled(pool: Pool, is_whole: bool) -> None:
-    """A graph of the whole model moves nothing."""
-    ((errors, num_moved),) = pool.run(1, compiled_differences, is_whole)
-    assert largest(errors) < 1e-6, errors
+    for x, y in zip(*found, strict=True):
+        assert (x - y).norm() < 1e-6
+    num_moved = len(copies.hosts)
     # A layer's input and results of its attention, and the input of the last norm.
     assert num_moved == 0 if is_whole else num_moved >= 4
 
@@ -151,9 +143,8 @@ WIDE = {"hidden_size": HIDDEN, "intermediate_size": 128, "max_position_embedding
 
 def bytes_of_step(num_layers: int, num_tokens: int, options: dict[str, Any]) -> tuple[int, int]:
     """Bytes that a forward keeps, and the most of the step, beside parameters and gradients."""
-    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("cp",))
     model = small_model("Llama", num_hidden_layers=num_layers, **WIDE).train()
-    parallelize_module(model, mesh, context_parallel_plan(model, **options))
+    under_plan(model, **options)
     played(model)
     model.activation_checkpointing_enable(SELECTIVE)
     tokens = torch.arange(num_tokens).unsqueeze(0) % VOCABULARY
@@ -175,27 +166,56 @@ def bytes_by_token(options: dict[str, Any]) -> list[tuple[float, float]]:
     ]
 
 
-def test_bytes_of_a_token(pool: Pool) -> None:
+@on_ranks(1)
+def test_bytes_of_a_token() -> None:
     """A layer keeps its input and the results of its attention; moved, it keeps nothing."""
     by_layer = 4 * HIDDEN + 4 * HEADS * HEAD_DIM + 4 * HEADS
-    ((plain, plain_peak), (deeper, deeper_peak)) = pool.run(1, bytes_by_token, {})[0]
+    (plain, plain_peak), (deeper, deeper_peak) = bytes_by_token({})
     assert deeper - plain == deeper_peak - plain_peak == 2 * by_layer
-    options = {"mlp_tile": 16, "offload": True}
-    (few, more) = pool.run(1, bytes_by_token, options)[0]
+    few, more = bytes_by_token({"mlp_tile": 16, "offload": True})
     assert few == more
     # What attention, norms and the residual hold of one layer remains.
     assert few[1] < 13 * 4 * HIDDEN < plain_peak / 2.5
 
 
-def on_meta() -> None:
-    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("cp",))
+@on_ranks(1)
+def test_modules_of_a_model_without_weights() -> None:
     for family in ("Llama", "Qwen3-MoE"):
         with torch.device("meta"):
             model = type(stock := small_model(family))(stock.config)
-        parallelize_module(model, mesh, context_parallel_plan(model, mlp_tile=5))
+        under_plan(model, mlp_tile=5)
         tiled = {name for name, x in model.named_modules() if "forward" in vars(x)}
         assert tiled == {"", *tokenwise_modules(stock)}
 
 
-def test_modules_of_a_model_without_weights(pool: Pool) -> None:
-    pool.run(1, on_meta)
+SHAPE = (1, 2, 6, 4)
+
+
+@on_ranks(2)
+def test_hooks_get_inputs_and_results_of_attention() -> None:
+    axis = SequenceAxis(init_device_mesh("cpu", (dist.get_world_size(),)), "zigzag")
+    packed: list[tuple[int, ...]] = []
+
+    def layer(x: Tensor) -> Tensor:
+        return axis.attention(x, x.cos(), x.sin()).tanh()
+
+    def pack(x: Tensor) -> Tensor:
+        packed.append(tuple(x.shape))
+        return x.clone()
+
+    grads, how = [], {"use_reentrant": False, "context_fn": ring_checkpoint_contexts}
+    x = torch.linspace(-1, 1, 48).view(SHAPE).requires_grad_()
+    for is_kept in (False, True):
+        with RingCalls() as calls, saved_tensors_hooks(pack, lambda y: y):
+            if is_kept:
+                packed.clear()
+                out = checkpoint(layer, x, **how)
+                seen = list(packed)
+            else:
+                out = layer(x)
+            grads.append(torch.autograd.grad(out.sum(), x, retain_graph=is_kept)[0])
+    with pytest.raises(RuntimeError, match=r"second backward of a layer .* retain_graph=True"):
+        torch.autograd.grad(out.sum(), x)
+    counts = calls.counts[ring_op], calls.counts[ring_backward_op]
+    found = {"error": (grads[0] - grads[1]).abs().max().item(), "seen": seen, "calls": counts}
+    assert found == {"error": 0, "seen": [SHAPE, SHAPE, SHAPE[:3]], "calls": (1, 1)}

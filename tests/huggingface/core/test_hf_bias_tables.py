@@ -8,14 +8,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor.parallel import parallelize_module
 
-from parallel_plans.huggingface import context_parallel_plan, restore_model
+from parallel_plans.huggingface import restore_model
 from parallel_plans.huggingface.core.bias_tables import bias_modules, making_tables, takes_table
 from parallel_plans.huggingface.core.local_attention import keeping_local_attention
 from tests.families import HYBRIDS, VOCABULARY, in_dtype, small_model
-from tests.pool import Pool
+from tests.huggingface.planned import all_ranks, under_plan
+from tests.pool import on_ranks
 from tests.results import results_of
 
 FAMILIES = ("Inkling, scaled", "Inkling 2")
@@ -55,16 +54,18 @@ def test_a_table_has_what_pairs_look_up(family: str) -> None:
             torch.testing.assert_close(found, wanted.broadcast_to(2, 4, 20)[..., lag:])
 
 
-def errors_in_bfloat16(family: str) -> list[tuple[float, float]]:
+@pytest.mark.parametrize("family", FAMILIES)
+@on_ranks(2)
+def test_in_bfloat16_as_exact_as_the_stock_model(family: str) -> None:
     """Of the loss and each gradient, under the plan and of the stock model, of one in float32."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    mesh = all_ranks()
     tokens = torch.randint(2, VOCABULARY, (2, 24), generator=torch.Generator().manual_seed(1))
     batch, found = {"input_ids": tokens, "labels": tokens}, []
     cases = (torch.float32, False), (torch.bfloat16, True), (torch.bfloat16, False)
     for dtype, is_planned in cases:
         model = in_dtype(small_model(family, **ALL_EXPERTS), dtype)
         if is_planned:
-            parallelize_module(model, mesh, context_parallel_plan(model, "zigzag"))
+            under_plan(model, "zigzag")
         loss, grads = results_of(model, batch)
         grad = torch.cat([x.float().flatten() for x in grads.values()])
         if is_planned:
@@ -75,14 +76,9 @@ def errors_in_bfloat16(family: str) -> list[tuple[float, float]]:
         [((x - y).norm() / y.norm()).item() for x, y in zip(other, exact, strict=True)]
         for other in others
     )
-    return [*zip(ours, stock, strict=True)]
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_in_bfloat16_as_exact_as_the_stock_model(pool: Pool, family: str) -> None:
-    for found in pool.run(2, errors_in_bfloat16, family):
-        for ours, stock in found:
-            assert ours < 1.5 * stock + 1e-3, found
+    found = [*zip(ours, stock, strict=True)]
+    for ours, stock in found:
+        assert ours < 1.5 * stock + 1e-3, found
 
 
 class OverTokens(nn.Module):
@@ -105,8 +101,10 @@ class OverTokens(nn.Module):
         return attend(self, x, x, x, None, scaling=1.0)[0].unbind(2)
 
 
-def _check_local_attention() -> None:
-    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("cp",))
+@pytest.mark.skipif("Inkling 2, loop" not in HYBRIDS, reason="since transformers 5.24")
+@on_ranks(1)
+def test_an_attention_without_keywords_stays_within_a_token() -> None:
+    """It keeps its own function; one along the sequence is refused."""
     model = small_model("Inkling 2")
     residual = model.model.layers[0].mlp_input
     own = residual.config
@@ -115,17 +113,11 @@ def _check_local_attention() -> None:
         assert residual.config._attn_implementation == "eager"
         assert model.model.layers[0].self_attn.config is own
     assert residual.config is own
-    parallelize_module(model, mesh, context_parallel_plan(model))
+    under_plan(model)
     assert model.config._attn_implementation == "ring"
     assert residual.config._attn_implementation == "eager"
     restore_model(model)
     assert residual.config is own
     model.model.layers[0].mlp_input = OverTokens(residual)
     with pytest.raises(ValueError, match=r"the output of .* depends on tokens that a rank does"):
-        parallelize_module(model, mesh, context_parallel_plan(model))
-
-
-@pytest.mark.skipif("Inkling 2, loop" not in HYBRIDS, reason="since transformers 5.24")
-def test_an_attention_without_keywords_stays_within_a_token(pool: Pool) -> None:
-    """It keeps its own function; one along the sequence is refused."""
-    pool.run(1, _check_local_attention)
+        under_plan(model)

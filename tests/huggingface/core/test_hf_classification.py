@@ -7,16 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor.parallel import parallelize_module
 
-from parallel_plans.huggingface import context_parallel_plan
 from tests.dense import largest
 from tests.families import small_model
+from tests.huggingface.planned import gradient_errors, relative, under_plan
 from tests.huggingface.test_families import SEQ_LEN, batches
-from tests.pool import Pool
+from tests.pool import on_ranks
 
 CLASS = torch.tensor([2, 0])
 SCORE = torch.tensor([0.3, -1.0])
@@ -30,50 +27,12 @@ HEADS: dict[str, tuple[str, int, Tensor]] = {
 }
 
 
-def outputs_of(model: Any, batch: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
-    """Loss and logits, and all gradients."""
+def outputs_of(model: Any, batch: dict[str, Any]) -> list[Tensor]:
+    """Loss and logits."""
     model.zero_grad()
     output = model(**batch)
     output.loss.backward()
-    logits = [x.detach() for name, x in output.items() if name.endswith("logits")]
-    grads = [x.grad for x in model.parameters() if x.grad is not None]
-    return [output.loss.detach(), *logits], grads
-
-
-def errors_of(name: str, layout: str, unshards: bool, compiled: bool) -> dict[str, list[float]]:
-    """By batch: relative, of gradients to the norm of the largest."""
-    warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
-    family, num_labels, labels = HEADS[name]
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
-    changes = {"num_hidden_layers": 1 if compiled else 2, "num_labels": num_labels}
-    changes |= {"classifier_pooling": "mean"} if name == "mean" else {}
-    ring, stock = (
-        small_model(family, "ForSequenceClassification", use_cache=False, **changes)
-        for _ in range(2)
-    )
-    parallelize_module(ring, mesh, context_parallel_plan(ring, layout, unshard_outputs=unshards))
-    if compiled:
-        ring.compile(backend="aot_eager", fullgraph=True)
-    errors = {}
-    given: dict[str, dict[str, Tensor]] = batches()
-    if name == "first token":  # which is padding: each kernel makes something else of that
-        del given["padded left"]
-    if compiled:  # each of the others is another graph, but finds its last tokens alike
-        given = {name: given[name] for name in ("padded right", "packed")}
-    else:  # stock models log a warning, which breaks a graph
-        given["embeddings"] = {"inputs_embeds": torch.randn(2, SEQ_LEN, 16)}
-    for kind, batch in given.items():
-        inputs = batch | {"labels": labels}
-        (ours, our_grads), (theirs, grads) = (outputs_of(model, inputs) for model in (ring, stock))
-        for grad in our_grads:
-            dist.all_reduce(grad)
-            grad /= dist.get_world_size()
-        scale = torch.stack([x.norm() for x in grads]).max()
-        errors[kind] = [
-            *(((x - y).norm() / y.norm()).item() for x, y in zip(ours, theirs, strict=True)),
-            *(((x - y).norm() / scale).item() for x, y in zip(our_grads, grads, strict=True)),
-        ]
-    return errors
+    return [output.loss, *(x for name, x in output.items() if name.endswith("logits"))]
 
 
 CASES = [
@@ -87,20 +46,37 @@ CASES = [
 
 
 @pytest.mark.parametrize(("name", "world_size", "layout", "unshards", "compiled"), CASES)
-def test_heads_equal_one_process(
-    pool: Pool, name: str, world_size: int, layout: str, unshards: bool, compiled: bool
-) -> None:
-    for found in pool.run(world_size, errors_of, name, layout, unshards, compiled):
-        worst = largest(error for errors in found.values() for error in errors)
-        assert worst < 1e-5, found
+@on_ranks()
+def test_heads_equal_one_process(name: str, layout: str, unshards: bool, compiled: bool) -> None:
+    warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
+    family, num_labels, labels = HEADS[name]
+    changes = {"num_hidden_layers": 1 if compiled else 2, "num_labels": num_labels}
+    changes |= {"classifier_pooling": "mean"} if name == "mean" else {}
+    ring, stock = (
+        small_model(family, "ForSequenceClassification", use_cache=False, **changes)
+        for _ in range(2)
+    )
+    under_plan(ring, layout, unshard_outputs=unshards)
+    if compiled:
+        ring.compile(backend="aot_eager", fullgraph=True)
+    given: dict[str, dict[str, Tensor]] = batches()
+    if name == "first token":  # which is padding: each kernel makes something else of that
+        del given["padded left"]
+    if compiled:  # each of the others is another graph, but finds its last tokens alike
+        given = {name: given[name] for name in ("padded right", "packed")}
+    else:  # stock models log a warning, which breaks a graph
+        given["embeddings"] = {"inputs_embeds": torch.randn(2, SEQ_LEN, 16)}
+    for kind, batch in given.items():
+        pairs = zip(
+            *(outputs_of(x, batch | {"labels": labels}) for x in (ring, stock)), strict=True
+        )
+        errors = [relative(*pair) for pair in pairs] + gradient_errors(ring, stock, floor=1)
+        assert largest(errors) < 1e-5, (kind, errors)
 
 
-def plan_twice() -> None:
-    mesh, model = init_device_mesh("cpu", (1,)), small_model("Llama", "ForSequenceClassification")
-    parallelize_module(model.model, mesh, context_parallel_plan(model.model))
+@on_ranks(1)
+def test_a_backbone_that_is_under_a_plan() -> None:
+    model = small_model("Llama", "ForSequenceClassification")
+    under_plan(model.model)
     with pytest.raises(ValueError, match="replaced already, by a context_parallel_plan"):
-        parallelize_module(model, mesh, context_parallel_plan(model))
-
-
-def test_a_backbone_that_is_under_a_plan(pool: Pool) -> None:
-    pool.run(1, plan_twice)
+        under_plan(model)

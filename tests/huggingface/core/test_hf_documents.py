@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -11,11 +12,15 @@ from torch import Tensor
 from torch.distributed.utils import _to_kwargs
 
 from dtensor_ring import Mask
+from parallel_plans.huggingface.core import documents
 from parallel_plans.huggingface.core.attention_function import RingInputs
 from parallel_plans.huggingface.core.documents import (
     DocumentBounds,
+    _traced,
     cached_documents,
     find_documents,
+    find_starts,
+    joined,
     left_padding,
 )
 from parallel_plans.huggingface.core.layer_inputs import DecodeInputs, ShardedInputs
@@ -77,11 +82,11 @@ CASES: dict[str, tuple[dict[str, Any], Any, Any]] = {
 }
 
 
-@pytest.mark.parametrize(("given", "packed", "others"), CASES.values(), ids=list(CASES))
-def test_documents(given: dict[str, Any], packed: Any, others: Any) -> None:
-    found = find_documents(SEQ_LEN, set(), **{k: torch.tensor(x) for k, x in given.items()})
-    assert bounds(found.of(BY_POSITIONS)[0]) == packed
-    assert bounds(found.of(OTHER)[0]) == others
+def test_documents() -> None:
+    for name, (given, packed, others) in CASES.items():
+        found = find_documents(SEQ_LEN, set(), **{k: torch.tensor(x) for k, x in given.items()})
+        assert bounds(found.of(BY_POSITIONS)[0]) == packed, name
+        assert bounds(found.of(OTHER)[0]) == others, name
 
 
 def test_positions_may_separate_documents_in_all_layers() -> None:
@@ -118,22 +123,22 @@ def test_tokens_that_were_added_are_not_seen() -> None:
     assert bounds(DocumentBounds().bounded(4).of(OTHER)[0]) == [[0, 4]]
 
 
-@pytest.mark.parametrize(
-    ("match", "given"),
-    [
-        ("one stretch of tokens", {"attention_mask": [[1, 0, 1, 1, 1, 1]]}),
-        ("start at 0", {"cu_seq_lens_q": [1, 6]}),
-        ("never decrease", {"cu_seq_lens_q": [0, 4, 2, 6]}),
-        ("at or before 6 tokens", {"cu_seq_lens_q": [0, 7]}),
-        ("the same", {"cu_seq_lens_q": [0, 3, 6], "cu_seq_lens_k": [0, 2, 6]}),
-        ("seq_idx .* both say", {"seq_idx": [[0] * 6], "attention_mask": [[0, 1, 1, 1, 1, 1]]}),
-        ("both say", {"cu_seq_lens_q": [0, 6], "attention_mask": [[0, 1, 1, 1, 1, 1]]}),
-        ("one row of boundaries", {"cu_seq_lens_q": [0, 6], "cu_seq_lens_k": [0, 1, 6]}),
-    ],
-)
-def test_refuses(match: str, given: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=match):
-        find_documents(SEQ_LEN, set(), **{k: torch.tensor(x) for k, x in given.items()})
+REFUSED: dict[str, dict[str, Any]] = {
+    "one stretch of tokens": {"attention_mask": [[1, 0, 1, 1, 1, 1]]},
+    "start at 0": {"cu_seq_lens_q": [1, 6]},
+    "never decrease": {"cu_seq_lens_q": [0, 4, 2, 6]},
+    "at or before 6 tokens": {"cu_seq_lens_q": [0, 7]},
+    "the same": {"cu_seq_lens_q": [0, 3, 6], "cu_seq_lens_k": [0, 2, 6]},
+    "seq_idx .* both say": {"seq_idx": [[0] * 6], "attention_mask": [[0, 1, 1, 1, 1, 1]]},
+    "both say": {"cu_seq_lens_q": [0, 6], "attention_mask": [[0, 1, 1, 1, 1, 1]]},
+    "one row of boundaries": {"cu_seq_lens_q": [0, 6], "cu_seq_lens_k": [0, 1, 6]},
+}
+
+
+def test_refuses() -> None:
+    for match, given in REFUSED.items():
+        with pytest.raises(ValueError, match=match):
+            find_documents(SEQ_LEN, set(), **{k: torch.tensor(x) for k, x in given.items()})
 
 
 def test_boundaries_stay_on_the_cpu() -> None:
@@ -166,3 +171,75 @@ def test_documents_of_a_cache() -> None:
     assert found.chunks[3].tolist() == [[0, 0, 1, 3, 3, 3], [0, 0, 0, 2, 3, 3]]
     assert left_padding(mask[:, 2:], 5) is None
     assert cached_documents(None, 0, 5, set()).packed.tolist() == [0, 0, 5]  # all rows alike
+
+
+LONGER, CHUNKS = 17, {3, 5}
+
+
+def drawn_positions(seed: int, num_rows: int) -> Tensor:
+    """Packed documents, the first of which may begin anywhere."""
+    draw = torch.Generator().manual_seed(seed)
+    restarts = torch.rand(num_rows, LONGER, generator=draw) < 0.2
+    index = torch.arange(LONGER).expand(num_rows, -1)
+    begins = torch.where(restarts, index, 0).cummax(1).values
+    return index - begins + 4 * (begins == 0)
+
+
+def drawn_mask(seed: int, num_rows: int) -> Tensor:
+    draw = torch.Generator().manual_seed(seed)
+    edges = torch.randint(0, LONGER + 1, (2, num_rows, 1), generator=draw).sort(0).values
+    index = torch.arange(LONGER)
+    return ((index >= edges[0]) & (index < edges[1])).long()
+
+
+def compacted(found: DocumentBounds) -> dict[str, list[list[int]] | None]:
+    """Without the empty documents that fill up."""
+
+    def rows(x: Tensor | None) -> list[list[int]] | None:
+        if x is None:
+            return None
+        return [row.unique().tolist() for row in x.view(-1, x.shape[-1])]
+
+    named = {"packed": found.packed, "others": found.others}
+    return {
+        name: rows(x) for name, x in (named | {str(k): x for k, x in found.chunks.items()}).items()
+    }
+
+
+@pytest.mark.parametrize("num_rows", [1, 3])
+def test_documents_are_those_of_tensors_of_fixed_shapes(num_rows: int) -> None:
+    """Which a compiler traces: another way to the same, whose tensors have the whole length."""
+    for seed in range(20):
+        mask, positions = drawn_mask(seed, num_rows), drawn_positions(seed, num_rows)
+        for given in ((mask, None), (None, positions), (mask, positions)):
+            expected = _traced(LONGER, CHUNKS, *given, has_axes=False, for_all=False)
+            with patch.object(documents, "BLOCK", 4):
+                named = dict(zip(("attention_mask", "position_ids"), given, strict=True))
+                found = find_documents(LONGER, CHUNKS, **named)
+            assert compacted(found) == compacted(expected)
+
+
+@pytest.mark.parametrize("by_positions", [True, False])
+def test_parts_join(by_positions: bool) -> None:
+    """Each part knows the value before it, as a rank gets it from another one."""
+    values = drawn_positions(3, 2) if by_positions else drawn_mask(3, 2)
+    tables, before = [], None
+    for begin in range(0, LONGER, 6):
+        part = values[:, begin : begin + 6]
+        tables.append(find_starts(part, by_positions, begin, before).table)
+        before = part[:, -1:]
+    whole = find_starts(values, by_positions)
+    assert torch.equal(joined(tables, 2, by_positions).table, whole.table)
+
+
+def test_most_batches_have_boundaries_of_one_shape() -> None:
+    """Whose number does not follow the length, as long as there are few documents."""
+    shapes = set()
+    for length, num_documents in ((3000, 2), (3000, 900), (6000, 7)):
+        positions = torch.arange(length).unsqueeze(0) % (length // num_documents)
+        found = find_starts(positions, by_positions=True)
+        shapes.add(found.boundaries(length).shape)
+        assert len(found.table) >= num_documents
+    assert shapes == {torch.Size([1025])}
+    every = find_starts(torch.zeros(1, 3000, dtype=torch.long), by_positions=True)
+    assert every.boundaries(3000).tolist() == [*range(3001)]

@@ -15,14 +15,14 @@ from torch import Tensor
 from torch._dynamo.backends.registry import lookup_backend
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor.parallel import parallelize_module
 from transformers import LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalLM
 
 from dtensor_ring.dtensor import axis as axis_module
-from parallel_plans.huggingface import context_parallel_plan, ring_checkpoint_contexts
+from parallel_plans.huggingface import ring_checkpoint_contexts
 from parallel_plans.huggingface.core.random_state import RankDropout, RankState
 from tests.dense import largest
-from tests.pool import Pool
+from tests.huggingface.planned import under_plan
+from tests.pool import Pool, on_ranks
 
 SIZES: dict[str, Any] = {
     "vocab_size": 64,
@@ -39,7 +39,7 @@ def planned(model: Any, layout: str = "zigzag", size: int | None = None) -> Any:
     size = size or dist.get_world_size()
     shape = dist.get_world_size() // size, size
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("tp", "cp"))
-    parallelize_module(model, mesh["cp"], context_parallel_plan(model, layout))
+    under_plan(model, layout, mesh=mesh["cp"])
     return model.train()
 
 
@@ -96,11 +96,8 @@ BACKENDS = "aot_eager", pytest.param("inductor", marks=pytest.mark.repeats)
 
 
 @pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.repeats), 4])
-def test_masks_of_any_two_ranks_are_independent(pool: Pool, world_size: int) -> None:
-    pool.run(world_size, _check_independent)
-
-
-def _check_independent() -> None:
+@on_ranks()
+def test_masks_of_any_two_ranks_are_independent() -> None:
     """Over a million numbers of each rank, and of two forwards of one rank."""
     model = planned(with_lora())
     length = 512 * dist.get_world_size()
@@ -124,11 +121,8 @@ def _check_in_step() -> None:
     assert all(torch.equal(x, after) for x in everyone)
 
 
-def test_ranks_of_tensor_parallelism_agree(pool: Pool) -> None:
-    pool.run(4, _check_agree)
-
-
-def _check_agree() -> None:
+@on_ranks(4)
+def test_ranks_of_tensor_parallelism_agree() -> None:
     """Ranks 0 and 2 share tokens, as 1 and 3 do."""
     model = planned(opt(), size=2)
     torch.manual_seed(1)
@@ -142,11 +136,8 @@ def _check_agree() -> None:
 
 
 @pytest.mark.parametrize("attention_dropout", [0.0, 0.3])
-def test_recomputation_gives_the_same_bits(pool: Pool, attention_dropout: float) -> None:
-    pool.run(2, _check_recomputation, attention_dropout)
-
-
-def _check_recomputation(attention_dropout: float) -> None:
+@on_ranks(2)
+def test_recomputation_gives_the_same_bits(attention_dropout: float) -> None:
     found = []
     for how in (None, {"use_reentrant": False}, {"use_reentrant": True}, CONTEXTS):
         model = planned(opt(attention_dropout=attention_dropout))
@@ -195,11 +186,8 @@ def _loss_curve(layout: str, steps: int, rate: float = 0.2) -> list[float]:
     return losses
 
 
-def test_each_layer_drops_weights_of_its_own(pool: Pool) -> None:
-    pool.run(2, _check_seeds)
-
-
-def _check_seeds() -> None:
+@on_ranks(2)
+def test_each_layer_drops_weights_of_its_own() -> None:
     """Two layers and two forwards have four seeds, the same on all ranks; none in evaluation."""
     model = planned(llama(attention_dropout=0.3))
     torch.manual_seed(3)
@@ -223,11 +211,8 @@ def _check_seeds() -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("is_checkpointed", [pytest.param(False, marks=pytest.mark.repeats), True])
-def test_compiled_models_drop_by_rank(pool: Pool, backend: str, is_checkpointed: bool) -> None:
-    pool.run(2, _check_compiled, backend, is_checkpointed)
-
-
-def _check_compiled(backend: str, is_checkpointed: bool) -> None:
+@on_ranks(2)
+def test_compiled_models_drop_by_rank(backend: str, is_checkpointed: bool) -> None:
     """In one graph no dropout is left to the random state, which is the same on all ranks."""
     model = planned(opt(num_hidden_layers=1, attention_dropout=0.2))
     if is_checkpointed:
@@ -249,11 +234,8 @@ def _check_compiled(backend: str, is_checkpointed: bool) -> None:
     _check_in_step()
 
 
-def test_compiled_layers_drop_by_rank(pool: Pool) -> None:
-    pool.run(2, _check_compiled_layers)
-
-
-def _check_compiled_layers() -> None:
+@on_ranks(2)
+def test_compiled_layers_drop_by_rank() -> None:
     """One graph serves all layers, whose numbers are its inputs; seeds come from the state."""
     # Dynamo looks for a gradient of what it compiles, be it a leaf or not.
     warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
@@ -312,11 +294,8 @@ def test_the_state_is_that_of_before_and_goes_on() -> None:
     assert torch.equal(torch.rand(8), after)
 
 
-def test_refused(pool: Pool) -> None:
-    pool.run(2, _check_refused)
-
-
-def _check_refused() -> None:
+@on_ranks(2)
+def test_refused() -> None:
     with pytest.raises(ValueError, match=r"layerdrop=0\.1 skips layers .* with layerdrop=0"):
         forward(planned(opt(layerdrop=0.1)))
     model = planned(llama(attention_dropout=0.3))
@@ -325,7 +304,6 @@ def _check_refused() -> None:
         model(input_ids=torch.zeros(1, 8, dtype=torch.long), use_cache=True)
     model = planned(llama(attention_dropout=0.3))
     named = llama(attention_dropout=0.3)
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
-    parallelize_module(named, mesh, context_parallel_plan(named, "zigzag", kernel="cpu_flash"))
+    under_plan(named, "zigzag", kernel="cpu_flash")
     with pytest.raises(ValueError, match=r"'cpu_flash' cannot .* by the positions"):
         forward(named.train())

@@ -11,11 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor.parallel import parallelize_module
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_outputs import BaseModelOutputWithPast
@@ -23,13 +20,13 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama import modeling_llama
 
 from dtensor_ring import Mask
-from parallel_plans.huggingface import context_parallel_plan
 from parallel_plans.huggingface.core.patterns import LayerMask, LayerPattern, read_patterns
 from tests.dense import largest
 from tests.families import SMALL
 from tests.huggingface.generation.generating import CACHE, exact_softmax, generate, tokens
+from tests.huggingface.planned import errors_of, under_plan
 from tests.huggingface.test_families import batches
-from tests.pool import Pool
+from tests.pool import on_ranks
 from tests.results import results_with_logits
 
 SPANS = (3, 7, 1, 100_000, 7)
@@ -119,33 +116,17 @@ def stock(kind: type[SpanForCausalLM] = SpanForCausalLM, spans: tuple[int, ...] 
 
 
 def planned(model: Any, layout: str = "zigzag") -> Any:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
-    plan = context_parallel_plan(model, layout, unshard_outputs=True)
-    return parallelize_module(model, mesh, plan)
-
-
-def training_errors(layout: str) -> dict[str, float]:
-    """By batch, the largest of loss, logits and gradients, relative to one process."""
-    models = stock().float(), stock().float()  # eager softmax is float32, and loses its masks
-    ours, theirs, errors = planned(models[0], layout), models[1], {}
-    for name, batch in batches().items():
-        loss, logits, grads = results_with_logits(ours, batch)
-        expected_loss, expected_logits, expected = results_with_logits(theirs, batch)
-        scale = torch.stack([x.norm() for x in expected.values()]).max() * 1e-2
-        found = [((loss - expected_loss) / expected_loss).abs().item()]
-        found.append(((logits - expected_logits).norm() / expected_logits.norm()).item())
-        for parameter, x in expected.items():
-            dist.all_reduce(grads[parameter])
-            error = (grads[parameter] / dist.get_world_size() - x).norm()
-            found.append((error / x.norm().clamp(min=scale)).item())
-        errors[name] = largest(found)
-    return errors
+    return under_plan(model, layout, unshard_outputs=True)
 
 
 @pytest.mark.parametrize(("world_size", "layout"), [(2, "zigzag"), (3, "contiguous")])
-def test_trains_as_one_process(pool: Pool, world_size: int, layout: str) -> None:
-    for errors in pool.run(world_size, training_errors, layout):
-        assert largest(errors.values()) < 1e-5, errors
+@on_ranks()
+def test_trains_as_one_process(layout: str) -> None:
+    models = stock().float(), stock().float()  # eager softmax is float32, and loses its masks
+    ours, theirs = planned(models[0], layout), models[1]
+    for name, batch in batches().items():
+        errors = errors_of(*(results_with_logits(x, batch) for x in (ours, theirs)))
+        assert largest(errors.values()) < 1e-5, (name, errors)
 
 
 def test_the_windows_matter() -> None:
@@ -155,7 +136,8 @@ def test_the_windows_matter() -> None:
     assert min((x - y).abs() for x, y in pairwise(losses)) > 1e-3
 
 
-def generates() -> None:
+@on_ranks(2)
+def test_generates_as_one_process() -> None:
     ours, theirs = planned(stock()), stock()
     left = (torch.arange(13).expand(2, -1) >= torch.tensor([[5], [0]])).long()
     for way in ({}, {"attention_mask": left}, {"prefill_chunk_size": 5}, {"use_cache": False}):
@@ -166,11 +148,8 @@ def generates() -> None:
         torch.testing.assert_close(found.logits, expected.logits, rtol=0, atol=1e-4)
 
 
-def test_generates_as_one_process(pool: Pool) -> None:
-    pool.run(2, generates)
-
-
-def compiles() -> None:
+@on_ranks(2)
+def test_compiles_into_one_graph() -> None:
     eager, compiled = (planned(stock(spans=SPANS[:2])) for _ in range(2))
     counter = CompileCounterWithBackend("eager")
     compiled.compile(backend=counter, fullgraph=True)
@@ -179,20 +158,13 @@ def compiles() -> None:
     assert counter.frame_count == 1
 
 
-def test_compiles_into_one_graph(pool: Pool) -> None:
-    pool.run(2, compiles)
-
-
-def from_meta() -> None:
+@on_ranks(1)
+def test_layers_are_told_apart_without_weights() -> None:
+    """The proxy of a model on the meta device has one layer of each kind, of another index."""
     with torch.device("meta"):
         model = SpanForCausalLM(config_of(SPANS))
     layer_masks = planned(model).context_parallel_sharding.layer_masks
     assert layer_masks == read_patterns(stock())
-
-
-def test_layers_are_told_apart_without_weights(pool: Pool) -> None:
-    """The proxy of a model on the meta device has one layer of each kind, of another index."""
-    pool.run(1, from_meta)
 
 
 def test_each_layer_has_its_mask() -> None:
@@ -297,15 +269,12 @@ REFUSED: dict[Callable[..., Any], str] = {
 }
 
 
-def refuses() -> None:
+@on_ranks(1)
+def test_windows_that_are_not_in_the_masks_are_refused() -> None:
+    """Under a plan they would be lost, and the numbers wrong."""
     for kind, match in REFUSED.items():
         with pytest.raises(ValueError, match=match):
             planned(hiding(kind))
     with pytest.raises(ValueError, match=r"sliding_window of 5 beside it.*and_mask_function"):
         planned(hiding(Keyword))(tokens())
     planned(hiding(Hiding))(tokens())
-
-
-def test_windows_that_are_not_in_the_masks_are_refused(pool: Pool) -> None:
-    """Under a plan they would be lost, and the numbers wrong."""
-    pool.run(1, refuses)

@@ -8,15 +8,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor.parallel import parallelize_module
 
-from parallel_plans.huggingface import context_parallel_plan
 from parallel_plans.huggingface.core.model_masks import ModelMask, mask_of, precomputed_masks
 from parallel_plans.huggingface.core.model_masks import largest as largest_of
 from parallel_plans.huggingface.core.patterns import MARKER
 from tests.dense import largest
-from tests.pool import Pool
+from tests.huggingface.planned import under_plan
+from tests.pool import on_ranks
 from tests.slices import shown
 
 SEQ_LEN, VOCABULARY, STEPS = 30, 48, 4
@@ -108,27 +106,23 @@ def made(name: str) -> Any:
     return MODELS[name]().train()
 
 
-def errors_of(name: str, layout: str) -> list[float]:
-    """Differences of losses and parameters from those of the stock model."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+@pytest.mark.parametrize("name", MODELS)
+@on_ranks(2)
+def test_trains_as_one_process(name: str) -> None:
+    """Other layouts and more ranks are those of whole models, see test_images.py."""
+    layout = "balanced"
     stock, model = made(name), made(name)
     text = model.model.language_model
-    parallelize_module(text, mesh, context_parallel_plan(text, layout, unshard_outputs=True))
+    under_plan(text, layout, unshard_outputs=True)
     with pytest.raises(ValueError, match=r'text_config\._attn_implementation = "ring"'):
         model(**batch_of(name, 0))
     model.config.text_config._attn_implementation = "ring"
     (ours, parameters), (theirs, expected) = train(name, model), train(name, stock)
     errors = [abs(a - b) for a, b in zip(ours, theirs, strict=True)]
-    return errors + [
+    errors = errors + [
         ((parameters[x] - y).norm() / y.norm().clamp(min=1e-2)).item() for x, y in expected.items()
     ]
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_trains_as_one_process(pool: Pool, name: str) -> None:
-    """Other layouts and more ranks are those of whole models, see test_images.py."""
-    for errors in pool.run(2, errors_of, name, "balanced"):
-        assert largest(errors) < 1e-5
+    assert largest(errors) < 1e-5
 
 
 def model_mask(seen: Tensor, padding: Tensor | None = None, past: int = 0) -> ModelMask:

@@ -11,15 +11,14 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor.parallel import parallelize_module
 
-from parallel_plans.huggingface import context_parallel_plan, restore_model, stock_model
+from parallel_plans.huggingface import restore_model, stock_model
 from tests.families import VOCABULARY, small_model
-from tests.pool import Pool
+from tests.huggingface.planned import under_plan
+from tests.pool import Pool, on_ranks
 
 TOKENS = torch.arange(2, 20).unsqueeze(0) % VOCABULARY
 CASES = {
@@ -47,11 +46,6 @@ def state(model: nn.Module) -> dict[str, Any]:
     return found
 
 
-def planned(model: Any, **options: Any) -> Any:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
-    return parallelize_module(model, mesh, context_parallel_plan(model, **options))
-
-
 def logits_of(model: Any) -> Tensor:
     with torch.no_grad():
         logits = model(input_ids=TOKENS, use_cache=False).logits
@@ -63,7 +57,7 @@ def restored(family: str, head: str) -> None:
     expected = logits_of(model)
     before = state(model)
     options = {"unshard_outputs": True, "mlp_tile": 4, "offload": True}
-    planned(model, **options)
+    under_plan(model, **options)
     assert state(model) != before
     sharded = logits_of(model)
     copied = deepcopy(model)
@@ -76,7 +70,7 @@ def restored(family: str, head: str) -> None:
     restore_model(copied)
     assert torch.equal(logits_of(copied), expected)
     assert state(copied).keys() == before.keys()
-    assert torch.equal(logits_of(planned(model, **options)), sharded)
+    assert torch.equal(logits_of(under_plan(model, **options)), sharded)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -84,10 +78,11 @@ def test_is_as_before(pool: Pool, case: str) -> None:
     pool.run(2, restored, *CASES[case])
 
 
-def changed_config() -> None:
+@on_ranks(2)
+def test_changed_config() -> None:
     """What a user changes in the config holds with the plan, without it, and after it."""
     model, stock = small_model("Gemma 2"), small_model("Gemma 2")
-    planned(model, unshard_outputs=True)
+    under_plan(model, unshard_outputs=True)
     for cap in (2.0, 5.0):
         before = logits_of(stock)
         model.config.final_logit_softcapping = stock.config.final_logit_softcapping = cap
@@ -103,21 +98,18 @@ def changed_config() -> None:
     assert torch.equal(logits_of(model), logits_of(stock))
 
 
-def test_changed_config(pool: Pool) -> None:
-    pool.run(2, changed_config)
-
-
-def refused() -> None:
+@on_ranks(1)
+def test_refusals() -> None:
     model = small_model("Llama")
     with pytest.raises(ValueError, match="LlamaForCausalLM is under no context_parallel_plan"):
         restore_model(model)
     before = state(model)
     hook = model.model.embed_tokens.register_forward_hook(lambda module, args, x: x.cumsum(1))
     with pytest.raises(ValueError, match="depends on tokens"):
-        planned(model)
+        under_plan(model)
     hook.remove()
     assert state(model) == before, "a plan that was refused leaves no trace"
-    plain = planned(model).forward
+    plain = under_plan(model).forward
 
     @wraps(type(model).forward)
     def forward(self: Any, **kwargs: Any) -> Any:
@@ -133,13 +125,11 @@ def refused() -> None:
         restore_model(sharded)
 
 
-def test_refusals(pool: Pool) -> None:
-    pool.run(1, refused)
-
-
-def saved(family: str) -> None:
+@pytest.mark.parametrize("family", ["Llama", "Jamba"])
+@on_ranks(1)
+def test_saved(family: str) -> None:
     """Pickle comes to the plan before what transformers has put into layers."""
-    model = planned(small_model(family))
+    model = under_plan(small_model(family))
     for save in (pickle.dumps, lambda x: torch.save(x, io.BytesIO())):
         with pytest.raises(TypeError, match=r"state_dict\(\) .* or restore_model\(model\) before"):
             save(model)
@@ -148,15 +138,11 @@ def saved(family: str) -> None:
         assert torch.equal(logits_of(pickle.loads(pickle.dumps(model))), logits_of(model))
 
 
-@pytest.mark.parametrize("family", ["Llama", "Jamba"])
-def test_saved(pool: Pool, family: str) -> None:
-    pool.run(1, saved, family)
-
-
-def part() -> None:
+@on_ranks(1)
+def test_parts() -> None:
     """A plan on a part, in whose config the outer model has set the ring."""
     model = small_model("Gemma 3")
-    planned(model.model, unshard_outputs=True)
+    under_plan(model.model, unshard_outputs=True)
     model.config._attn_implementation = "ring"  # as docs/huggingface.md says of images in text
     with stock_model(model):
         assert model.config._attn_implementation == "eager"
@@ -164,7 +150,3 @@ def part() -> None:
     restore_model(model)
     assert model.config._attn_implementation == "eager"
     assert logits_of(model).isfinite().all()
-
-
-def test_parts(pool: Pool) -> None:
-    pool.run(1, part)

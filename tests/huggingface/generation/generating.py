@@ -10,15 +10,14 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaForCausalLM
 
 from dtensor_ring.transport.transport import ProcessGroupTransport
-from parallel_plans.huggingface import ContextParallelCache, context_parallel_plan
+from parallel_plans.huggingface import ContextParallelCache
 from parallel_plans.huggingface.core.versions import parameter_of_cache
 from tests.families import ENCODERS, FAMILIES, VOCABULARY, in_dtype, small_model
+from tests.huggingface.planned import under_plan
 
 CAUSAL = tuple(family for family in FAMILIES if family not in ENCODERS)
 NUM_NEW, PROMPT = 5, 13
@@ -39,9 +38,8 @@ def stock(family: str) -> Any:
 
 
 def sharded(family: str, layout: str = "zigzag", **options: Any) -> Any:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
     model = stock(family)
-    return parallelize_module(model, mesh, context_parallel_plan(model, layout, **options))
+    return under_plan(model, layout, **options)
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from tests.huggingface.generation.generating import (
     stock,
     tokens,
 )
-from tests.pool import Pool
+from tests.pool import Pool, on_ranks
 from tests.results import of_first_rank
 
 CHOSEN = ("Llama", "Gemma 3", "gpt-oss", "Llama 4", "DeepSeek-V3")
@@ -76,13 +76,10 @@ def _options(model: Any, way: dict[str, Any]) -> dict[str, Any]:
     return options
 
 
-def check_greedy(families: tuple[str, ...]) -> None:
-    for family in families:
+@on_ranks(2)
+def test_greedy_tokens_of_all_families() -> None:
+    for family in CAUSAL:
         check_way(family, sharded(family), stock(family), "greedy")
-
-
-def test_greedy_tokens_of_all_families(pool: Pool) -> None:
-    pool.run(2, check_greedy, CAUSAL)
 
 
 def check_ways(family: str, ways: tuple[str, ...]) -> None:
@@ -111,8 +108,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize(("layout", "world_size"), list(layouts.items()))
 
 
-def test_ways_to_generate(pool: Pool, family: str, world_size: int, ways: tuple[str, ...]) -> None:
-    pool.run(world_size, check_ways, family, ways)
+@on_ranks()
+def test_ways_to_generate(family: str, ways: tuple[str, ...]) -> None:
+    check_ways(family, ways)
 
 
 TURNS = (2, 1, 9, 1, 2, 7, 1, 1, 4, 9, 1)

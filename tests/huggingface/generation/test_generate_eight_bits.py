@@ -28,7 +28,7 @@ from tests.huggingface.generation.generating import (
     stock,
     tokens,
 )
-from tests.pool import Pool
+from tests.pool import on_ranks
 from tests.quantised.rounded import Rounded
 
 SMALL = 4
@@ -96,7 +96,18 @@ def rounded_cache(model: Any, kv_dtype: str) -> DynamicCache:
     return cache
 
 
-def check(family: str, kv_dtype: str, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("family", "kv_dtype", "options", "world_size"),
+    [
+        ("Llama", "int8", {"num_beams": 2}, 2),  # everything is seen
+        ("Gemma 3", "fp8", {}, 3),
+        ("DeepSeek-V3", "int8", {}, 2),
+    ],
+)
+@on_ranks()
+def test_generated_as_a_stock_model_that_rounds(
+    family: str, kv_dtype: str, options: dict[str, Any]
+) -> None:
     ours, theirs = sharded(family, cache_dtype=kv_dtype), stock(family)
     asked = {"input_ids": tokens(16)} | options
     with patch.object(kept_tokens, "BLOCK_SIZE", SMALL):
@@ -112,22 +123,10 @@ def check(family: str, kv_dtype: str, options: dict[str, Any]) -> None:
     assert not torch.allclose(found.logits[-1], unrounded.logits[-1], rtol=0, atol=1e-5)
 
 
-CASES = {
-    "everything is seen": ("Llama", "int8", {"num_beams": 2}, 2),
-    "windows": ("Gemma 3", "fp8", {}, 3),
-    "latents": ("DeepSeek-V3", "int8", {}, 2),
-}
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_generated_as_a_stock_model_that_rounds(pool: Pool, name: str) -> None:
-    *case, world_size = CASES[name]
-    pool.run(world_size, check, *case)
-
-
+@on_ranks(1)
 @torch.no_grad()
-def check_chunks() -> None:
-    """Turns of any sizes leave what one turn leaves: whole blocks from where the window begins."""
+def test_turns_of_any_sizes() -> None:
+    """They leave what one turn leaves: whole blocks from where the window begins."""
     ours = sharded("Gemma 3", "contiguous", cache_dtype="int8")
     ids, held = tokens(41), []
     with patch.object(kept_tokens, "BLOCK_SIZE", SMALL):
@@ -145,7 +144,8 @@ def check_chunks() -> None:
         torch.testing.assert_close(other, held[0], rtol=0, atol=1e-9)
 
 
-def check_refused() -> None:
+@on_ranks(2)
+def test_refused() -> None:
     model = stock("Llama")
     with pytest.raises(ValueError, match='kv_dtype of a cache must be one of "int8", "fp8"'):
         context_parallel_plan(model, cache_dtype="int4")
@@ -156,8 +156,9 @@ def check_refused() -> None:
         ours(tokens(), use_cache=True)
 
 
+@on_ranks(2)
 @torch.no_grad()
-def check_bytes() -> None:
+def test_bytes() -> None:
     """About half, in layers that see everything and in windows; the same numbers on all ranks."""
     used = []
     for kv_dtype in (None, "int8"):
@@ -168,15 +169,6 @@ def check_bytes() -> None:
         check_bits(torch.tensor(usage))
         used.append(sum(usage.used))
     assert used[1] < 0.9 * used[0]
-
-
-CHECKS = {"chunks": (check_chunks, 1), "refused": (check_refused, 2), "bytes": (check_bytes, 2)}
-
-
-@pytest.mark.parametrize("what", CHECKS)
-def test_caches_of_a_plan(pool: Pool, what: str) -> None:
-    function, world_size = CHECKS[what]
-    pool.run(world_size, function)
 
 
 assert NUM_NEW > SMALL, "some block fills while tokens are decoded"

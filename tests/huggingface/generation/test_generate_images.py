@@ -8,12 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor.parallel import parallelize_module
 from transformers import DynamicCache
 
 from dtensor_ring import RingError
-from parallel_plans.huggingface import ContextParallelCache, context_parallel_plan
+from parallel_plans.huggingface import ContextParallelCache
 from tests.huggingface.generation.generating import (
     CACHE,
     check_bits,
@@ -21,8 +19,9 @@ from tests.huggingface.generation.generating import (
     exact_softmax,
     generate,
 )
+from tests.huggingface.planned import under_plan
 from tests.multimodal import FAMILIES, IMAGE, batch_of, small_model
-from tests.pool import Pool
+from tests.pool import Pool, on_ranks
 
 NUM_NEW = 4
 OF_IMAGES = ("pixel_values", "image_grid_thw", "image_sizes", "image_position_ids")
@@ -50,9 +49,7 @@ def stock(family: str) -> Any:
 
 
 def planned(family: str, layout: str = "zigzag", **options: Any) -> Any:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
-    model = stock(family)
-    return parallelize_module(model, mesh, context_parallel_plan(model, layout, **options))
+    return under_plan(stock(family), layout, **options)
 
 
 def prompt(family: str, case: str, rows: int = 2) -> dict[str, Tensor]:
@@ -165,33 +162,27 @@ def test_an_image_in_a_later_turn(pool: Pool, family: str, decode_tokens: int) -
     pool.run(3, check_turns, family, decode_tokens)
 
 
+@pytest.mark.parametrize("what", ["tokens given as agree", "pixel_values"])
+@on_ranks(2)
 @torch.no_grad()
-def check_differing(family: str) -> None:
-    """Ranks that bring other images, or another token after the same ones."""
-    ours, batch, rank = planned(family), prompt(family, "one image"), dist.get_rank()
+def test_ranks_that_differ(what: str) -> None:
+    """They bring other images; in a later turn another token, or other images of one."""
+    ours, batch, rank = planned("Gemma 3"), prompt("Gemma 3", "one image"), dist.get_rank()
     fewer = batch | {"pixel_values": batch["pixel_values"][rank:]}
     with pytest.raises(ValueError, match="differ in pixel_values"):
         generate(ours, **fewer)
     cache = ours(**batch, use_cache=True)[CACHE]
-    with pytest.raises(RingError, match="differ in tokens given as agree"):
-        ours(batch["input_ids"][:, :1] + rank, cache=cache)
+    later = {"input_ids": batch["input_ids"][:, :1] + rank}
+    if what == "pixel_values":  # of a turn that is not sharded
+        later = fewer | {"token_type_ids": batch["token_type_ids"].repeat(1, 2)}
+    with pytest.raises(RingError, match=f"differ in {what}"):
+        ours(**later, cache=cache)
 
 
-@torch.no_grad()
-def check_fewer(family: str) -> None:
-    """A rank that brings fewer images in a later turn, which is not sharded."""
-    ours, batch = planned(family), prompt(family, "one image")
-    cache = ours(**batch, use_cache=True)[CACHE]
-    pixels = batch["pixel_values"][dist.get_rank() :]
-    types = batch["token_type_ids"].repeat(1, 2)
-    again = {"input_ids": batch["input_ids"], "token_type_ids": types, "pixel_values": pixels}
-    with pytest.raises(RingError, match="differ in pixel_values"):
-        ours(**again, cache=cache)
-
-
-def check_refused(family: str) -> None:
+@on_ranks(2)
+def test_refused_on_every_rank() -> None:
     """What the cache of text refuses; the model goes on."""
-    ours, batch = planned(family), prompt(family, "one image")
+    ours, batch = planned("Gemma 3"), prompt("Gemma 3", "one image")
     with pytest.raises(ValueError, match="cache_implementation='static' is not"):
         generate(ours, **batch, cache_implementation="static")
     with pytest.raises(ValueError, match=r"under torch.no_grad\(\)"):
@@ -206,19 +197,8 @@ def check_refused(family: str) -> None:
     assert generate(ours, **batch, **asked).sequences.shape[1] == batch["input_ids"].shape[1] + 2
 
 
-def test_refused_on_every_rank(pool: Pool) -> None:
-    pool.run(2, check_refused, "Gemma 3")
-    pool.run(2, check_differing, "Gemma 3")
-    pool.run(2, check_fewer, "Gemma 3")
-
-
-NUM_FULL = {"Gemma 3": 1, "Qwen3-VL": 2}
-
-
-def count_messages(family: str) -> list[int]:
-    return decode_messages(planned(family), prompt(family, "one image"))
-
-
-def test_one_message_for_each_full_layer(pool: Pool) -> None:
-    for family, expected in NUM_FULL.items():
-        assert pool.run(2, count_messages, family) == [[expected] * 3] * 2, family
+@on_ranks(2)
+def test_one_message_for_each_full_layer() -> None:
+    for family, expected in {"Gemma 3": 1, "Qwen3-VL": 2}.items():
+        found = decode_messages(planned(family), prompt(family, "one image"))
+        assert found == [expected] * 3, family

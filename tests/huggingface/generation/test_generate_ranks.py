@@ -22,7 +22,7 @@ from tests.huggingface.generation.generating import (
     sharded,
     tokens,
 )
-from tests.pool import Pool
+from tests.pool import on_ranks
 
 
 class OtherToken(transformers.LogitsProcessor):
@@ -60,7 +60,9 @@ PLANTED: dict[str, tuple[Any, dict[str, Any], str]] = {
 }
 
 
-def check_planted(name: str) -> None:
+@pytest.mark.parametrize("name", PLANTED)
+@on_ranks(3)
+def test_ranks_that_drift_apart(name: str) -> None:
     planted, options, match = PLANTED[name]
     ours = sharded("Llama")
     is_last = dist.get_rank() == dist.get_world_size() - 1
@@ -69,12 +71,12 @@ def check_planted(name: str) -> None:
         generate(ours, input_ids=tokens(), logits_processor=[planted], **options)
 
 
-@pytest.mark.parametrize("name", PLANTED)
-def test_ranks_that_drift_apart(pool: Pool, name: str) -> None:
-    pool.run(3, check_planted, name)
+def fails(batch: int, ids: Tensor) -> list[int]:
+    raise KeyError("planted on all")
 
 
-def check_start() -> None:
+@on_ranks(2)
+def test_ranks_that_begin_differently() -> None:
     """What differs before the first token is named, and the group goes on."""
     ours, rank = sharded("Llama"), dist.get_rank()
     for changes, match in (
@@ -91,22 +93,13 @@ def check_start() -> None:
         ours.generate(**asked, do_sample=True)
     found = ours.generate(**asked)
     check_bits(found)
-    time.sleep(
-        (OTHERS_TIMEOUT + 0.2) * rank
-    )  # late: what all ranks are refused alike is no failure
+    # Late: what all ranks are refused alike is no failure.
+    time.sleep((OTHERS_TIMEOUT + 0.2) * rank)
     with pytest.raises(ValueError, match="max_time would stop"):
         ours.generate(**asked, max_time=1.0)
     with pytest.raises(KeyError, match="planted on all"):  # the group stays in order
         ours.generate(**asked, prefix_allowed_tokens_fn=fails)
     assert torch.equal(ours.generate(**asked), found)
-
-
-def fails(batch: int, ids: Tensor) -> list[int]:
-    raise KeyError("planted on all")
-
-
-def test_ranks_that_begin_differently(pool: Pool) -> None:
-    pool.run(2, check_start)
 
 
 OTHER_TURNS = {
@@ -115,8 +108,10 @@ OTHER_TURNS = {
 }
 
 
+@pytest.mark.parametrize("name", OTHER_TURNS)
+@on_ranks(3)
 @torch.no_grad()
-def check_other_turn(name: str) -> None:
+def test_other_turns_of_a_cache(name: str) -> None:
     """All ranks raise, after whatever number of forwards on which they agreed."""
     ours, is_last = sharded("Gemma 3"), dist.get_rank() == dist.get_world_size() - 1
     first, last, match = OTHER_TURNS[name]
@@ -127,18 +122,9 @@ def check_other_turn(name: str) -> None:
     assert cache.get_seq_length() == 13
 
 
-@pytest.mark.parametrize("name", OTHER_TURNS)
-def test_other_turns_of_a_cache(pool: Pool, name: str) -> None:
-    pool.run(3, check_other_turn, name)
-
-
-NUM_FULL = {"Llama": 2, "Gemma 3": 1, "Mistral, short window": 0, "DeepSeek-V3": 2}
-
-
-def count_messages(family: str) -> list[int]:
-    return decode_messages(sharded(family), {"input_ids": tokens()})
-
-
-def test_one_message_for_each_full_layer(pool: Pool) -> None:
-    for family, expected in NUM_FULL.items():
-        assert pool.run(2, count_messages, family) == [[expected] * 3] * 2, family
+@on_ranks(2)
+def test_one_message_for_each_full_layer() -> None:
+    full = {"Llama": 2, "Gemma 3": 1, "Mistral, short window": 0, "DeepSeek-V3": 2}
+    for family, expected in full.items():
+        found = decode_messages(sharded(family), {"input_ids": tokens()})
+        assert found == [expected] * 3, family

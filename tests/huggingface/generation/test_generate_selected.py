@@ -11,8 +11,8 @@ import torch
 from parallel_plans.huggingface import ContextParallelCache
 from tests.families import BESIDE_POOLS, CHOOSES_BLOCKS, CHOOSES_POOLS, SELECTING
 from tests.huggingface.generation.generating import decode_messages, sharded, stock, tokens
-from tests.huggingface.generation.test_generate import WAYS, check_turns, check_ways
-from tests.pool import Pool
+from tests.huggingface.generation.test_generate import check_turns, check_ways
+from tests.pool import on_ranks
 from tests.results import of_first_rank
 
 SOME = ("greedy", "left padded", "chunked prefill")
@@ -36,27 +36,11 @@ GENERATED |= {"DeepSeek-V4": 2}
         for x in (*SELECTING, *CHOOSES_BLOCKS, *CHOOSES_POOLS, *BESIDE_POOLS)
     ],
 )
-def test_ways_to_generate(
-    pool: Pool, request: pytest.FixtureRequest, family: str, world_size: int
-) -> None:
+@on_ranks()
+def test_ways_to_generate(family: str) -> None:
     ways = {"DeepSeek-V3.2": OF_DEEPSEEK, "MiniMax M3": OF_BLOCKS}.get(family, SOME)
     ways = OF_POOLS if family in {**CHOOSES_POOLS, **BESIDE_POOLS} else ways
-    if family in CHOOSES_POOLS:
-        ways += ("left padded",)
-    if request.config.getoption("--all-cases"):
-        padded = {**SELECTING, **CHOOSES_POOLS}
-        ways = tuple(x for x in WAYS if family in padded or not x.startswith("left padded"))
-        if family in {**CHOOSES_POOLS, **BESIDE_POOLS}:
-            ways = tuple(x for x in ways if x not in ("prompt lookup", "assisted"))
-        if family in BESIDE_POOLS:  # its first layers choose experts by ids
-            ways = tuple(x for x in ways if x != "embeddings")
-    pool.run(world_size, check_ways, family, ways)
-
-
-def check_all_turns(families: tuple[str, ...]) -> None:
-    """Parts of a sequence, sharded or not, choose the keys that the whole chooses."""
-    for number, family in enumerate(families):
-        check_turns(family, "zigzag", number % 2 if family in SELECTING else 0)
+    check_ways(family, ways + ("left padded",) * (family in CHOOSES_POOLS))
 
 
 EVERYONE = (*SELECTING, *CHOOSES_BLOCKS, *CHOOSES_POOLS, *BESIDE_POOLS)
@@ -69,12 +53,11 @@ EVERYONE = (*SELECTING, *CHOOSES_BLOCKS, *CHOOSES_POOLS, *BESIDE_POOLS)
         *(pytest.param(x, EVERYONE, id=f"all-{x}", marks=pytest.mark.repeats) for x in (2, 4)),
     ],
 )
-def test_turns_equal_one_forward(pool: Pool, world_size: int, families: tuple[str, ...]) -> None:
-    pool.run(world_size, check_all_turns, families)
-
-
-def messages(family: str) -> list[int]:
-    return decode_messages(sharded(family), {"input_ids": tokens()})
+@on_ranks()
+def test_turns_equal_one_forward(families: tuple[str, ...]) -> None:
+    """Parts of a sequence, sharded or not, choose the keys that the whole chooses."""
+    for number, family in enumerate(families):
+        check_turns(family, "zigzag", number % 2 if family in SELECTING else 0)
 
 
 @pytest.mark.parametrize(
@@ -85,23 +68,15 @@ def messages(family: str) -> list[int]:
         ("MiniMax M3", 5),
     ],
 )
-def test_messages_of_a_token(pool: Pool, family: str, expected: int) -> None:
+@on_ranks(2)
+def test_messages_of_a_token(family: str, expected: int) -> None:
     """One for each attention, and one for each index, which one of the three layers has not."""
-    for counts in pool.run(2, messages, family):
-        assert counts == [expected] * 3
+    counts = decode_messages(sharded(family), {"input_ids": tokens()})
+    assert counts == [expected] * 3
 
 
 LENGTHS = 2, 12, 20
 """Of prompts: each pool of 3, 4 or 5 tokens ends with one of them, and holds the end of another."""
-
-
-def check_lengths(family: str) -> None:
-    ours, theirs = sharded(family), stock(family)
-    how: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
-    for length in LENGTHS:
-        prompt = tokens(length)
-        expected = of_first_rank(partial(theirs.generate, prompt, **how))
-        assert torch.equal(ours.generate(prompt, **how), expected), length
 
 
 @pytest.mark.parametrize(
@@ -112,8 +87,14 @@ def check_lengths(family: str) -> None:
         *(pytest.param(family, marks=pytest.mark.repeats) for family in CHOOSES_BLOCKS),
     ],
 )
-def test_prompts_that_end_within_a_pool(pool: Pool, family: str) -> None:
-    pool.run(3, check_lengths, family)
+@on_ranks(3)
+def test_prompts_that_end_within_a_pool(family: str) -> None:
+    ours, theirs = sharded(family), stock(family)
+    how: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
+    for length in LENGTHS:
+        prompt = tokens(length)
+        expected = of_first_rank(partial(theirs.generate, prompt, **how))
+        assert torch.equal(ours.generate(prompt, **how), expected), length
 
 
 @torch.no_grad()
@@ -125,15 +106,17 @@ def kept_bytes(family: str) -> int:
     return sum(cache.usage().used)
 
 
-def test_keys_of_an_index_are_counted(pool: Pool) -> None:
+@on_ranks(2)
+def test_keys_of_an_index_are_counted() -> None:
     """Two layers of three keep them beside latents: 8 numbers of a token, and 8 + 4 in float64."""
     latents, index = 3 * (8 + 4), 2 * 8
-    assert pool.run(2, kept_bytes, "GLM-5")[0] == 2 * 24 * 8 * (latents + index)
+    assert kept_bytes("GLM-5") == 2 * 24 * 8 * (latents + index)
 
 
-def test_what_pools_are_made_of_is_counted(pool: Pool) -> None:
+@on_ranks(2)
+def test_what_pools_are_made_of_is_counted() -> None:
     """Windows, which both ranks hold, and of each token what pools of two layers are made of."""
     keys_and_gates, of_position = (2 * 8, 4 * 8, 4 * 8), 3
     windows = 2 * 3 * 2 * 24 * 2 * 8 * 8
     rows = 2 * 24 * 8 * sum(x + of_position for x in keys_and_gates)
-    assert pool.run(2, kept_bytes, "DeepSeek-V4")[0] == windows + rows
+    assert kept_bytes("DeepSeek-V4") == windows + rows

@@ -15,7 +15,7 @@ from parallel_plans.huggingface.core.versions import cache_name
 from tests.families import HYBRIDS
 from tests.huggingface.generation.generating import exact_softmax, generate, sharded, stock, tokens
 from tests.huggingface.generation.test_generate import FLOAT32, check_turns, check_ways
-from tests.pool import Pool
+from tests.pool import on_ranks
 
 LOOP = "Inkling 2, loop"
 OTHERS = ("MiniMax-01", "Zamba", "Granite 4, attention only", LOOP)
@@ -34,11 +34,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize(("family", "world_size"), cases)
 
 
-def test_ways_to_generate(pool: Pool, family: str, world_size: int) -> None:
+@on_ranks()
+def test_ways_to_generate(family: str) -> None:
     # Stock caches of states alone cannot be asked how many tokens they have.
     unserved = (*ANEW, "Mamba 2")
     left_out = ("chunked prefill",) if family in unserved else ()
-    pool.run(world_size, check_ways, family, tuple(x for x in WAYS if x not in left_out))
+    check_ways(family, tuple(x for x in WAYS if x not in left_out))
 
 
 ANEW = ("Jamba", "Mamba", "FalconMamba")
@@ -47,16 +48,13 @@ In other families forwards are: stock Zamba2 has a least time step, `time_step_m
 tokens, and none for a single one, which is 3e-3 of its logits here."""
 
 
-def check_all_turns(family: str) -> None:
+@on_ranks()
+def test_turns_equal_one_forward(family: str) -> None:
+    """Few tokens on all ranks, many sharded, after those that are cached."""
     # Scans compute in float32 whatever the dtype.
     FLOAT32.update(dict.fromkeys(HYBRIDS, 5e-6))
     for layout, padding in (("contiguous", 0), ("zigzag", 1)):
         check_turns(family, layout, padding, in_turns=family not in ANEW)
-
-
-def test_turns_equal_one_forward(pool: Pool, family: str, world_size: int) -> None:
-    """Few tokens on all ranks, many sharded, after those that are cached."""
-    pool.run(world_size, check_all_turns, family)
 
 
 def states_of(cache: Any) -> list[Tensor]:
@@ -69,8 +67,11 @@ def states_of(cache: Any) -> list[Tensor]:
     return found
 
 
+@on_ranks()
 @torch.no_grad()
-def check_states(family: str, layout: str) -> None:
+def test_states_are_those_of_one_process(family: str) -> None:
+    """In one layout; both are compared by turns."""
+    layout = "zigzag" if family in ("Qwen3-Next", "Inkling 2") else "contiguous"
     ours, theirs = sharded(family, layout), stock(family)
     for number in (2, 11, 24):
         expected = DynamicCache(config=theirs.config)
@@ -88,13 +89,9 @@ def check_states(family: str, layout: str) -> None:
         assert torch.equal(*next_ones)
 
 
-def test_states_are_those_of_one_process(pool: Pool, family: str, world_size: int) -> None:
-    """In one layout; both are compared by turns."""
-    layout = "zigzag" if family in ("Qwen3-Next", "Inkling 2") else "contiguous"
-    pool.run(world_size, check_states, family, layout)
-
-
-def check_refused() -> None:
+@on_ranks(2)
+def test_refused() -> None:
+    """To take tokens back out of a state, and a cache of a model's own."""
     model = sharded("Granite 4")
     cache = ContextParallelCache(model)
     with torch.no_grad():
@@ -109,20 +106,12 @@ def check_refused() -> None:
             generate(sharded(family), input_ids=tokens())
 
 
-def test_refused(pool: Pool) -> None:
-    """To take tokens back out of a state, and a cache of a model's own."""
-    pool.run(2, check_refused)
-
-
-def check_without_a_cache() -> None:
+@pytest.mark.skipif(LOOP not in HYBRIDS, reason="since transformers 5.24")
+@on_ranks(2)
+def test_layers_that_run_several_times_generate_without_a_cache() -> None:
     ours, theirs = sharded(LOOP), stock(LOOP)
     with pytest.raises(ValueError, match=r"copies layers of its cache .* use_cache=False"):
         generate(ours, input_ids=tokens())
     with exact_softmax():
         expected = generate(theirs, input_ids=tokens(), use_cache=False).sequences
     assert torch.equal(generate(ours, input_ids=tokens(), use_cache=False).sequences, expected)
-
-
-@pytest.mark.skipif(LOOP not in HYBRIDS, reason="since transformers 5.24")
-def test_layers_that_run_several_times_generate_without_a_cache(pool: Pool) -> None:
-    pool.run(2, check_without_a_cache)

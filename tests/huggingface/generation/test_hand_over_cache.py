@@ -9,11 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor.parallel import parallelize_module
 
-from parallel_plans.huggingface import ContextParallelCache, context_parallel_plan, hand_over_cache
+from parallel_plans.huggingface import ContextParallelCache, hand_over_cache
 from tests.huggingface.generation.generating import exact_softmax, generate, stock, tokens
-from tests.pool import Pool
+from tests.huggingface.planned import under_plan
+from tests.pool import on_ranks
 from tests.results import of_first_rank
 
 GROUPS = [((0,), (3,)), ((0, 1), (2, 3)), ((0, 1, 2, 3), (1, 2)), ((0, 1, 2), (3,))]
@@ -25,8 +25,7 @@ def on(ranks: tuple[int, ...], family: str, layout: str, **options: Any) -> Any:
     mesh = DeviceMesh("cpu", [*ranks])
     if mesh.get_coordinate() is None:
         return None
-    model = stock(family)
-    return parallelize_module(model, mesh, context_parallel_plan(model, layout, **options))
+    return under_plan(stock(family), layout, mesh=mesh, **options)
 
 
 @torch.no_grad()
@@ -44,7 +43,10 @@ def stock_tokens(family: str, prompt: torch.Tensor) -> torch.Tensor:
         return generate(stock(family), inputs=prompt).sequences
 
 
-def check_families(num_groups: int) -> None:
+@pytest.mark.parametrize("num_groups", [1, pytest.param(4, marks=pytest.mark.repeats)])
+@on_ranks(4)
+def test_tokens_are_those_of_the_stock_model(num_groups: int) -> None:
+    """Each family over one of the groups in turn, or over all."""
     mesh = init_device_mesh("cpu", (4,))
     for number, family in enumerate(FAMILIES, 2):
         prompt = tokens(29)
@@ -57,13 +59,9 @@ def check_families(num_groups: int) -> None:
                 assert torch.equal(found, expected), (family, ranks)
 
 
-@pytest.mark.parametrize("num_groups", [1, pytest.param(4, marks=pytest.mark.repeats)])
-def test_tokens_are_those_of_the_stock_model(pool: Pool, num_groups: int) -> None:
-    """Each family over one of the groups in turn, or over all."""
-    pool.run(4, check_families, num_groups)
-
-
-def check_eight_bits(family: str) -> None:
+@pytest.mark.parametrize("family", ["Llama", "Gemma 3"])
+@on_ranks(4)
+def test_eight_bits_stay(family: str) -> None:
     """What was rounded stays so: the logits are those of the ranks that have prefilled."""
     mesh, options = init_device_mesh("cpu", (4,)), {"cache_dtype": "int8"}
     prompt = tokens(64 * 3 + 6, rows=1)
@@ -82,12 +80,8 @@ def check_eight_bits(family: str) -> None:
     torch.testing.assert_close(told[3], told[0], atol=1e-12, rtol=1e-12)
 
 
-def test_eight_bits_stay(pool: Pool) -> None:
-    for family in ("Llama", "Gemma 3"):
-        pool.run(4, check_eight_bits, family)
-
-
-def check_refused() -> None:
+@on_ranks(2)
+def test_what_does_not_fit() -> None:
     mesh, rank = init_device_mesh("cpu", (2,)), dist.get_rank()
     models = on((0,), "Llama", "zigzag"), on((1,), "Llama", "zigzag")
     other = on((1,), "Gemma 3", "zigzag")
@@ -100,7 +94,3 @@ def check_refused() -> None:
     target = None if other is None else ContextParallelCache(other)
     with pytest.raises(ValueError, match="hand over caches of the same model"):
         hand_over_cache(source, target, mesh)
-
-
-def test_what_does_not_fit(pool: Pool) -> None:
-    pool.run(2, check_refused)

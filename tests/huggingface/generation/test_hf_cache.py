@@ -29,7 +29,7 @@ from tests.huggingface.generation.generating import (
     stock,
     tokens,
 )
-from tests.pool import Pool
+from tests.pool import on_ranks
 
 NAMES = ("cache", "past_key_values")
 LEFT = torch.ones(2, 13, dtype=torch.long)
@@ -68,7 +68,8 @@ FORWARD: dict[str, dict[str, Any]] = {
 }
 
 
-def check_refused() -> None:
+@on_ranks(2)
+def test_refused() -> None:
     ours = sharded("Llama")
     ours.generation_config.pad_token_id = 0
     for match, changes in GENERATE.items():
@@ -94,8 +95,9 @@ def check_refused() -> None:
     assert generate(ours, input_ids=tokens()).sequences.shape == (2, 13 + NUM_NEW)
 
 
+@on_ranks(3)
 @torch.no_grad()
-def check_misused() -> None:
+def test_misused() -> None:
     ours, other = sharded("Llama, dynamic"), sharded("Qwen2")
     cache = ContextParallelCache(ours)
     for nothing in (cache.batch_select_indices, cache.reorder_cache):
@@ -150,8 +152,9 @@ def _fail(*_: Any) -> None:
     raise ZeroDivisionError
 
 
+@on_ranks(2)
 @torch.no_grad()
-def check_half_done() -> None:
+def test_half_done() -> None:
     """What fails in some layer is done in none: forwards, and choices of rows."""
     cases: tuple[tuple[str, Any, str, int, Any], ...] = (
         (
@@ -176,7 +179,8 @@ def check_half_done() -> None:
         assert torch.equal(ours(tokens(2), cache=cache).logits, expected), name
 
 
-def check_lookup() -> None:
+@on_ranks(2)
+def test_lookup() -> None:
     """More tokens are proposed, and taken back, than a decode step takes."""
     ours, theirs = sharded("Gemma 3"), stock("Gemma 3")
     options = {"input_ids": tokens(4, rows=1).repeat(1, 4), "prompt_lookup_num_tokens": 3}
@@ -184,7 +188,8 @@ def check_lookup() -> None:
     assert torch.equal(found.sequences, generate(theirs, **options).sequences)
 
 
-def check_usage() -> None:
+@on_ranks(3)
+def test_bytes() -> None:
     """Each rank has its part of what sees everything, in blocks, and all of the windows."""
     ours, size = sharded("Gemma 3"), dist.get_world_size()
     chat = ContextParallelCache(ours, block=4)
@@ -197,8 +202,9 @@ def check_usage() -> None:
     assert result[CACHE] is chat
 
 
+@on_ranks(2)
 @torch.no_grad()
-def check_rows() -> None:
+def test_rows() -> None:
     """Rows are chosen, doubled and cropped as in a cache of transformers, windows included."""
     for family in ("Gemma 3", "Llama 4"):
         ours, theirs = sharded(family), stock(family)
@@ -225,7 +231,8 @@ def check_rows() -> None:
         pairs[0][1].crop(-20)
 
 
-def check_a_chat() -> None:
+@on_ranks(3)
+def test_a_chat() -> None:
     """Answers of several turns, then the next question: as of the stock model."""
     for family in ("Llama", "Gemma 3", "DeepSeek-V3"):
         ours, theirs = sharded(family), stock(family)
@@ -244,26 +251,62 @@ def check_a_chat() -> None:
         assert torch.equal(*answers), (family, answers)
 
 
-CHECKS = {
-    "what has no meaning": (check_refused, 2),
-    "misuse": (check_misused, 3),
-    "half done": (check_half_done, 2),
-    "lookup": (check_lookup, 2),
-    "bytes": (check_usage, 3),
-    "rows": (check_rows, 2),
-    "a chat": (check_a_chat, 3),
-}
-
-
-@pytest.mark.parametrize("what", CHECKS)
-def test_cache(pool: Pool, what: str) -> None:
-    function, world_size = CHECKS[what]
-    pool.run(world_size, function)
-
-
 def test_layers_that_keep_something_else() -> None:
     from parallel_plans.huggingface.generation.context_parallel_cache import _stock_layers
 
     config = transformers.LlamaConfig(**SMALL, layer_types=["full_attention", "conv"])
     with pytest.raises(ValueError, match="layer 1 keeps a LinearAttentionLayer"):
         _stock_layers(transformers.LlamaModel(config))
+
+
+def loop(goes_on: bool) -> Any:
+    """A `custom_generate` that goes on with the cache of the forward before, or the first one."""
+
+    def generated(model: Any, input_ids: Tensor, **given: Any) -> Tensor:
+        cache, new = given[CACHE], input_ids
+        for _ in range(NUM_NEW):
+            output = model(new, **{CACHE: cache})
+            cache = output[CACHE] if goes_on else cache
+            new = output.logits[:, -1:].argmax(-1)
+            input_ids = torch.cat([input_ids, new], 1)
+        return input_ids
+
+    return generated
+
+
+@on_ranks(2)
+def test_loops() -> None:
+    ours, theirs = sharded("Llama"), stock("Llama")
+
+    def run(model: Any, goes_on: bool) -> Tensor:
+        asked = {"custom_generate": loop(goes_on), "max_new_tokens": NUM_NEW}
+        return model.generate(tokens(), **asked)
+
+    expected = run(theirs, goes_on=False)  # its cache grows in place
+    assert torch.equal(run(ours, goes_on=True), expected)
+    with pytest.raises(ValueError, match=rf"go on with that, output\.{CACHE}"):
+        run(ours, goes_on=False)
+
+
+@pytest.mark.parametrize("way", ["model", "forward"])
+@on_ranks(2)
+def test_compiled(way: str) -> None:
+    """Forwards with a cache run eager within a compiled model."""
+    ours, theirs = sharded("Llama"), stock("Llama")
+    if way == "model":
+        ours.compile(backend="eager")
+    else:
+        ours.forward = torch.compile(ours.forward, backend="eager")
+    answers = [generate(x, input_ids=tokens()).sequences for x in (ours, theirs)]
+    assert torch.equal(*answers)
+
+
+@on_ranks(2)
+def test_checkpointing() -> None:
+    ours = sharded("Llama").train()
+    ours.activation_checkpointing_enable()
+    with pytest.raises(ValueError, match=r"call model\.eval\(\) first, or pass use_cache=False"):
+        ours.generate(tokens(), max_new_tokens=NUM_NEW)
+    asked = {"max_new_tokens": NUM_NEW, "do_sample": False}
+    without = ours.generate(tokens(), use_cache=False, **asked)
+    assert torch.equal(without, ours.eval().generate(tokens(), **asked))

@@ -19,7 +19,7 @@ from parallel_plans.huggingface import ContextParallelCache, restore_model, stoc
 from parallel_plans.huggingface.core.versions import with_cache
 from tests.families import BESIDE_POOLS, CHOOSES_POOLS
 from tests.huggingface.generation.generating import exact_softmax, generate, sharded, stock, tokens
-from tests.pool import Pool
+from tests.pool import Pool, on_ranks
 from tests.results import of_first_rank
 
 FAMILIES = ("Llama", "Gemma 3", "DeepSeek-V3.2", "Llama 4", "MiniMax M3")
@@ -133,7 +133,16 @@ def test_saved_chats_go_on(pool: Pool, tmp_path: Path, family: str) -> None:
         pool.run(2, check_refused, folder)
 
 
-def of_pools(family: str, padded: int) -> None:
+@pytest.mark.parametrize(
+    ("family", "padded"),
+    [
+        *((family, 4) for family in CHOOSES_POOLS),
+        *((family, 0) for family in BESIDE_POOLS),
+        *(pytest.param(family, 0, marks=pytest.mark.repeats) for family in CHOOSES_POOLS),
+    ],
+)
+@on_ranks(2)
+def test_chats_of_pools_go_on(family: str, padded: int) -> None:
     """A chat goes on from its state, and with the stock model if that keeps what pools are of."""
     model = sharded(family)
     chat, said = ContextParallelCache(model, block=2), tokens(0)
@@ -152,15 +161,3 @@ def of_pools(family: str, padded: int) -> None:
         with stock_model(model):
             assert torch.equal(turn(model, whole, *last), expected)
     assert torch.equal(turn(model, loaded, *last), expected)
-
-
-@pytest.mark.parametrize(
-    ("family", "padded"),
-    [
-        *((family, 4) for family in CHOOSES_POOLS),
-        *((family, 0) for family in BESIDE_POOLS),
-        *(pytest.param(family, 0, marks=pytest.mark.repeats) for family in CHOOSES_POOLS),
-    ],
-)
-def test_chats_of_pools_go_on(pool: Pool, family: str, padded: int) -> None:
-    pool.run(2, of_pools, family, padded)

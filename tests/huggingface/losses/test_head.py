@@ -9,21 +9,16 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import transformers
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import parallelize_module
 from transformers import LlamaForCausalLM
 
-from parallel_plans.huggingface import context_parallel_plan
 from parallel_plans.huggingface.losses.loss import LogitsTransform, find_logits_transform, loss_head
 from tests.dense import largest
 from tests.families import FAMILIES, SMALL, VOCABULARY, small_model
-from tests.pool import Pool
+from tests.huggingface.planned import gradient_errors, relative, shard_weights, under_plan
+from tests.pool import on_ranks
 
 SEQ_LEN, STEPS = 23, 4
 
@@ -67,10 +62,9 @@ MODELS: dict[str, tuple[Callable[..., Any], LogitsTransform | None]] = {
 }
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_logits_transforms(name: str) -> None:
-    make, expected = MODELS[name]
-    assert find_logits_transform(make()) == pytest.approx(expected, rel=1e-6)
+def test_logits_transforms() -> None:
+    for name, (make, expected) in MODELS.items():
+        assert find_logits_transform(make()) == pytest.approx(expected, rel=1e-6), name
 
 
 def hooked() -> Any:
@@ -86,9 +80,9 @@ OTHERS: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", OTHERS)
-def test_other_transforms(name: str) -> None:
-    assert find_logits_transform(OTHERS[name]()) is None
+def test_other_transforms() -> None:
+    for name, make in OTHERS.items():
+        assert find_logits_transform(make()) is None, name
 
 
 def parametrized(model: Any) -> Any:
@@ -106,19 +100,11 @@ def batches() -> list[dict[str, Tensor]]:
     return [{"input_ids": tokens, "labels": x} for x in (some, few)]
 
 
-def averaged(x: Any) -> Tensor:
-    grad = x.grad.full_tensor() if isinstance(x.grad, DTensor) else x.grad
-    if not isinstance(x.grad, DTensor):
-        dist.all_reduce(grad)
-        grad /= dist.get_world_size()
-    return grad
-
-
-def errors_of(name: str) -> list[float]:
-    """Of the loss, and of all gradients together."""
-    mesh, make = init_device_mesh("cpu", (dist.get_world_size(),)), MODELS[name][0]
-    model, stock = make(), make()
-    parallelize_module(model, mesh, context_parallel_plan(model, "contiguous"))
+@pytest.mark.parametrize("name", [x for x in MODELS if "bfloat16" not in x])
+@on_ranks(2)
+def test_loss_equals_the_stock_model(name: str) -> None:
+    make = MODELS[name][0]
+    model, stock = under_plan(make(), "contiguous"), make()
     assert loss_head(model) is not None
     errors = []
     for batch in batches():
@@ -126,40 +112,29 @@ def errors_of(name: str) -> list[float]:
         assert output.logits is None
         for each in (output, expected):
             each.loss.backward()
-        errors.append(relative(output.loss.detach(), expected.loss.detach()))
+        errors.append(relative(output.loss, expected.loss))
         errors += gradient_errors(model, stock)
     asked = model(**batches()[0], output_logits=True)
     assert asked.logits.shape[::2] == (2, VOCABULARY)
     assert torch.allclose(asked.loss, model(**batches()[0]).loss, rtol=1e-6)
-    return errors
+    assert largest(errors) < 1e-5, errors
 
 
-def relative(ours: Tensor, theirs: Tensor, scale: float = 0.0) -> float:
-    return ((ours - theirs).norm() / theirs.norm().clamp(min=scale)).item()
+def another_head(model: Any) -> Any:
+    model.set_output_embeddings(nn.Linear(16, VOCABULARY))
+    return model
 
 
-def gradient_errors(model: Any, stock: Any) -> list[float]:
-    pairs = [
-        (averaged(ours), theirs.grad)
-        for ours, theirs in zip(model.parameters(), stock.parameters(), strict=True)
-        if theirs.grad is not None
-    ]
-    scale = 1e-2 * largest(theirs.norm().item() for _, theirs in pairs)
-    found = [relative(ours, theirs, scale) for ours, theirs in pairs]
-    model.zero_grad()
-    stock.zero_grad()
-    return found
+def wrapped_head(model: Any) -> Any:
+    """In a module that has no weight, as those have that cast its logits."""
+    model.set_output_embeddings(nn.Sequential(model.lm_head, nn.Tanh()))
+    return model
 
 
-@pytest.mark.parametrize("name", [x for x in MODELS if "bfloat16" not in x])
-def test_loss_equals_the_stock_model(pool: Pool, name: str) -> None:
-    for errors in pool.run(2, errors_of, name):
-        assert largest(errors) < 1e-5, errors
-
-
-def outside_of_the_head() -> None:
+@on_ranks(1)
+def test_heads_that_change_after_the_plan() -> None:
     """What was put into the head or around it after the plan counts, too."""
-    mesh, batch = init_device_mesh("cpu", (1,)), batches()[0]
+    batch = batches()[0]
     warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated")  # asked by peft
     adapters = LoraConfig(r=2, target_modules=["lm_head"], init_lora_weights=False)
     changes: dict[str, Callable[[Any], Any]] = {
@@ -180,48 +155,23 @@ def outside_of_the_head() -> None:
         for is_ring in (True, False):
             model = small_model("Llama")
             if is_ring:
-                parallelize_module(model, mesh, context_parallel_plan(model))
+                under_plan(model)
             torch.manual_seed(2)
             output = change(model)(**batch)
             assert is_ring == (output.logits is None)
             losses.append(output.loss)
         torch.testing.assert_close(*losses, rtol=1e-6, atol=0)
-    model = planned(mesh)
+    model = under_plan(small_model("Llama"))
     assert loss_head(model) is model.lm_head
     model.lm_head.register_full_backward_hook(lambda *_: None)
     assert loss_head(model) is None, "the hook would see gradients of losses"
 
 
-def planned(mesh: Any) -> Any:
-    model = small_model("Llama")
-    return parallelize_module(model, mesh, context_parallel_plan(model))
-
-
-def another_head(model: Any) -> Any:
-    model.set_output_embeddings(nn.Linear(16, VOCABULARY))
-    return model
-
-
-def wrapped_head(model: Any) -> Any:
-    """In a module that has no weight, as those have that cast its logits."""
-    model.set_output_embeddings(nn.Sequential(model.lm_head, nn.Tanh()))
-    return model
-
-
-def test_heads_that_change_after_the_plan(pool: Pool) -> None:
-    pool.run(1, outside_of_the_head)
-
-
-def train_own_group() -> list[float]:
-    """Differences of the losses over some steps; the head is a group of FSDP2 of its own."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+@on_ranks(2)
+def test_steps_of_a_head_in_a_group_of_its_own() -> None:
     model, stock = (small_model("Granite", logits_scaling=3.0).train() for _ in range(2))
-    parallelize_module(model, mesh, context_parallel_plan(model))
-    for module in (*model.model.layers, model.lm_head, model):
-        fully_shard(module, mesh=mesh)
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_force_sum_reduction_for_comms(True)  # gloo has no means
+    under_plan(model)
+    shard_weights(model, [*model.model.layers, model.lm_head])
     assert loss_head(model) is model.lm_head
     optimizers = [torch.optim.SGD(x.parameters(), lr=0.05) for x in (model, stock)]
     differences = []
@@ -232,13 +182,8 @@ def train_own_group() -> list[float]:
             optimizer.step()
             optimizer.zero_grad()
         differences.append(abs(losses[0].item() - losses[1].item()))
-    return differences
-
-
-def test_steps_of_a_head_in_a_group_of_its_own(pool: Pool) -> None:
-    for differences in pool.run(2, train_own_group):
-        assert len(differences) == STEPS
-        assert largest(differences) < 1e-5, differences
+    assert len(differences) == STEPS
+    assert largest(differences) < 1e-5, differences
 
 
 CHANGED: dict[str, Callable[[Any], None]] = {
@@ -250,15 +195,11 @@ CHANGED: dict[str, Callable[[Any], None]] = {
 """What a user changes after the plan, where the head of the plan knew another number."""
 
 
-def test_numbers_changed_after_the_plan(pool: Pool) -> None:
-    pool.run(1, _check_changed_numbers)
-
-
-def _check_changed_numbers() -> None:
-    mesh = init_device_mesh("cpu", (1,))
+@on_ranks(1)
+def test_numbers_changed_after_the_plan() -> None:
     for name, change in CHANGED.items():
         model, stock = (MODELS[name][0](num_hidden_layers=1) for _ in range(2))
-        parallelize_module(model, mesh, context_parallel_plan(model, "contiguous"))
+        under_plan(model, "contiguous")
         compiled = torch.compile(model, backend="eager", fullgraph=True)
         calls = model, compiled if name == "Gemma 2" else model
         for is_changed in (False, True):

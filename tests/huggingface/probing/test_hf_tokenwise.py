@@ -14,16 +14,14 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor.parallel import parallelize_module
 
-from parallel_plans.huggingface import context_parallel_plan, stock_model
+from parallel_plans.huggingface import stock_model
 from tests.families import VOCABULARY, small_model
-from tests.pool import Pool
+from tests.huggingface.planned import under_plan
+from tests.pool import on_ranks
 
 TOKENS = torch.arange(2, 20).unsqueeze(0) % VOCABULARY
 REFUSED = r"{} \({}\) has one scale for all tokens that it gets"
@@ -56,11 +54,6 @@ class Rounded(Tensor):
             return func((args[0] / scale).round() * scale, *args[1:])
 
 
-def planned(model: Any) -> Any:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
-    return parallelize_module(model, mesh, context_parallel_plan(model, "zigzag"))
-
-
 def quantised(model: Any, kind: type, names: str = "up_proj") -> Any:
     """The model, whose layers with such names are of that class now."""
     for name, module in model.named_modules():
@@ -75,17 +68,18 @@ def with_rounded_weights(model: Any) -> Any:
     return model
 
 
-def check_scales() -> None:
+@on_ranks(2)
+def test_scales_of_all_tokens() -> None:
     plain = small_model("Llama").eval()
     expected = plain(TOKENS, labels=TOKENS).loss
-    by_token = quantised(planned(deepcopy(plain)), ByToken)
+    by_token = quantised(under_plan(deepcopy(plain)), ByToken)
     with stock_model(by_token):
         rounded = by_token(TOKENS, labels=TOKENS).loss
     torch.testing.assert_close(by_token(TOKENS, labels=TOKENS).loss, rounded)
     assert rounded != expected
     name = "model.layers.0.mlp.up_proj"
     for head in (False, True):
-        ours = planned(deepcopy(plain))
+        ours = under_plan(deepcopy(plain))
         torch.testing.assert_close(ours(TOKENS, labels=TOKENS).loss, expected)
         quantised(ours, DynamicLinear, "lm_head" if head else "up_proj")
         refused = REFUSED.format("lm_head" if head else name, "DynamicLinear")
@@ -99,10 +93,10 @@ def check_scales() -> None:
                 call(ours)
         with stock_model(ours):
             ours(TOKENS)
-    ours = with_rounded_weights(planned(deepcopy(plain)))
+    ours = with_rounded_weights(under_plan(deepcopy(plain)))
     with pytest.raises(ValueError, match=REFUSED.format("model.layers.1.mlp.up_proj", "Linear")):
         ours(TOKENS)
-    sharded = fully_shard(quantised(planned(small_model("Llama")), DynamicLinear))
+    sharded = fully_shard(quantised(under_plan(small_model("Llama")), DynamicLinear))
     with pytest.raises(ValueError, match=REFUSED.format(name, "FSDPDynamicLinear|DynamicLinear")):
         sharded(TOKENS)
 
@@ -148,10 +142,11 @@ MIXING: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def check_new() -> None:
+@on_ranks(2)
+def test_layers_that_come_after_the_plan() -> None:
     """Layers, or their forwards, that come after the plan; also of copies and under FSDP2."""
     for name, then in MIXING.items():
-        model = planned(small_model("Llama"))
+        model = under_plan(small_model("Llama"))
         model(TOKENS)
         for part in (model, deepcopy(model), fully_shard(model)):
             part(TOKENS)
@@ -174,11 +169,12 @@ def check_new() -> None:
             part(TOKENS)
 
 
-def check_new_by_token() -> None:
+@on_ranks(2)
+def test_layers_that_come_after_the_plan_by_token() -> None:
     """These give what the stock model gives with them: by token, or around what mixes tokens."""
     tokens, options = TOKENS[:, :16], {"use_cache": False}
     for kind in ("Llama", "Qwen3.5"):
-        model, seen = planned(small_model(kind)), list[int]()
+        model, seen = under_plan(small_model(kind)), list[int]()
         model(tokens)
         for layer in model.model.layers:
             layer.mlp = Around(layer.mlp, torch.tanh)
@@ -233,10 +229,11 @@ def hooked(model: Any, name: str, hook: Hook, is_pre: bool = False, **how: Any) 
     return register(hook, **how)
 
 
-def check_hooks() -> None:
+@on_ranks(2)
+def test_hooks() -> None:
     """Hooks that come after the plan and mix tokens are refused, until they are taken off."""
     for name, how, hook in HOOKS.values():
-        model = planned(small_model("Llama"))
+        model = under_plan(small_model("Llama"))
         expected = model(TOKENS, labels=TOKENS).loss
         handle = hooked(model, name, hook, **how)
         for _ in range(2):
@@ -248,9 +245,10 @@ def check_hooks() -> None:
         torch.testing.assert_close(model(TOKENS, labels=TOKENS).loss, expected)
 
 
-def check_hooks_by_token() -> None:
+@on_ranks(2)
+def test_hooks_by_token() -> None:
     """Hooks that change tokens alone, or only look on, are called as often as without a check."""
-    model, stock = planned(small_model("Llama")), small_model("Llama")
+    model, stock = under_plan(small_model("Llama")), small_model("Llama")
     calls = Counter[tuple[str, str]]()
 
     def by_token(module: nn.Module, args: Any, out: Any) -> Any:
@@ -276,18 +274,14 @@ def check_hooks_by_token() -> None:
         model(TOKENS)
 
 
-@pytest.mark.parametrize("check", [check_hooks, check_hooks_by_token])
-def test_hooks(pool: Pool, check: Callable[[], None]) -> None:
-    pool.run(2, check)
-
-
 def record_tokens(seen: list[int], _: nn.Module, given: tuple[Tensor]) -> None:
     seen.append(given[0].shape[1])
 
 
-def check_adapters() -> None:
+@on_ranks(2)
+def test_adapters() -> None:
     """Of peft, with dropout, in training: they are no other layers, and nothing draws numbers."""
-    model = planned(small_model("Llama")).train()
+    model = under_plan(small_model("Llama")).train()
     adapters = LoraConfig(target_modules=["q_proj"], lora_dropout=0.5)
     warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated")  # asked by peft
     model = get_peft_model(model, adapters)
@@ -297,9 +291,10 @@ def check_adapters() -> None:
     assert torch.equal(state, torch.get_rng_state())
 
 
-def check_kept() -> None:
+@on_ranks(2)
+def test_last_tokens() -> None:
     """A rank without the last token gives the head another one, and its logits are dropped."""
-    model, stock = planned(small_model("Llama").double()), small_model("Llama").double()
+    model, stock = under_plan(small_model("Llama").double()), small_model("Llama").double()
     seen: list[int] = []
     model.lm_head.register_forward_pre_hook(lambda _, given: seen.append(given[0].shape[1]))
     for kept in (1, 2, 5, 18, 99):
@@ -309,10 +304,3 @@ def check_kept() -> None:
                 expected = stock(TOKENS, logits_to_keep=kept).logits
             torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
     assert min(seen) == 1
-
-
-@pytest.mark.parametrize(
-    "check", [check_scales, check_new, check_new_by_token, check_adapters, check_kept]
-)
-def test_layers_of_other_libraries(pool: Pool, check: Any) -> None:
-    pool.run(2, check)

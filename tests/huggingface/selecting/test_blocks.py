@@ -7,18 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor.parallel import parallelize_module
 
-from parallel_plans.huggingface import ContextParallelCache, context_parallel_plan
+from parallel_plans.huggingface import ContextParallelCache
 from parallel_plans.huggingface.core.whole_rows import are_whole
-from tests.dense import largest
 from tests.families import BESIDE_POOLS, CHOOSES_BLOCKS, CHOOSES_POOLS, VOCABULARY, small_model
+from tests.huggingface.planned import under_plan
 from tests.huggingface.sharding.test_hf_local_batch import shards
-from tests.huggingface.test_families import batches, compare
-from tests.pool import Pool
+from tests.huggingface.test_families import batches, check_family
+from tests.pool import on_ranks
 from tests.results import difference, results_of
 
 READ_WHOLE = ("GLM-5-Next",)
@@ -45,30 +42,18 @@ WORLDS = [*product((2, 3, 4), ("contiguous", "zigzag", "striped", "balanced"))]
         or x[1] != "balanced"  # which layers with a state do not take
     ],
 )
-def test_family_equals_the_stock_model(
-    pool: Pool, family: str, world_size: int, layout: str
-) -> None:
-    """Loss, logits and all gradients."""
-    kinds = PADDED if family in CHOOSES_POOLS else KINDS
-    for rank, errors in enumerate(pool.run(world_size, compare, family, layout, None, kinds)):
-        assert set(errors) == set(kinds)
-        worst = largest(x for error in errors.values() for x in error.values())
-        assert worst < 1e-5, f"{layout}, rank {rank}: {errors}"
+@on_ranks()
+def test_family_equals_the_stock_model(family: str, layout: str) -> None:
+    check_family(family, layout, None, PADDED if family in CHOOSES_POOLS else KINDS)
 
 
-def over_tiles() -> dict[str, dict[str, float]]:
-    return compare("MiniMax M3", "zigzag", None, KINDS, mlp_tile=5)
-
-
-def test_over_tiles_of_tokens(pool: Pool) -> None:
-    for errors in pool.run(2, over_tiles):
-        assert largest(x for error in errors.values() for x in error.values()) < 1e-5, errors
+@on_ranks(2)
+def test_over_tiles_of_tokens() -> None:
+    check_family("MiniMax M3", "zigzag", None, KINDS, mlp_tile=5)
 
 
 def planned(family: str, **options: Any) -> Any:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
-    model = small_model(family)
-    return parallelize_module(model, mesh, context_parallel_plan(model, **options))
+    return under_plan(small_model(family), **options)
 
 
 def with_positions(seq_len: int) -> dict[str, Tensor]:
@@ -78,22 +63,15 @@ def with_positions(seq_len: int) -> dict[str, Tensor]:
     return batch | {"position_ids": (mask.cumsum(1) - 1).masked_fill(mask == 0, 1)}
 
 
-def sharded_batches(family: str) -> dict[str, tuple[float, str | None]]:
-    """Differences of batches that come sharded."""
-    model, stock, found = planned(family, layout="zigzag"), small_model(family), {}
-    for name, batch in {
-        "plain": {name: x[:, :20] for name, x in batches()["plain"].items()},
-        "positions": with_positions(20),
-    }.items():
-        mesh = model.context_parallel_sharding.axis.mesh
-        found[name] = difference(results_of(model, shards(batch, mesh)), results_of(stock, batch))
-    return found
-
-
 @pytest.mark.parametrize("family", [x for x in FAMILIES if x not in READ_WHOLE])
-def test_sharded_batches_equal_the_stock_model(pool: Pool, family: str) -> None:
-    for found in pool.run(2, sharded_batches, family):
-        assert not any(name for _, name in found.values()), found
+@on_ranks(2)
+def test_sharded_batches_equal_the_stock_model(family: str) -> None:
+    model, stock = planned(family, layout="zigzag"), small_model(family)
+    mesh = model.context_parallel_sharding.axis.mesh
+    plain = {name: x[:, :20] for name, x in batches()["plain"].items()}
+    for batch in (plain, with_positions(20)):
+        error, name = difference(results_of(model, shards(batch, mesh)), results_of(stock, batch))
+        assert not name, error
 
 
 def refused_batches() -> dict[str, dict[str, Tensor]]:
@@ -118,7 +96,14 @@ SERVED: dict[str, set[str]] = {
 """Of whole batches, where pools begin with the tokens of a row, or of each document."""
 
 
-def refusals(family: str) -> None:
+def refused_mask() -> Tensor:
+    """Of 24 tokens, the first of which are padding in one row."""
+    return (torch.arange(24) >= torch.tensor([[3], [0]])).long()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@on_ranks(2)
+def test_rows_of_several_documents_are_refused(family: str) -> None:
     """On every rank, whole and sharded: no rank waits, so the same model goes on."""
     model, served = planned(family, layout="zigzag"), SERVED.get(family, set())
     mesh = model.context_parallel_sharding.axis.mesh
@@ -147,16 +132,6 @@ def refusals(family: str) -> None:
             )
 
 
-def refused_mask() -> Tensor:
-    """Of 24 tokens, the first of which are padding in one row."""
-    return (torch.arange(24) >= torch.tensor([[3], [0]])).long()
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_rows_of_several_documents_are_refused(pool: Pool, family: str) -> None:
-    pool.run(2, refusals, family)
-
-
 @pytest.mark.parametrize("block", [2, 8192])
 def test_are_whole(monkeypatch: pytest.MonkeyPatch, block: int) -> None:
     """However many tokens are read at a time."""
@@ -180,14 +155,9 @@ def test_are_whole(monkeypatch: pytest.MonkeyPatch, block: int) -> None:
     assert are_whole(mask, axes[1:])
 
 
-def index_heads() -> None:
+@on_ranks(2)
+def test_heads_of_the_index_are_groups_of_key_heads() -> None:
     """The first forward of a model whose index has more heads than keys have."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
-    model = small_model("MiniMax M3", index_n_heads=4)
-    model = parallelize_module(model, mesh, context_parallel_plan(model))
+    model = under_plan(small_model("MiniMax M3", index_n_heads=4))
     with pytest.raises(ValueError, match="groups that divide the 2 key heads"):
         model(torch.full((1, 9), VOCABULARY - 1))
-
-
-def test_heads_of_the_index_are_groups_of_key_heads(pool: Pool) -> None:
-    pool.run(2, index_heads)

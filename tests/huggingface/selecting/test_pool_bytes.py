@@ -22,7 +22,7 @@ from parallel_plans.huggingface.core.key_index import KeyIndex, KeyPools
 from parallel_plans.huggingface.core.layer_inputs import ShardedInputs
 from parallel_plans.huggingface.selecting.compressed import PooledKeys
 from tests.lab.counted import counted
-from tests.pool import Pool
+from tests.pool import on_ranks
 from tests.rings import Ring
 
 SIZE, ROW, DIM, INDEX_DIM, BATCH, NUMBER = 3, 12, 6, 4, 2, 4
@@ -92,8 +92,13 @@ class Owned:
         return 2 * BATCH * DIM * plan.num_received, 2 * BATCH * DIM * sums
 
 
-def of_rank(kind: str, spec: str, seq_len: int) -> list[tuple[int, int]]:
-    """Bytes received and expected, forward and backward."""
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("world_size", "spec", "seq_len"),
+    [(2, "zigzag", 44), (4, "contiguous", 44), (3, "striped", 45)],
+)
+@on_ranks()
+def test_bytes_are_counted(kind: str, spec: str, seq_len: int) -> None:
     world_size = dist.get_world_size()
     axis = SequenceAxis(init_device_mesh("cpu", (world_size,)), spec)
     mine, generator = axis.positions(seq_len), torch.Generator().manual_seed(0)
@@ -126,8 +131,11 @@ def of_rank(kind: str, spec: str, seq_len: int) -> list[tuple[int, int]]:
     with patch.object(layer_inputs, "selected_attention", noting):
         loss, there = counted(forward)
     back = counted(loss.backward)[1]
-    expected = _expected(kind, Owned(spec, seq_len), *listed)
-    return list(zip((there.received, back.received), expected, strict=True))
+    found = there.received, back.received
+    assert found == _expected(kind, Owned(spec, seq_len), *listed)
+    sums = torch.tensor(found)
+    dist.all_reduce(sums)
+    assert sums.all()
 
 
 def _expected(kind: str, owned: Owned, listed: Tensor | None = None) -> tuple[int, int]:
@@ -142,15 +150,3 @@ def _expected(kind: str, owned: Owned, listed: Tensor | None = None) -> tuple[in
     halo, back = (0, 0) if kind == "tokens of pools" else owned.made(ROW, overlap=True)
     asked = owned.requests(have)
     return asked + NUMBER * (index + halo + keys), asked + NUMBER * (keys + gradients + back)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(
-    ("world_size", "spec", "seq_len"),
-    [(2, "zigzag", 44), (4, "contiguous", 44), (3, "striped", 45)],
-)
-def test_bytes_are_counted(pool: Pool, kind: str, world_size: int, spec: str, seq_len: int) -> None:
-    found = pool.run(world_size, of_rank, kind, spec, seq_len)
-    assert all(received == expected for parts in found for received, expected in parts), found
-    for of_direction in zip(*found, strict=True):
-        assert any(expected for _, expected in of_direction)

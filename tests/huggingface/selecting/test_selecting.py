@@ -7,14 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor.parallel import parallelize_module
 
-from parallel_plans.huggingface import context_parallel_plan, restore_model
+from parallel_plans.huggingface import restore_model
 from parallel_plans.huggingface.selecting.indexers import indexers_of, selecting_layers
 from parallel_plans.huggingface.selecting.selection import has_latents
-from tests.dense import largest
 from tests.families import (
     BESIDE_POOLS,
     CHOOSES_BLOCKS,
@@ -23,9 +19,10 @@ from tests.families import (
     VOCABULARY,
     small_model,
 )
-from tests.huggingface.test_families import compare
-from tests.huggingface.test_families_trained import CHECKPOINTING, train_both
-from tests.pool import Pool
+from tests.huggingface.planned import under_plan
+from tests.huggingface.test_families import check_family
+from tests.huggingface.test_families_trained import CHECKPOINTING, check_steps
+from tests.pool import on_ranks
 
 LAYOUTS = ("zigzag", "contiguous")
 OF_ROWS = {**CHOOSES_BLOCKS, **CHOOSES_POOLS, **BESIDE_POOLS}
@@ -42,14 +39,9 @@ def every_family() -> list[Any]:
 
 
 @pytest.mark.parametrize(("family", "world_size", "layout"), every_family())
-def test_family_equals_the_stock_model(
-    pool: Pool, family: str, world_size: int, layout: str
-) -> None:
-    """Loss, logits and all gradients of plain, padded and packed batches."""
-    for rank, errors in enumerate(pool.run(world_size, compare, family, layout)):
-        assert set(errors) == {"plain", "padded left", "padded right", "packed"}
-        worst = largest(x for error in errors.values() for x in error.values())
-        assert worst < 1e-5, f"{layout}, rank {rank}: {errors}"
+@on_ranks()
+def test_family_equals_the_stock_model(family: str, layout: str) -> None:
+    check_family(family, layout)
 
 
 # Hy 4 has layers that share an index, and all kinds of this plan; `--all-cases` has the others.
@@ -63,26 +55,9 @@ TRAINED = {("Hy 4", "selective"), ("MiniMax M3", "full")}
         for x in product((*SELECTING, *OF_ROWS), CHECKPOINTING)
     ],
 )
-def test_steps_of_fsdp_equal_one_process(pool: Pool, family: str, name: str) -> None:
-    for found in pool.run(4, train_both, family, CHECKPOINTING[name]):
-        assert found["loss"] < 1e-5, found
-        assert found["parameters"] < 1e-5, found
-
-
-def in_16_bits(family: str) -> list[float]:
-    """Losses of the stock model and of the plan, whose indexer has queries in float32."""
-    tokens = torch.randint(2, VOCABULARY, (2, 24), generator=torch.Generator().manual_seed(0))
-    losses = []
-    for make in (small_model, planned):
-        model = make(family).bfloat16()
-        model.set_experts_implementation("eager")
-        loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
-        loss.backward()
-        assert all(x.grad.isfinite().all() for x in model.parameters() if x.grad is not None)
-        losses.append(loss.item())
-        use_cache = family not in BESIDE_POOLS
-        model.eval().generate(tokens, max_new_tokens=3, do_sample=False, use_cache=use_cache)
-    return losses
+@on_ranks(4)
+def test_steps_of_fsdp_equal_one_process(family: str, name: str) -> None:
+    check_steps(family, CHECKPOINTING[name])
 
 
 @pytest.mark.parametrize(
@@ -92,20 +67,27 @@ def in_16_bits(family: str) -> list[float]:
         for x in (*SELECTING, *OF_ROWS)
     ],
 )
-def test_models_in_16_bits(pool: Pool, family: str) -> None:
+@on_ranks(2)
+def test_models_in_16_bits(family: str) -> None:
     """Rounding chooses other keys here and there, so only the loss is near."""
-    for stock, ours in pool.run(2, in_16_bits, family):
-        assert ours == pytest.approx(stock, rel=0.03)
+    tokens = torch.randint(2, VOCABULARY, (2, 24), generator=torch.Generator().manual_seed(0))
+    losses = []
+    for make in (small_model, lambda x: under_plan(small_model(x))):
+        model = make(family).bfloat16()
+        model.set_experts_implementation("eager")
+        loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+        loss.backward()
+        assert all(x.grad.isfinite().all() for x in model.parameters() if x.grad is not None)
+        losses.append(loss.item())
+        use_cache = family not in BESIDE_POOLS
+        model.eval().generate(tokens, max_new_tokens=3, do_sample=False, use_cache=use_cache)
+    stock, ours = losses
+    assert ours == pytest.approx(stock, rel=0.03)
 
 
-def planned(family: str) -> Any:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
-    model = small_model(family)
-    return parallelize_module(model, mesh, context_parallel_plan(model))
-
-
-def restored() -> None:
-    model = planned("GLM-5")
+@on_ranks(1)
+def test_restored_model_is_the_stock_model() -> None:
+    model = under_plan(small_model("GLM-5"))
     layers = selecting_layers(model)
     assert len(layers) == 3
     assert all(has_latents(x) for x in layers)
@@ -114,7 +96,3 @@ def restored() -> None:
     assert not any("forward" in vars(x) for x in indexers_of(model))
     tokens = torch.full((1, 7), VOCABULARY - 1)
     torch.testing.assert_close(model(tokens).logits, small_model("GLM-5")(tokens).logits)
-
-
-def test_restored_model_is_the_stock_model(pool: Pool) -> None:
-    pool.run(1, restored)

@@ -15,7 +15,7 @@ import httpx
 from parallel_plans.huggingface.server.rank import FirstRank
 from tests.huggingface.server.servers import serving, until
 from tests.huggingface.server.tiny import LONGEST, STOP, Stock, write_tiny
-from tests.pool import Pool
+from tests.pool import Pool, on_ranks
 
 PROMPTS = ["hello", "A story: ", "x", "once upon a time, in a land far away, there was a ring"]
 NUM_NEW = 14
@@ -226,12 +226,9 @@ def _is_healthy(first: FirstRank) -> bool:
         return False
 
 
-def serving_few(folder: str) -> None:
-    serving(folder, leave_early, max_open=4)
-
-
-def test_clients_that_leave(pool: Pool, endless: str) -> None:
-    pool.run(2, serving_few, endless)
+@on_ranks(2)
+def test_clients_that_leave(endless: str) -> None:
+    serving(endless, leave_early, max_open=4)
 
 
 def stop_meanwhile(first: FirstRank) -> None:

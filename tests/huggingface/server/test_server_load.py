@@ -29,7 +29,7 @@ from parallel_plans.huggingface.server.launch import start_rank, watched
 from parallel_plans.huggingface.server.rank import FirstRank, ServerOptions
 from tests.huggingface.server.servers import OPTIONS, serving
 from tests.huggingface.server.tiny import Stock, write_tiny
-from tests.pool import Pool, settle, starting
+from tests.pool import Pool, on_ranks, settle, starting
 
 KINDS = [(f"{i} is", 4 + 8 * i) for i in range(7)]
 """Prompts, and the tokens of their answers."""
@@ -131,11 +131,14 @@ def kinds(ends: list[str], texts: set[str]) -> Counter[str]:
     return Counter("text" if x in texts else x for x in ends)
 
 
-def check_load(folder: str, num: int, num_leaving: int) -> Counter[str]:
-    """Some leave, and a rank dies: everyone else has the text, or an error; then a new server."""
-    stock = Stock(folder)
+def test_a_rank_that_dies_among_requests(pool: Pool, endless: str) -> None:
+    """Some leave, and a rank dies: everyone else has the text, or an error; then a new server.
+
+    What forks the workers of the pool forks these ranks, too.
+    """
+    stock, num, num_leaving = Stock(endless), 48, 8
     texts = {stock.text(*kind) for kind in KINDS}
-    with started(folder, max_open=num) as server:
+    with started(endless, max_open=num) as server:
         ends = asyncio.run(many(server.url, num, num_leaving, server.ranks[1].kill))
         found = kinds(ends, texts)
         assert found["text"] > 0
@@ -144,29 +147,20 @@ def check_load(folder: str, num: int, num_leaving: int) -> Counter[str]:
         assert found["left"] <= num_leaving
         assert server.ended() == 1
         assert [x.exitcode for x in server.ranks] == [1, -signal.SIGKILL]
-    with started(folder, max_open=num) as server:
+    with started(endless, max_open=num) as server:
         again = kinds(asyncio.run(many(server.url, num // 4, 2)), texts)
         assert again == {"text": num // 4 - 2, "left": 2}
         server.ranks[0].terminate()
         assert server.ended() == 0
-    return found
-
-
-def test_a_rank_that_dies_among_requests(pool: Pool, endless: str) -> None:
-    """What forks the workers of the pool forks these ranks, too."""
-    check_load(endless, num=48, num_leaving=8)
 
 
 @pytest.mark.repeats
-def test_a_rank_that_dies_among_200_requests(pool: Pool, endless: str) -> None:
-    print(check_load(endless, num=200, num_leaving=30))
-
-
-def check_hung(folder: str, num: int) -> None:
-    """A rank that hangs: all have the text or an error in time, and the server ends."""
-    stock = Stock(folder)
+def test_a_rank_that_hangs(pool: Pool, endless: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All have the text or an error in time, and the server ends."""
+    monkeypatch.setattr(launch, "GRACE_SECONDS", 1)  # what the hung rank has to end
+    stock, num = Stock(endless), 48
     texts, seconds = {stock.text(*kind) for kind in KINDS}, 10.0
-    with started(folder, max_open=num, rank_timeout=seconds) as server:
+    with started(endless, max_open=num, rank_timeout=seconds) as server:
         hung, since = server.ranks[1].pid, list[float]()
 
         def stop() -> None:
@@ -179,15 +173,8 @@ def check_hung(folder: str, num: int) -> None:
         assert found["error"] > 0
         assert found.keys() <= {"text", "error"}, found
         assert took < seconds + 30, "a deadline against hangs"
-        print(f"{found} {took:.1f} s after the rank hung")
         assert server.ended() == 1
         assert [x.exitcode for x in server.ranks] == [1, -signal.SIGKILL]
-
-
-@pytest.mark.repeats
-def test_a_rank_that_hangs(pool: Pool, endless: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "GRACE_SECONDS", 1)  # what the hung rank has to end
-    check_hung(endless, num=48)
 
 
 def ask_slowly(first: FirstRank) -> None:
@@ -205,17 +192,14 @@ def ask_slowly(first: FirstRank) -> None:
     assert "a step took more than 2.1 s, so a rank hangs" in answer.json()["error"]["message"]
 
 
-def check_slow(folder: str) -> None:
+@on_ranks(2)
+def test_a_step_that_takes_too_long(endless: str) -> None:
     how = {"rank_timeout": 2.1, "drain_seconds": 0.0}
     if dist.get_rank():
-        serving(folder, ask_slowly, **how)
+        serving(endless, ask_slowly, **how)
     else:
         with pytest.raises(RuntimeError, match="a step took more than"):
-            serving(folder, ask_slowly, **how)
-
-
-def test_a_step_that_takes_too_long(pool: Pool, endless: str) -> None:
-    pool.run(2, check_slow, endless)
+            serving(endless, ask_slowly, **how)
 
 
 @pytest.mark.repeats
@@ -235,21 +219,15 @@ def held_kibibytes(pid: int) -> int:
     return int(status.partition("VmRSS:")[2].split()[0])
 
 
-def memory_after(folder: str, num: int, at_once: int) -> list[list[int]]:
-    """KiB of each rank after each part of many requests, and the texts are right."""
-    with started(folder, max_open=at_once) as server:
-        found = []
-        for _ in range(num // at_once):
-            ends = asyncio.run(many(server.url, at_once, at_once // 10))
-            assert not {"lost", "error"} & {*ends}
-            found.append([held_kibibytes(x.pid) for x in server.ranks])
-        return found
-
-
 @pytest.mark.repeats
 def test_memory_does_not_grow_over_2000_requests(pool: Pool, endless: str) -> None:
-    found = memory_after(endless, num=2000, at_once=100)
-    print(found)
+    """KiB of each rank after each hundred of them."""
+    with started(endless, max_open=100) as server:
+        found = []
+        for _ in range(20):
+            ends = asyncio.run(many(server.url, 100, 10))
+            assert not {"lost", "error"} & {*ends}
+            found.append([held_kibibytes(x.pid) for x in server.ranks])
     settled, last = found[len(found) // 2], found[-1]
     for before, after in zip(settled, last, strict=True):
         assert after < before + 4096, found

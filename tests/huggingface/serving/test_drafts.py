@@ -27,7 +27,7 @@ from tests.huggingface.serving.workloads import (
     prompt_of,
     served,
 )
-from tests.pool import Pool
+from tests.pool import Pool, on_ranks
 
 
 def repeated(kind: int, num_tokens: int) -> tuple[int, ...]:
@@ -153,7 +153,9 @@ def test_tokens_are_those_without_drafts(
     assert counts["proposed"] > counts["accepted"] > 10
 
 
-def check_eight_bits(kv_dtype: str) -> None:
+@pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
+@on_ranks(2)
+def test_eight_bits_stay_as_they_are_without_drafts(kv_dtype: str) -> None:
     """Also where tokens of a draft end a block, or would: the tokens and their scores."""
     arrivals = tuple(Arrival(0, prompt_of(i, 13 + 5 * i), 20) for i in range(3))
     workload = Workload(arrivals, block=8, spare=30, max_tokens=64)
@@ -173,12 +175,8 @@ def check_eight_bits(kv_dtype: str) -> None:
         assert batch.counts.accepted > 10
 
 
-@pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
-def test_eight_bits_stay_as_they_are_without_drafts(pool: Pool, kv_dtype: str) -> None:
-    pool.run(2, check_eight_bits, kv_dtype)
-
-
-def check_kinds() -> None:
+@on_ranks(2)
+def test_requests_of_many_kinds_in_one_batch() -> None:
     """In one batch, each has the tokens that the stock model gives to it alone."""
     model, alone = sharded("Llama"), stock("Llama")
     prompts = [prompt_of(i, 11) for i in range(len(CHOICES))]
@@ -207,10 +205,6 @@ def check_kinds() -> None:
         assert output.generated_tokens == expected[number], [*CHOICES][number]
         assert len(output.logprobs) == len(expected[number])
     assert batch.counts.accepted > 20
-
-
-def test_requests_of_many_kinds_in_one_batch(pool: Pool) -> None:
-    pool.run(2, check_kinds)
 
 
 def sampled(groups: Any, seeds: tuple[int, ...]) -> dict[int, tuple[list[int], list[float]]]:

@@ -17,7 +17,7 @@ from tests.huggingface.serving.workloads import (
     check_workload,
     prompt_of,
 )
-from tests.pool import Pool
+from tests.pool import on_ranks
 
 REFUSED = {
     "MiniMax-01": "keeps a LinearAttentionLayer, which is not supported",
@@ -28,43 +28,26 @@ REFUSED = {
     "Inkling 2, loop": "the model copies layers of its cache in its forward",
 }
 SERVED = [family for family in HYBRIDS if family not in REFUSED]
-IN_ALL_RUNS = {("Falcon-H1", 3), ("Mamba 2", 1)}
-CASES = [
-    ("Qwen3-Next", 2),
-    ("Qwen3-Next", 4),
-    *((family, 1 + i % 3) for i, family in enumerate(SERVED)),
-]
-CASES = sorted({*CASES, *IN_ALL_RUNS})
+IN_ALL_RUNS = [("Falcon-H1", 3), ("Mamba 2", 1)]
+OTHERS = {(family, 1 + i % 3) for i, family in enumerate(SERVED)} - {*IN_ALL_RUNS}
 
 
-def marked(cases: Any, plain: set[Any]) -> list[Any]:
-    return [x if x in plain else pytest.param(*x, marks=pytest.mark.repeats) for x in cases]
-
-
-def check_mixed(family: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "world_size"),
+    [*IN_ALL_RUNS, *(pytest.param(*x, marks=pytest.mark.repeats) for x in sorted(OTHERS))],
+)
+@on_ranks()
+def test_tokens_are_those_of_requests_alone(family: str) -> None:
     batch = check_workload(sharded(family), alone_on(stock(family)), MIXED)
     assert batch.counts.cached
 
 
-@pytest.mark.parametrize(("family", "world_size"), marked(CASES, IN_ALL_RUNS))
-def test_tokens_are_those_of_requests_alone(pool: Pool, family: str, world_size: int) -> None:
-    pool.run(world_size, check_mixed, family)
-
-
-def check_refused(families: list[str]) -> None:
-    for family in families:
+@on_ranks(1)
+def test_families_that_are_refused() -> None:
+    for family, match in REFUSED.items():
         model = sharded(family)
-        with pytest.raises(ValueError, match=REFUSED[family]):
+        with pytest.raises(ValueError, match=match):
             model.generate_batch([[3, 4, 5]], max_new_tokens=2, **GREEDY)
-
-
-def test_families_that_are_refused(pool: Pool) -> None:
-    pool.run(1, check_refused, ["MiniMax-01", "Inkling"])
-
-
-@pytest.mark.repeats
-def test_all_families_that_are_refused(pool: Pool) -> None:
-    pool.run(1, check_refused, list(REFUSED))
 
 
 SHARED = prompt_of(0, 22)
@@ -72,7 +55,8 @@ SHARED = prompt_of(0, 22)
 NUM_SHARED = 20
 
 
-def check_prefixes() -> None:
+@on_ranks(2)
+def test_prefixes_are_computed_once() -> None:
     """What prompts begin with is computed once, if they wait together; a branch is found later."""
     own = [prompt_of(i, 4 + i) for i in range(2, 6)]
     arrivals = [Arrival(0, SHARED[:NUM_SHARED] + x, 3) for x in own]
@@ -86,11 +70,8 @@ def check_prefixes() -> None:
     assert counts.cached == 3 * NUM_SHARED + 8
 
 
-def test_prefixes_are_computed_once(pool: Pool) -> None:
-    pool.run(2, check_prefixes)
-
-
-def check_bytes() -> None:
+@on_ranks(2)
+def test_bytes_of_states_do_not_grow() -> None:
     """A request takes as much for its states after 200 tokens as after 20."""
     found = []
     for length in (20, 200):
@@ -100,15 +81,12 @@ def check_bytes() -> None:
     assert found[0] == found[1] > 0
 
 
-def test_bytes_of_states_do_not_grow(pool: Pool) -> None:
-    pool.run(2, check_bytes)
-
-
 class Planted(Exception):
     """Of a processor on all ranks."""
 
 
-def check_goes_on() -> None:
+@on_ranks(1)
+def test_a_batch_goes_on_after_an_error() -> None:
     """A step fails on all ranks, with prompts half computed: all are computed again."""
     model, alone, failed = sharded("Qwen3-Next"), alone_on(stock("Qwen3-Next")), []
 
@@ -130,11 +108,8 @@ def check_goes_on() -> None:
     assert outputs == {str(i): alone(x, 0) for i, x in enumerate(arrivals)}
 
 
-def test_a_batch_goes_on_after_an_error(pool: Pool) -> None:
-    pool.run(1, check_goes_on)
-
-
-def check_prefix_of_both_pools() -> None:
+@on_ranks(2)
+def test_a_prompt_that_both_groups_have() -> None:
     """A prompt that both groups have, up to its last token: its state moves alone.
 
     One that goes on with an answer: the second group has all of its keys, the first one not.
@@ -147,7 +122,3 @@ def check_prefix_of_both_pools() -> None:
     with in_groups((0,), (1,)):
         batch = check_workload(model, alone, Workload(tuple(arrivals), spare=30))
     assert (batch.counts.prefilled, batch.counts.cached) == (12 + 4, 3 * 12)
-
-
-def test_a_prompt_that_both_groups_have(pool: Pool) -> None:
-    pool.run(2, check_prefix_of_both_pools)

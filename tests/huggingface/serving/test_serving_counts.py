@@ -19,7 +19,7 @@ from tests.huggingface.serving.workloads import (
     prompt_of,
     served,
 )
-from tests.pool import Pool
+from tests.pool import Pool, on_ranks
 
 BLOCK, LENGTHS = 4, (17, 17, 18, 9, 9, 22, 1)
 """Of prompts: two new tokens fill no block."""
@@ -32,7 +32,9 @@ def shared_prompts() -> list[tuple[int, ...]]:
     ]
 
 
-def check_prefixes() -> None:
+@pytest.mark.parametrize("world_size", [1, 3])
+@on_ranks()
+def test_prefixes_are_computed_once() -> None:
     """Each full block that several prompts begin with is computed once, and kept once."""
     prompts = shared_prompts()
     arrivals = tuple(Arrival(number // 4, prompt, 2) for number, prompt in enumerate(prompts))
@@ -46,12 +48,8 @@ def check_prefixes() -> None:
     assert sum(batch.pool.usage().cached) == len(blocks)
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_prefixes_are_computed_once(pool: Pool, world_size: int) -> None:
-    pool.run(world_size, check_prefixes)
-
-
-def check_samples() -> None:
+@on_ranks(2)
+def test_samples_share_a_prompt() -> None:
     """Samples of a prompt share its blocks: a prompt is computed once, but for its last token.
 
     The last block that they share is not full, so each gets a copy of it.
@@ -63,12 +61,10 @@ def check_samples() -> None:
     assert batch.counts.decoded == num_new * num_samples
 
 
-def test_samples_share_a_prompt(pool: Pool) -> None:
-    pool.run(2, check_samples)
-
-
-def messages_of_steps(family: str) -> list[int]:
-    """Messages of this rank in each step, after prompts were prefilled."""
+@pytest.mark.parametrize("family", ["Llama", "Gemma 3"])
+@on_ranks(2)
+def test_one_message_for_each_layer(family: str) -> None:
+    """For the whole batch, in each step after prompts were prefilled; models have two layers."""
     model, counts = sharded(family), []
     arrivals = tuple(Arrival(0, prompt_of(i, 9 + i), 6) for i in range(5))
     batch = Workload(arrivals, BLOCK, 99, 400, 16).batch(model)
@@ -87,16 +83,15 @@ def messages_of_steps(family: str) -> list[int]:
         assert {*collectives.found} <= {"c10d.send.default", "c10d.recv_.default"}
         assert collectives.found.count("c10d.send.default") <= send_record.call_count
         counts.append(send_record.call_count)
-    return counts
+    assert counts == [2] * 6
 
 
-@pytest.mark.parametrize("family", ["Llama", "Gemma 3"])
-def test_one_message_for_each_layer(pool: Pool, family: str) -> None:
-    """For the whole batch; models have two layers."""
-    assert pool.run(2, messages_of_steps, family) == [[2] * 6] * 2
+def counted(batch: Any) -> tuple[int, int]:
+    return batch.counts.prefilled, batch.counts.decoded
 
 
-def check_one_run() -> None:
+@on_ranks(2)
+def test_a_step_runs_the_model_once() -> None:
     """A step runs the model once, and each layer has one ring, whatever comes and goes."""
     model = sharded("Llama")
     axis = type(model.context_parallel_sharding.axis)
@@ -121,15 +116,8 @@ def check_one_run() -> None:
     assert kinds == {(True, False), (True, True), (False, True), (False, False)}
 
 
-def counted(batch: Any) -> tuple[int, int]:
-    return batch.counts.prefilled, batch.counts.decoded
-
-
-def test_a_step_runs_the_model_once(pool: Pool) -> None:
-    pool.run(2, check_one_run)
-
-
-def check_bytes() -> None:
+@on_ranks(3)
+def test_bytes_of_a_rank() -> None:
     """A rank keeps its part of the tokens, and at most a block of each sequence more."""
     model = sharded("Llama")
     size, rank = model.context_parallel_sharding.axis.mesh.size(), torch.distributed.get_rank()
@@ -139,10 +127,6 @@ def check_bytes() -> None:
     batch.step()
     tokens = sum(map(len, prompts))
     assert BLOCK * batch.pool.usage().held[rank] <= tokens / size + BLOCK * len(prompts)
-
-
-def test_bytes_of_a_rank(pool: Pool) -> None:
-    pool.run(3, check_bytes)
 
 
 def sampled_tokens(seeds: tuple[int, ...]) -> dict[int, tuple[list[int], list[float]]]:
@@ -171,39 +155,8 @@ def test_sampled_tokens_do_not_depend_on_the_batch(pool: Pool) -> None:
     assert found[0, 11:].tolist() == together[0][3][0]
 
 
-KINDS: list[dict[str, Any]] = [
-    {},
-    {"repetition_penalty": 1.3},
-    {"do_sample": True, "temperature": 1.5, "top_p": 0.8},
-    {"do_sample": True, "temperature": 1.5, "top_p": 0.8},
-    {"do_sample": True, "top_k": 5, "no_repeat_ngram_size": 2},
-    {"stopping_criteria": [lambda ids, scores: (ids[:, -1] % 3 == 0) & (ids.shape[1] > 13)]},
-]
-"""Processors that read tokens and some that do not, alike and not; a stopping criterion."""
-
-
-def check_kinds() -> None:
-    """In one batch, each has the tokens that the stock model gives to it alone."""
-    model, alone = sharded("Llama"), stock("Llama")
-    prompts = [prompt_of(i, 11) for i in range(len(KINDS))]
-    arrivals = tuple(Arrival(0, x, 8) for x in prompts)
-    batch = Workload(arrivals, BLOCK, 99, 400, 16).batch(model, return_logprobs=True)
-    for number, how in enumerate(KINDS):
-        batch.add_request(prompts[number], str(number), max_new_tokens=8, seed=9, **GREEDY | how)
-    for output in batch:
-        number = int(output.request_id)
-        torch.manual_seed(9)
-        ids = torch.tensor([prompts[number]])
-        expected = alone.generate(ids, max_new_tokens=8, **GREEDY | KINDS[number])[0, 11:].tolist()
-        assert output.generated_tokens == expected, KINDS[number]
-        assert len(output.logprobs) == len(expected)
-
-
-def test_requests_of_many_kinds_in_one_batch(pool: Pool) -> None:
-    pool.run(2, check_kinds)
-
-
-def check_eight_bits() -> None:
+@on_ranks(2)
+def test_eight_bits() -> None:
     """About a fourth of the bytes of float64 and more, and the tokens of a batch of one."""
     found = {}
     prompts = [prompt_of(i, 40) for i in range(3)]
@@ -219,11 +172,8 @@ def check_eight_bits() -> None:
         assert alone["0"].generated_tokens == found["int8"][1][str(number)]
 
 
-def test_eight_bits(pool: Pool) -> None:
-    pool.run(2, check_eight_bits)
-
-
-def check_stops() -> None:
+@on_ranks(2)
+def test_requests_stop() -> None:
     """A request ends after a token that ends sequences, like the stock model alone."""
     model, alone, ends = sharded("Llama"), stock("Llama"), [*range(2, 32, 3)]
     how = {"max_new_tokens": 12, "eos_token_id": ends, "pad_token_id": 0, "repetition_penalty": 1.1}
@@ -235,7 +185,3 @@ def check_stops() -> None:
         assert output.generated_tokens == expected
         assert output.is_finished()
     assert len({len(x.generated_tokens) for x in found.values()}) > 1
-
-
-def test_requests_stop(pool: Pool) -> None:
-    pool.run(2, check_stops)

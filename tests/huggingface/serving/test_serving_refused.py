@@ -12,7 +12,7 @@ from transformers import ContinuousBatchingConfig
 from dtensor_ring import RingError
 from tests.huggingface.generation.generating import sharded, stock
 from tests.huggingface.serving.workloads import GREEDY, Arrival, Workload, check_pool, prompt_of
-from tests.pool import Pool
+from tests.pool import on_ranks
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "beams": ({"num_beams": 2}, "decodes greedily or samples, .* beam_search; call generate"),
@@ -46,7 +46,8 @@ def batch_of_one(model: Any, **options: Any) -> Any:
     return batch
 
 
-def check_calls() -> None:
+@on_ranks(2)
+def test_calls_that_are_refused() -> None:
     model = sharded("Llama")
     batch = batch_of_one(model)
     for changes, match in REFUSED.values():
@@ -65,10 +66,6 @@ def check_calls() -> None:
         batch.cancel_request("first")
 
 
-def test_calls_that_are_refused(pool: Pool) -> None:
-    pool.run(2, check_calls)
-
-
 FAILED = {
     "empty": ((), "at least one token, got none"),
     "unknown token": ((3, 99), "tokens must be from 0 to 31, got 99"),
@@ -79,7 +76,8 @@ FAILED = {
 }
 
 
-def check_requests() -> None:
+@on_ranks(2)
+def test_requests_that_fail() -> None:
     """The others end, in order of their own."""
     batch = batch_of_one(sharded("Llama"))
     for name, (prompt, _) in FAILED.items():
@@ -94,11 +92,8 @@ def check_requests() -> None:
     assert not any(batch.pool.usage().held)
 
 
-def test_requests_that_fail(pool: Pool) -> None:
-    pool.run(2, check_requests)
-
-
-def check_queues() -> None:
+@on_ranks(2)
+def test_ranks_whose_queues_differ() -> None:
     """A rank whose queue differs: all ranks say so, nothing was added, and the batch goes on."""
     model, rank = sharded("Llama"), dist.get_rank()
     batch = batch_of_one(model)
@@ -117,15 +112,12 @@ def check_queues() -> None:
     assert len(next(iter(batch)).generated_tokens) == 5
 
 
-def test_ranks_whose_queues_differ(pool: Pool) -> None:
-    pool.run(2, check_queues)
-
-
 class Planted(Exception):
     """Of a processor on one rank."""
 
 
-def check_raises() -> None:
+@on_ranks(2)
+def test_a_rank_raises() -> None:
     """A rank raises in a step: the others are told, requests wait again, and no block is lost."""
     rank = dist.get_rank()
 
@@ -142,11 +134,8 @@ def check_raises() -> None:
     assert batch.has_requests()
 
 
-def test_a_rank_raises(pool: Pool) -> None:
-    pool.run(2, check_raises)
-
-
-def check_configs() -> None:
+@on_ranks(1)
+def test_configs_that_are_refused() -> None:
     model = sharded("Llama")
     for changes, match in (
         ({"scheduler_type": "prefill_first"}, "scheduler_type='prefill_first' .* not supported"),
@@ -163,11 +152,8 @@ def check_configs() -> None:
         longest.generate_batch([[3]])
 
 
-def test_configs_that_are_refused(pool: Pool) -> None:
-    pool.run(1, check_configs)
-
-
-def check_assistants() -> None:
+@on_ranks(2)
+def test_assistants_that_are_refused() -> None:
     """Assistants that cannot propose tokens; nothing was added, and the batch goes on."""
     model, rank = sharded("Llama"), dist.get_rank()
     batch = batch_of_one(model)
@@ -187,11 +173,12 @@ def check_assistants() -> None:
     assert len(next(iter(batch)).generated_tokens) == 5
 
 
-def test_assistants_that_are_refused(pool: Pool) -> None:
-    pool.run(2, check_assistants)
-
-
-def check_function(wrong: Any, match: str) -> None:
+@pytest.mark.parametrize(
+    ("wrong", "match"),
+    [([], "a list of tokens for each of 1"), ([[99]], "from 0 to 31, got 99")],
+)
+@on_ranks(2)
+def test_functions_that_propose_nothing_of_use(wrong: Any, match: str) -> None:
     """What an assistant returns on one rank is no draft: all are told, and no block is lost."""
     rank, batch = dist.get_rank(), batch_of_one(sharded("Llama"))
     how = {"assistant_model": lambda *_: wrong if rank else [[5]], **GREEDY}
@@ -201,15 +188,8 @@ def check_function(wrong: Any, match: str) -> None:
     assert not any(batch.pool.usage().held)
 
 
-@pytest.mark.parametrize(
-    ("wrong", "match"),
-    [([], "a list of tokens for each of 1"), ([[99]], "from 0 to 31, got 99")],
-)
-def test_functions_that_propose_nothing_of_use(pool: Pool, wrong: Any, match: str) -> None:
-    pool.run(2, check_function, wrong, match)
-
-
-def check_drafts_that_differ() -> None:
+@on_ranks(2)
+def test_ranks_whose_drafts_differ() -> None:
     """Ranks propose other tokens: all say so, in the message of a layer."""
     rank = dist.get_rank()
     batch = batch_of_one(sharded("Llama"))
@@ -217,7 +197,3 @@ def check_drafts_that_differ() -> None:
     batch.add_request((3, 4, 5), max_new_tokens=5, **how)
     with pytest.raises(RingError):
         list(batch)
-
-
-def test_ranks_whose_drafts_differ(pool: Pool) -> None:
-    pool.run(2, check_drafts_that_differ)

@@ -4,25 +4,22 @@ from __future__ import annotations
 
 import re
 import time
-from itertools import product
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import HealthCheck, given, settings
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor.parallel import parallelize_module
 from torch.profiler import ProfilerActivity, profile, record_function
 from transformers import ContinuousBatchingConfig
 
 from dtensor_ring import SequenceAxis
-from parallel_plans.huggingface import context_parallel_plan
 from parallel_plans.huggingface.serving.two_groups import RequestsHandedBack
 from tests.handover.test_hand_over import sent_bytes
 from tests.huggingface.generation.generating import sharded, stock
+from tests.huggingface.planned import under_plan
 from tests.huggingface.serving.workloads import (
     GREEDY,
     Arrival,
@@ -32,11 +29,9 @@ from tests.huggingface.serving.workloads import (
     in_groups,
     prompt_of,
     served,
-    workloads,
 )
-from tests.pool import Pool
+from tests.pool import on_ranks
 
-FAMILIES = ("Llama", "Gemma 3", "DeepSeek-V3", "Qwen3-Next")
 GROUPS = {
     "1 to 1": ((0,), (1,)),
     "2 to 1": ((0, 1), (2,)),
@@ -44,7 +39,6 @@ GROUPS = {
     "some of both": ((0, 1, 2, 3), (1, 2)),
     "the same": ((0, 1), (0, 1)),
     "2 to 2": ((0, 1), (2, 3)),
-    "4 to 1": ((0, 1, 2, 3), (2,)),
 }
 
 
@@ -67,16 +61,6 @@ MIXED = Workload(
 requests than the pools have room for."""
 
 
-def check_groups(family: str, names: list[str]) -> None:
-    model, alone = sharded(family), alone_on(stock(family))
-    for name in names:
-        with in_groups(*GROUPS[name]):
-            batch = check_workload(model, alone, MIXED)
-        usage = batch.prefill_pool.usage()
-        assert not any(usage.held)
-        assert batch.counts.cached
-
-
 @pytest.mark.parametrize(
     ("family", "world_size", "names"),
     [
@@ -86,45 +70,19 @@ def check_groups(family: str, names: list[str]) -> None:
         ("Qwen3-Next", 3, ["2 to 1"]),
     ],
 )
-def test_tokens_are_those_of_requests_alone(
-    pool: Pool, family: str, world_size: int, names: list[str]
-) -> None:
-    pool.run(world_size, check_groups, family, names)
-
-
-def check_drawn(family: str, groups: Any, drawn: list[Workload]) -> None:
+@on_ranks()
+def test_tokens_are_those_of_requests_alone(family: str, names: list[str]) -> None:
     model, alone = sharded(family), alone_on(stock(family))
-    for workload in drawn:
-        with in_groups(*groups):
-            check_workload(model, alone, workload)
+    for name in names:
+        with in_groups(*GROUPS[name]):
+            batch = check_workload(model, alone, MIXED)
+        usage = batch.prefill_pool.usage()
+        assert not any(usage.held)
+        assert batch.counts.cached
 
 
-DRAWN = [("Llama", "2 to 1", 2), *product((*FAMILIES, "gpt-oss"), GROUPS, (12,))]
-
-
-@pytest.mark.parametrize(
-    ("family", "name", "number"),
-    [pytest.param(*x, marks=[pytest.mark.repeats] * (x[2] > 2)) for x in DRAWN],
-)
-def test_random_workloads(pool: Pool, family: str, name: str, number: int) -> None:
-    groups = GROUPS[name]
-    asked = settings(
-        max_examples=number,
-        deadline=None,
-        derandomize=True,
-        database=None,
-        suppress_health_check=list(HealthCheck),
-    )
-
-    @asked
-    @given(workloads())
-    def check(drawn: Workload) -> None:
-        pool.run(1 + max(map(max, groups)), check_drawn, family, groups, [drawn])
-
-    check()
-
-
-def check_eight_bits() -> None:
+@on_ranks(3)
+def test_eight_bits() -> None:
     """Blocks that are rounded where they are prefilled are those that one group would keep."""
     prompts = tuple(Arrival(0, prompt_of(i, 70 + 9 * i), 6) for i in range(3))
     workload = Workload(prompts, block=32, spare=20, max_tokens=400)
@@ -137,16 +95,13 @@ def check_eight_bits() -> None:
     }
 
 
-def test_eight_bits(pool: Pool) -> None:
-    pool.run(3, check_eight_bits)
-
-
 NUM_NEW, SHARED = 5, 12
 BYTES_OF_TOKEN = 2 * 2 * (4 + 4) * 8
 """Two layers of two heads of keys and values in float64."""
 
 
-def check_bytes() -> None:
+@on_ranks(2)
+def test_each_block_travels_once() -> None:
     """Blocks go over the wire once, also those that prompts share; and three numbers of a token."""
     prompts = [prompt_of(0, SHARED) + prompt_of(i, 5 + i) for i in range(2, 5)]
     arrivals = tuple(Arrival(i, prompt, NUM_NEW) for i, prompt in enumerate(prompts))
@@ -160,11 +115,8 @@ def check_bytes() -> None:
     assert sum(sent) == (3 * 8 * num_chosen if rank else BYTES_OF_TOKEN * num_tokens)
 
 
-def test_each_block_travels_once(pool: Pool) -> None:
-    pool.run(2, check_bytes)
-
-
-def check_trace() -> None:
+@on_ranks(3)
+def test_layers_travel_while_later_ones_are_computed() -> None:
     """A layer is sent before its attention; the rank that prefills waits after the last layer."""
     model, rank = sharded("Llama"), dist.get_rank()
     prompts = tuple(Arrival(i, prompt_of(i, 17), 2) for i in range(2))
@@ -195,15 +147,13 @@ def check_trace() -> None:
     assert len(order) > 4
 
 
-def test_layers_travel_while_later_ones_are_computed(pool: Pool) -> None:
-    pool.run(3, check_trace)
-
-
 class Planted(Exception):
     """Of a layer on one rank."""
 
 
-def check_raises(role: int) -> None:
+@pytest.mark.parametrize("role", [1, 2])
+@on_ranks(3)
+def test_a_rank_raises(role: int) -> None:
     """A rank of a group raises in a step; all are told, and what has not begun is handed back."""
     model, rank = sharded("Llama"), dist.get_rank()
     prompts = [list(prompt_of(i, 12)) for i in range(5)]
@@ -234,12 +184,8 @@ def check_raises(role: int) -> None:
     assert not any(batch.prefill_pool.usage().held)
 
 
-@pytest.mark.parametrize("role", [1, 2])
-def test_a_rank_raises(pool: Pool, role: int) -> None:
-    pool.run(3, check_raises, role)
-
-
-def check_refused() -> None:
+@on_ranks(2)
+def test_what_is_refused() -> None:
     model, rank = sharded("Llama"), dist.get_rank()
     one, other = (DeviceMesh("cpu", [x]) for x in (0, 1))
     for groups, error, match in (
@@ -275,11 +221,8 @@ def check_refused() -> None:
     )
 
 
-def test_what_is_refused(pool: Pool) -> None:
-    pool.run(2, check_refused)
-
-
-def check_weights() -> None:
+@on_ranks(2)
+def test_sharded_weights() -> None:
     """Weights that are sharded over ranks of both groups."""
     model = sharded("Llama")
     mesh = model.context_parallel_sharding.axis.mesh
@@ -289,20 +232,13 @@ def check_weights() -> None:
         model.init_continuous_batching(prefill=meshes[0], decode=meshes[1])
 
 
-def test_sharded_weights(pool: Pool) -> None:
-    pool.run(2, check_weights)
-
-
-def check_other_ranks() -> None:
+@on_ranks(3)
+def test_ranks_that_the_plan_does_not_have() -> None:
     meshes = [DeviceMesh("cpu", [*x]) for x in ((0, 1), (2,))]
     if dist.get_rank() == 2:
         return
-    model = parallelize_module(stock("Llama"), meshes[0], context_parallel_plan(stock("Llama")))
+    model = under_plan(stock("Llama"), mesh=meshes[0])
     with pytest.raises(
         ValueError, match=r"decode has the ranks \[2\], which the plan of the model"
     ):
         model.init_continuous_batching(prefill=meshes[0], decode=meshes[1])
-
-
-def test_ranks_that_the_plan_does_not_have(pool: Pool) -> None:
-    pool.run(3, check_other_ranks)

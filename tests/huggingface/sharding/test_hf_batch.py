@@ -6,15 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor.parallel import parallelize_module
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from parallel_plans.huggingface import context_parallel_plan
 from parallel_plans.huggingface.losses.loss import LossFunction
 from parallel_plans.huggingface.sharding.batch import num_labels, parse, shard
-from tests.families import SMALL
-from tests.pool import Pool
+from tests.families import SMALL, VOCABULARY, small_model
+from tests.huggingface.planned import under_plan
+from tests.pool import on_ranks
 
 IDS = torch.arange(8).unsqueeze(0)
 REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
@@ -57,15 +55,24 @@ def test_parts_of_a_batch() -> None:
     assert local.mask.tolist() == local.others["token_type_ids"].tolist() == [[1, 1, 1, 0]]
 
 
-def test_refusals(pool: Pool) -> None:
-    pool.run(2, _check_refusals)
-
-
-def _check_refusals() -> None:
-    mesh = init_device_mesh("cpu", (2,))
-    model = LlamaForCausalLM(LlamaConfig(**SMALL))
-    model = parallelize_module(model, mesh, context_parallel_plan(model))
+@on_ranks(2)
+def test_refusals() -> None:
+    model = under_plan(LlamaForCausalLM(LlamaConfig(**SMALL)))
     for changes, message in REFUSALS.values():
         with pytest.raises(ValueError, match=message):
             model(**{"input_ids": IDS, **changes})
     assert model(input_ids=IDS, labels=IDS.masked_fill(IDS < 3, -100)).loss.isfinite()
+
+
+@on_ranks(2)
+def test_states_that_are_two_outputs_of_a_graph() -> None:
+    """The last hidden states are one of all states, and a graph gives no tensor as two DTensors."""
+    model, stock = (small_model("Llama", "Model", num_hidden_layers=1) for _ in range(2))
+    under_plan(model)
+    tokens = torch.randint(2, VOCABULARY, (1, 13), generator=torch.Generator().manual_seed(1))
+    given = {"input_ids": tokens, "output_hidden_states": True, "use_cache": False}
+    model(**given)  # transformers puts hooks into a model at its first call, which no graph can
+    found = torch.compile(model, backend="aot_eager", fullgraph=True)(**given)
+    assert found.hidden_states[-1] is found.last_hidden_state
+    for ours, theirs in zip(found.hidden_states, stock(**given).hidden_states, strict=True):
+        torch.testing.assert_close(ours.full_tensor(), theirs)

@@ -11,13 +11,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.parallel import parallelize_module
 
 from dtensor_ring import shard_sequence, unshard_sequence
 from parallel_plans.huggingface import context_parallel_plan
 from tests.families import small_model
+from tests.huggingface.planned import under_plan
 from tests.huggingface.test_families import batches
-from tests.pool import Pool
+from tests.pool import on_ranks
 from tests.results import difference, results_of
 
 KINDS = ("plain", "padded left", "packed", "boundaries", "numbered", "counted")
@@ -54,28 +54,8 @@ def plain(batch: dict[str, Any]) -> dict[str, Any]:
 
 
 def planned(family: str, layout: str, **options: Any) -> tuple[Any, DeviceMesh]:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
-    model = small_model(family)
-    return parallelize_module(model, mesh, context_parallel_plan(model, layout, **options)), mesh
-
-
-def compare(family: str, layout: str, seq_len: int, kinds: tuple[str, ...]) -> dict[str, str]:
-    """What is off, by the form and the kind of a batch."""
-    stock, wrong = small_model(family), {}
-    for form in ("plain", "DTensors"):
-        model, mesh = planned(family, layout, local_batch=form == "plain")
-        for kind in kinds:
-            batch = whole_batch(kind, seq_len)
-            if kind == "numbered":  # of which stock models know nothing
-                is_start = batch.pop("position_ids").diff(dim=1, prepend=torch.zeros(2, 1)) != 1
-                batch["seq_idx"] = is_start.cumsum(1)
-            given = shards(batch, mesh)
-            found = results_of(model, plain(given) if form == "plain" else given)
-            expected = results_of(stock, whole_batch(kind, seq_len))
-            error, name = difference(found, expected)
-            if name:
-                wrong[f"{form}, {kind}"] = f"{name}: {error}"
-    return wrong
+    model = under_plan(small_model(family), layout, **options)
+    return model, model.context_parallel_sharding.axis.mesh
 
 
 CASES = [
@@ -100,14 +80,27 @@ REPEATED = [
     ("family", "layout", "world_size", "seq_len", "kinds"),
     [*CASES, *(pytest.param(*case, marks=pytest.mark.repeats) for case in REPEATED)],
 )
+@on_ranks()
 def test_trains_as_one_process(
-    pool: Pool, family: str, layout: str, world_size: int, seq_len: int, kinds: tuple[str, ...]
+    family: str, layout: str, seq_len: int, kinds: tuple[str, ...]
 ) -> None:
-    for rank, wrong in enumerate(pool.run(world_size, compare, family, layout, seq_len, kinds)):
-        assert not wrong, f"rank {rank}"
+    stock = small_model(family)
+    for form in ("plain", "DTensors"):
+        model, mesh = planned(family, layout, local_batch=form == "plain")
+        for kind in kinds:
+            batch = whole_batch(kind, seq_len)
+            if kind == "numbered":  # of which stock models know nothing
+                is_start = batch.pop("position_ids").diff(dim=1, prepend=torch.zeros(2, 1)) != 1
+                batch["seq_idx"] = is_start.cumsum(1)
+            given = shards(batch, mesh)
+            found = results_of(model, plain(given) if form == "plain" else given)
+            expected = results_of(stock, whole_batch(kind, seq_len))
+            error, name = difference(found, expected)
+            assert not name, (form, kind, name, error)
 
 
-def other_inputs() -> None:
+@on_ranks(2)
+def test_other_inputs_and_outputs() -> None:
     """Embeddings, labels that are shifted already, and outputs of all and of the last tokens."""
     model, mesh = planned("Llama", "zigzag", local_batch=True)
     stock, batch = small_model("Llama"), whole_batch("plain", 20)
@@ -126,10 +119,6 @@ def other_inputs() -> None:
         # A prompt is whole on each rank.
         asked = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
         assert torch.equal(model.generate(tokens, **asked), stock.generate(tokens, **asked))
-
-
-def test_other_inputs_and_outputs(pool: Pool) -> None:
-    pool.run(2, other_inputs)
 
 
 def ids(length: int, num_rows: int = 1) -> dict[str, Tensor]:
@@ -185,7 +174,8 @@ REFUSALS: dict[str, tuple[str, Callable[[int], dict[str, Any]]]] = {
 }
 
 
-def check_refusals() -> None:
+@on_ranks(2)
+def test_refusals() -> None:
     """On every rank, and none waits for another."""
     model, _ = planned("Llama", "striped", local_batch=True)
     for message, given in REFUSALS.values():
@@ -195,10 +185,6 @@ def check_refusals() -> None:
     counting, _ = planned("OPT", "striped", local_batch=True)
     with pytest.raises(ValueError, match=r"OPT.* counts positions .* give position_ids"):
         counting(**ids(8))
-
-
-def test_refusals(pool: Pool) -> None:
-    pool.run(2, check_refusals)
 
 
 @pytest.mark.parametrize(

@@ -13,18 +13,16 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor.parallel import parallelize_module
 
 from dtensor_ring.selected import moved_keys
 from dtensor_ring.selected import run as selected_run
 from dtensor_ring.transport import transport
 from dtensor_ring.transport.transport import BufferPool
 from parallel_plans import sequences
-from parallel_plans.huggingface import context_parallel_plan
 from parallel_plans.huggingface.core import documents
 from tests.families import COMPRESSED, small_model
-from tests.pool import Pool
+from tests.huggingface.planned import under_plan
+from tests.pool import on_ranks
 from tests.rings import fake_group
 from tests.traced_bytes import Peak, Slope, peak_of, slope_of
 
@@ -67,19 +65,17 @@ def prepare(model: Any, kind: str, batch: dict[str, Tensor]) -> None:
     model.context_parallel_sharding.inputs(model, batch | labels)
 
 
-def measured(family: str, kind: str, is_local: bool, call: Callable[..., None] = run) -> Slope:
-    """Bytes for each token of all ranks, beside the batch."""
+def check_slope(family: str, kind: str, is_local: bool, call: Callable[..., None]) -> None:
+    """Bytes for each token of all ranks, beside the batch, are few."""
 
     def peak(num_tokens: int, world_size: int) -> Peak:
         # Without messages of the batch before, whose memory would be used again.
         messages = patch.multiple(transport, BUFFERS=BufferPool())
         with messages, fake_group(world_size, rank=world_size // 2):
-            mesh = init_device_mesh("cpu", (world_size,))
             changes = {"num_hidden_layers": 1} if family in OF_ONE_KIND else {}
             model = small_model(family, **changes | POOLS.get(family, {}))
             choose_first(model)
-            plan = context_parallel_plan(model, "zigzag", local_batch=is_local)
-            parallelize_module(model, mesh, plan)
+            under_plan(model, "zigzag", local_batch=is_local)
             batch = batch_of(kind, num_tokens * (1 if is_local else world_size))
             return peak_of(lambda: call(model, kind, batch))
 
@@ -92,7 +88,9 @@ def measured(family: str, kind: str, is_local: bool, call: Callable[..., None] =
         stack.enter_context(patch.object(selected_run, "SCORES", 1 << 20))
         # Nor any request for keys.
         stack.enter_context(patch.object(moved_keys, "_from_bits", _none))
-        return slope_of(peak, SHARDS, WORLDS, LIMIT)
+        slope = slope_of(peak, SHARDS, WORLDS, LIMIT)
+    assert slope.tensors <= LIMIT.tensors
+    assert slope.objects <= LIMIT.objects
 
 
 @torch.no_grad()
@@ -143,12 +141,9 @@ REPEATED = [
     ("family", "kind", "is_local"),
     [*CASES, *(pytest.param(*case, marks=pytest.mark.repeats) for case in REPEATED)],
 )
-def test_nothing_grows_with_the_sequence(
-    pool: Pool, family: str, kind: str, is_local: bool
-) -> None:
-    (slope,) = pool.run(1, measured, family, kind, is_local)
-    assert slope.tensors <= LIMIT.tensors
-    assert slope.objects <= LIMIT.objects
+@on_ranks(1)
+def test_nothing_grows_with_the_sequence(family: str, kind: str, is_local: bool) -> None:
+    check_slope(family, kind, is_local, run)
 
 
 @pytest.mark.parametrize(
@@ -160,9 +155,6 @@ def test_nothing_grows_with_the_sequence(
         pytest.param("Llama", "plain", True, marks=pytest.mark.repeats),
     ],
 )
-def test_nothing_grows_before_the_first_layer(
-    pool: Pool, family: str, kind: str, is_local: bool
-) -> None:
-    (slope,) = pool.run(1, measured, family, kind, is_local, prepare)
-    assert slope.tensors <= LIMIT.tensors
-    assert slope.objects <= LIMIT.objects
+@on_ranks(1)
+def test_nothing_grows_before_the_first_layer(family: str, kind: str, is_local: bool) -> None:
+    check_slope(family, kind, is_local, prepare)

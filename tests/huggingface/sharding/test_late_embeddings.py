@@ -9,14 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor.parallel import parallelize_module
 
-from parallel_plans.huggingface import context_parallel_plan
 from parallel_plans.huggingface.sharding import late_embeddings
 from parallel_plans.huggingface.sharding.late_embeddings import LateEmbeddings, late_or_now
+from tests.huggingface.planned import under_plan
 from tests.multimodal import batch_of, small_model
-from tests.pool import Pool
+from tests.pool import on_ranks
 
 ROWS, TOKENS, WIDTH, COUNT = 2, 12, 8, 50
 MINE = torch.tensor([1, 5, 6, 11])
@@ -69,16 +67,14 @@ WHOLE = {
 }
 
 
-@pytest.mark.parametrize("name", [*LATE, *WHOLE])
-def test_equals_the_embeddings(name: str) -> None:
-    call = (LATE | WHOLE)[name]
-    expected = run(False, call)
-    with patch.object(late_embeddings, "_made", wraps=late_embeddings._made) as made:
-        found = run(True, call)
-    assert made.called == (name in WHOLE)
-    assert len(found) == len(expected)
-    for ours, theirs in zip(found, expected, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+def test_equals_the_embeddings() -> None:
+    for name, call in (LATE | WHOLE).items():
+        expected = run(False, call)
+        with patch.object(late_embeddings, "_made", wraps=late_embeddings._made) as made:
+            found = run(True, call)
+        assert made.called == (name in WHOLE), name
+        for ours, theirs in zip(found, expected, strict=True):
+            assert torch.equal(ours, theirs), name
 
 
 def test_too_few_features_are_refused_before_tokens_are_taken() -> None:
@@ -94,18 +90,13 @@ def with_hook() -> nn.Embedding:
     return embedding
 
 
-@pytest.mark.parametrize(
-    ("embedding", "ids"),
-    [
-        (with_hook(), IDS),
-        (nn.Embedding(COUNT, WIDTH), nn.Parameter(IDS, requires_grad=False)),
-        (nn.Embedding(COUNT, WIDTH), IDS[:, :0]),
-    ],
-)
-def test_what_may_not_be_late(embedding: nn.Embedding, ids: Tensor) -> None:
-    found = late_or_now(embedding, embedding.forward, ids)
-    torch.testing.assert_close(found, embedding.forward(ids), rtol=0, atol=0)
-    assert not isinstance(found, LateEmbeddings)
+def test_what_may_not_be_late() -> None:
+    plain = nn.Embedding(COUNT, WIDTH)
+    parameter = nn.Parameter(IDS, requires_grad=False)
+    for embedding, ids in ((with_hook(), IDS), (plain, parameter), (plain, IDS[:, :0])):
+        found = late_or_now(embedding, embedding.forward, ids)
+        assert torch.equal(found, embedding.forward(ids))
+        assert not isinstance(found, LateEmbeddings)
 
 
 def test_a_wrong_id_is_refused_on_all_ranks_alike() -> None:
@@ -117,24 +108,15 @@ def test_a_wrong_id_is_refused_on_all_ranks_alike() -> None:
 BATCHES = ("several images", "text only")
 
 
-def looked_up(family: str) -> list[int]:
-    """How many tokens of a row a rank looks up, by batch."""
-    model = small_model(family)
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    parallelize_module(model, mesh, context_parallel_plan(model, "contiguous"))
-    found = []
+@pytest.mark.parametrize("family", ["Gemma 3", "Qwen2.5-VL", "SmolVLM"])
+@on_ranks(2)
+def test_a_rank_looks_up_its_tokens_only(family: str) -> None:
+    model = under_plan(small_model(family), "contiguous")
     for case in BATCHES:
         with patch.object(late_embeddings.LateEmbeddings, "looked_up", autospec=True) as select:
             select.side_effect = lambda self, tokens: self.embed(self.ids[:, tokens])
             model(**batch_of(family, case))
-        found.append(sum(len(call.args[1]) for call in select.call_args_list))
-    return found
-
-
-@pytest.mark.parametrize("family", ["Gemma 3", "Qwen2.5-VL", "SmolVLM"])
-def test_a_rank_looks_up_its_tokens_only(pool: Pool, family: str) -> None:
-    counts = zip(*pool.run(2, looked_up, family), strict=True)
-    for count, case in zip(counts, BATCHES, strict=True):
-        length = batch_of(family, case)["input_ids"].shape[1]
-        assert sum(count) == length, case
-        assert max(count) == -(-length // 2), case
+        count = sum(len(call.args[1]) for call in select.call_args_list)
+        length, of_each = batch_of(family, case)["input_ids"].shape[1], [0, 0]
+        dist.all_gather_object(of_each, count)
+        assert (sum(of_each), max(of_each)) == (length, -(-length // 2)), case

@@ -5,13 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor.parallel import parallelize_module
 
-from parallel_plans.huggingface import context_parallel_plan
 from tests.families import small_model
+from tests.huggingface.planned import under_plan
 
 LAYOUT = "contiguous"
 
@@ -23,9 +20,8 @@ def planned(
     max_position_embeddings: int = 64,
     **options: Any,
 ) -> Any:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
     model = small_model(family, max_position_embeddings=max_position_embeddings)
-    return parallelize_module(model, mesh, context_parallel_plan(model, layout, **options))
+    return under_plan(model, layout, **options)
 
 
 def gradients(model: Any) -> Tensor:

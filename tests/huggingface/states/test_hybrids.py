@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections import Counter
 from itertools import product
 from typing import Any
 from unittest.mock import patch
@@ -22,24 +21,19 @@ from parallel_plans.huggingface.states.stateful import (
     required_parameters,
     stateful_layers,
 )
-from tests.dense import largest
 from tests.families import HYBRIDS, VOCABULARY, small_model
+from tests.families import HYBRIDS as ALL_HYBRIDS
+from tests.huggingface.planned import averaged, relative
 from tests.huggingface.states.hybrids import LAYOUT, gradients, planned
-from tests.huggingface.test_families import compare
-from tests.huggingface.test_families_trained import CHECKPOINTING, train, train_both
-from tests.pool import Pool
+from tests.huggingface.test_families import check_family
+from tests.huggingface.test_families_trained import CHECKPOINTING, check_steps, train
+from tests.pool import on_ranks
 
 KINDS = ("plain", "padded left", "padded right")
 SAMPLE = ("Qwen3-Next", "Granite 4", "LFM2", "MiniMax-01", "Inkling 2, loop")
 """A delta rule, a selective scan, convolutions alone, and a loop within a forward; convolutions of
 keys and a bias by distance, in layers that run several times;
 `--all-hybrids` runs the others, too."""
-
-
-def compare_runs(family: str, stays_from: int | None) -> dict[str, dict[str, float]]:
-    """In zigzag order, from some length on without an exchange of tokens."""
-    with patch.object(state_passing, "stays_from", return_value=stays_from):
-        return compare(family, "zigzag", None, KINDS)
 
 
 def _is_sample(family: str, world_size: int, stays_from: int | None) -> bool:
@@ -50,14 +44,11 @@ def _is_sample(family: str, world_size: int, stays_from: int | None) -> bool:
 @pytest.mark.needs("--all-hybrids", but=_is_sample)
 @pytest.mark.parametrize(("world_size", "stays_from"), [*product([2, 3, 4], [0, None])])
 @pytest.mark.parametrize("family", HYBRIDS)
-def test_two_runs_of_a_rank(
-    pool: Pool, family: str, world_size: int, stays_from: int | None
-) -> None:
-    """Are two maps, or are exchanged for one run."""
-    for rank, errors in enumerate(pool.run(world_size, compare_runs, family, stays_from)):
-        assert set(errors) == set(KINDS)
-        worst = largest(x for error in errors.values() for x in error.values())
-        assert worst < 1e-5, f"rank {rank}: {errors}"
+@on_ranks()
+def test_two_runs_of_a_rank(family: str, stays_from: int | None) -> None:
+    """Are two maps, or, to some length, are exchanged for one run."""
+    with patch.object(state_passing, "stays_from", return_value=stays_from):
+        check_family(family, "zigzag", None, KINDS)
 
 
 def _is_once(family: str, world_size: int, layout: str) -> bool:
@@ -68,13 +59,9 @@ def _is_once(family: str, world_size: int, layout: str) -> bool:
 @pytest.mark.needs("--all-hybrids", but=_is_once)
 @pytest.mark.parametrize(("world_size", "layout"), [(2, LAYOUT), (4, LAYOUT), (3, "striped")])
 @pytest.mark.parametrize("family", HYBRIDS)
-def test_hybrid_equals_the_stock_model(
-    pool: Pool, family: str, world_size: int, layout: str
-) -> None:
-    for rank, errors in enumerate(pool.run(world_size, compare, family, layout, None, KINDS)):
-        assert set(errors) == set(KINDS)
-        worst = largest(x for error in errors.values() for x in error.values())
-        assert worst < 1e-5, f"rank {rank}: {errors}"
+@on_ranks()
+def test_hybrid_equals_the_stock_model(family: str, layout: str) -> None:
+    check_family(family, layout, None, KINDS)
 
 
 @pytest.mark.parametrize("family", HYBRIDS)
@@ -120,28 +107,27 @@ def output(layer: Any, hidden: Tensor) -> Tensor:
         ),
     ],
 )
-def test_refused_with_the_reason(pool: Pool, family: str, layout: str, reason: str) -> None:
-    pool.run(1, refused, family, layout, reason)
-
-
-def refused(family: str, layout: str, reason: str) -> None:
+@on_ranks(1)
+def test_refused_with_the_reason(family: str, layout: str, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         planned(family, layout)
 
 
-def refused_without_a_state() -> None:
-    reported = r"layers\.0\.mamba goes on from the recurrent state .* a single token"
-    with patch("parallel_plans.huggingface.states.stateful.scan_of", return_value=None):
-        refused("Jamba", LAYOUT, reported)
-
-
-def test_a_layer_that_begins_anew_is_refused(pool: Pool) -> None:
+@on_ranks(1)
+def test_a_layer_that_begins_anew_is_refused() -> None:
     """As the scan of Mamba 1 does by itself."""
-    pool.run(1, refused_without_a_state)
+    reported = r"layers\.0\.mamba goes on from the recurrent state .* a single token"
+    unknown = patch("parallel_plans.huggingface.states.stateful.scan_of", return_value=None)
+    with unknown, pytest.raises(ValueError, match=reported):
+        planned("Jamba", LAYOUT)
 
 
-def compiled_error(family: str, layout: str) -> tuple[float, Counter[str]]:
-    """Of loss and gradients after one before it, and what broke graphs."""
+@pytest.mark.needs("--all-hybrids")
+@pytest.mark.parametrize("layout", [LAYOUT, "zigzag"])
+@pytest.mark.parametrize("family", ["LFM2", "Qwen3-Next", "Granite 4"])
+@on_ranks(2)
+def test_compiled_as_a_whole(family: str, layout: str) -> None:
+    """Graphs break at layers with a state, and where documents are read; all else compiles."""
     # Dynamo looks for a gradient of what it compiles, be it a leaf or not.
     warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
     model = planned(family, layout)
@@ -156,22 +142,11 @@ def compiled_error(family: str, layout: str) -> tuple[float, Counter[str]]:
             loss = forward(input_ids=tokens, labels=tokens, use_cache=False).loss
             loss.backward()
         found.append(torch.cat([loss.detach().view(1), gradients(model)]))
-    error = (found[0] - found[1]).norm() / found[1].norm()
-    return error.item(), counters["graph_break"]
-
-
-@pytest.mark.needs("--all-hybrids")
-@pytest.mark.parametrize("layout", [LAYOUT, "zigzag"])
-@pytest.mark.parametrize("family", ["LFM2", "Qwen3-Next", "Granite 4"])
-def test_compiled_as_a_whole(pool: Pool, family: str, layout: str) -> None:
-    """Graphs break at layers with a state, and where documents are read; all else compiles."""
-    for error, breaks in pool.run(2, compiled_error, family, layout):
-        assert error < 1e-5
-        found = {
-            name for reason in breaks for name in re.findall(r"<function ([\w.<>]+) at", reason)
-        }
-        assert found == {"_forward.<locals>.forward", "ScanChunks.of"}, breaks
-        assert len(breaks) == 2, breaks
+    assert relative(*found) < 1e-5
+    breaks = counters["graph_break"]
+    found = {name for reason in breaks for name in re.findall(r"<function ([\w.<>]+) at", reason)}
+    assert found == {"_forward.<locals>.forward", "ScanChunks.of"}, breaks
+    assert len(breaks) == 2, breaks
 
 
 CALM = {"rms_norm_eps": 0.1}
@@ -201,20 +176,14 @@ def trained_from(family: str, noise: float) -> tuple[list[float], dict[str, Tens
     return train(model, slice(None))[0], model.state_dict()
 
 
-def train_in_place(family: str, name: str, changes: dict[str, Any]) -> dict[str, Any]:
-    """In zigzag order, without an exchange of tokens."""
-    with patch.object(state_passing, "stays_from", return_value=0):
-        return train_both(family, CHECKPOINTING[name], "zigzag", changes)
-
-
 @pytest.mark.needs("--all-hybrids")
 @pytest.mark.parametrize("family", ["Granite 4", "Qwen3-Next", "LFM2"])
-def test_steps_of_two_runs_of_a_rank(pool: Pool, family: str) -> None:
-    """Under FSDP2, with checkpointing."""
+@on_ranks(4)
+def test_steps_of_two_runs_of_a_rank(family: str) -> None:
+    """Under FSDP2, with checkpointing, without an exchange of tokens."""
     changes = CALM if family in DELTA_RULES else {}
-    for found in pool.run(4, train_in_place, family, "full", changes):
-        assert found["loss"] < 1e-5, found
-        assert found["parameters"] < 1e-5, found
+    with patch.object(state_passing, "stays_from", return_value=0):
+        check_steps(family, CHECKPOINTING["full"], "zigzag", changes)
 
 
 # Gradients of each kind of state are above.
@@ -223,8 +192,125 @@ def test_steps_of_two_runs_of_a_rank(pool: Pool, family: str) -> None:
 )
 @pytest.mark.parametrize("name", ["none", "full"])
 @pytest.mark.parametrize("family", ["Granite 4", "Nemotron-H", "LFM2", *DELTA_RULES])
-def test_steps_of_fsdp_equal_one_process(pool: Pool, family: str, name: str) -> None:
-    changes = CALM if family in DELTA_RULES else {}
-    for found in pool.run(4, train_both, family, CHECKPOINTING[name], LAYOUT, changes):
-        assert found["loss"] < 1e-5, found
-        assert found["parameters"] < 1e-5, found
+@on_ranks(4)
+def test_steps_of_fsdp_equal_one_process(family: str, name: str) -> None:
+    check_steps(family, CHECKPOINTING[name], LAYOUT, CALM if family in DELTA_RULES else {})
+
+
+HYBRIDS = (*ALL_HYBRIDS, "Qwen4-Exp")
+"""Also with an index of pools, which begin with each document."""
+UNSERVED = ("Granite 4, attention only", "Inkling, scaled")
+"""No layer has a state, and its masks do not know positions; scales by the position in a row."""
+PACKED = {
+    ("MiniMax-01", 3, 1),
+    ("Qwen3-Next", 2, 1),
+    ("Granite 4", 2, 1),
+    ("LFM2", 4, 2),
+    ("Mamba 2", 4, 2),
+    ("Inkling 2", 4, 2),
+    ("Qwen4-Exp", 4, 2),
+}
+"""Family, ranks and rows of the default run."""
+
+Rows = tuple[tuple[int, ...], ...]
+"""Where documents begin, by row of a batch of 24 tokens."""
+
+
+MARKS = ("position_ids", "seq_idx", "cu_seq_lens_q", "position_ids cu_seq_lens_q")
+"""What says where documents of a row begin."""
+
+
+def packed(rows: Rows, mark: str = MARKS[0]) -> dict[str, Tensor]:
+    """Tokens, and what says where their documents begin."""
+    torch.manual_seed(1)
+    tokens = torch.randint(2, VOCABULARY, (len(rows), 24))
+    lengths = [torch.tensor([*starts, 24]).diff() for starts in rows]
+    positions = [torch.cat([torch.arange(int(x)) for x in row]) for row in lengths]
+    numbers = [torch.arange(len(row)).repeat_interleave(row) for row in lengths]
+    given = {
+        "position_ids": torch.stack(positions),
+        "seq_idx": torch.stack(numbers),
+        "cu_seq_lens_q": torch.tensor([*rows[0], 24]),
+    }
+    return {"input_ids": tokens} | {name: given[name] for name in mark.split()}
+
+
+def check_packed(
+    family: str, rows: Rows, layout: str, is_checkpointed: bool, mark: str = MARKS[0]
+) -> None:
+    """Logits and gradients are those of each document alone, whatever the model's code does."""
+    batch = packed(rows, mark)
+    model, stock = planned(family, layout, unshard_outputs=True), small_model(family)
+    if is_checkpointed:
+        model.train().activation_checkpointing_enable()
+    parts = [
+        torch.cat([stock(input_ids=x, use_cache=False).logits for x in documents], 1)
+        for row, starts in zip(batch["input_ids"].split(1), rows, strict=True)
+        for documents in [row.tensor_split(starts[1:], 1)]
+    ]
+    expected = torch.cat(parts)
+    logits = model(**batch, use_cache=False).logits
+    weights = torch.randn_like(logits)
+    for x in (logits, expected):
+        (x * weights).sum().backward()
+    assert relative(logits, expected) < 1e-5
+    assert relative(averaged(gradients(model)), gradients(stock)) < 1e-5
+
+
+@pytest.mark.needs(
+    "--all-hybrids",
+    but=lambda family, world_size, rows, layout: (family, world_size, len(rows)) in PACKED,
+)
+@pytest.mark.parametrize(
+    ("world_size", "rows", "layout"),
+    [
+        (4, ((0, 6, 18),), "zigzag"),  # with shards
+        (2, ((0, 5, 12),), LAYOUT),
+        (3, ((0, 7, 9, 15),), LAYOUT),  # within the reach of a convolution
+        (3, ((0, 1, 10, 23),), "striped"),
+        (4, ((0, 5, 7, 17, 19),), "zigzag"),  # ends and beginnings of one token
+        (4, ((0, 1, 2, 3, 23), (0, 7, 8, 9, 10)), "zigzag"),  # other ones in each row
+    ],
+)
+@pytest.mark.parametrize("family", [x for x in HYBRIDS if x not in UNSERVED])
+@on_ranks()
+def test_packed_documents_are_as_alone(family: str, rows: Rows, layout: str) -> None:
+    check_packed(family, rows, layout, len(rows) > 1)
+
+
+BY_POSITION = ("Inkling 2", "Inkling 2, loop")
+"""They scale by position_ids, which go on over documents that something else marks."""
+
+
+@pytest.mark.needs("--all-hybrids", but=lambda family: family == "Granite 4")
+@pytest.mark.parametrize("family", [x for x in HYBRIDS if x not in (*UNSERVED, *BY_POSITION)])
+@on_ranks(2)
+def test_whatever_marks_documents(family: str) -> None:
+    """Masks of Granite 4 do not know positions, and its layers with a state no mark at all."""
+    for mark in MARKS:
+        check_packed(family, ((0, 5, 7, 17),), "zigzag", False, mark)
+
+
+def two_batches(family: str, is_checkpointed: bool) -> Tensor:
+    """Gradients of two batches whose documents differ, in one backward."""
+    model = planned(family, "zigzag").train()
+    if is_checkpointed:
+        model.activation_checkpointing_enable()
+    losses = []
+    for rows in (((0, 5, 11),), ((0, 9),)):
+        batch = packed(rows)
+        losses.append(model(**batch, labels=batch["input_ids"], use_cache=False).loss)
+    torch.stack(losses).sum().backward()
+    return gradients(model)
+
+
+@on_ranks(2)
+def test_checkpointing_repeats_a_layer_with_its_own_documents() -> None:
+    found, expected = (two_batches("LFM2", x) for x in (True, False))
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+@on_ranks(2)
+def test_layers_that_know_no_batch_are_not_repeated_with_another() -> None:
+    with pytest.raises(ValueError, match="does not say of which batch"):
+        two_batches("Mamba 2", True)

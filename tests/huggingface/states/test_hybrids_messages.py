@@ -22,7 +22,7 @@ from parallel_plans.huggingface.states.default_layout import hybrid_of
 from parallel_plans.huggingface.states.state_passing import specs_of
 from tests.families import VOCABULARY
 from tests.huggingface.states.hybrids import LAYOUT, planned
-from tests.pool import Pool
+from tests.pool import Pool, on_ranks
 
 
 class StateCalls(TorchDispatchMode):
@@ -146,8 +146,10 @@ def test_bytes_are_those_of_the_schedule(pool: Pool, family: str, world_size: in
     assert ("zigzag", True) in moves or family == "LFM2", "a short one costs less than two maps"
 
 
-def picked(longest: int) -> tuple[str, list[str]]:
-    """The layout of a plan that was given none, and what the logger says."""
+@pytest.mark.parametrize(("longest", "layout"), [(64, LAYOUT), (2**20, "zigzag")])
+@on_ranks(2)
+def test_the_plan_picks_a_layout_by_bytes(longest: int, layout: str) -> None:
+    """A plan that was given none; and the logger says so."""
     logger, said = logging.getLogger("dtensor_ring"), []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())
@@ -159,13 +161,7 @@ def picked(longest: int) -> tuple[str, list[str]]:
     finally:
         logger.setLevel(level)
         logger.removeHandler(handler)
-    return model.context_parallel_sharding.axis.layout.spec, said
-
-
-@pytest.mark.parametrize(("longest", "layout"), [(64, LAYOUT), (2**20, "zigzag")])
-def test_the_plan_picks_a_layout_by_bytes(pool: Pool, longest: int, layout: str) -> None:
-    for found, said in pool.run(2, picked, longest):
-        assert found == layout
-        assert len(said) == 1
-        assert f"1 layers with a state, 1 with attention: {longest} tokens on 2 ranks" in said[0]
-        assert f"least: {layout}" in said[0]
+    assert model.context_parallel_sharding.axis.layout.spec == layout
+    assert len(said) == 1
+    assert f"1 layers with a state, 1 with attention: {longest} tokens on 2 ranks" in said[0]
+    assert f"least: {layout}" in said[0]

@@ -14,11 +14,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor.parallel import parallelize_module
 
-from parallel_plans.huggingface import context_parallel_plan
 from tests.families import VOCABULARY, small_model
-from tests.pool import Pool
+from tests.huggingface.planned import under_plan
+from tests.pool import Pool, on_ranks
 
 pytest.importorskip("accelerate")
 SEQ_LEN, BATCH = 25, 2
@@ -169,7 +168,7 @@ def ring_runs(folder: str, case: Case) -> list[Found]:
     runs = []
     for resume in (None, f"{folder}/checkpoint-2"):
         model = small_model("Llama")
-        parallelize_module(model, mesh["cp"], context_parallel_plan(model, case.layout))
+        under_plan(model, case.layout, mesh=mesh["cp"])
         model.accepts_loss_kwargs = False  # as ESM says; the plan's loss takes them all the same
         options = arguments(folder, BATCH // case.dp_size, **dict(case.options))
         trainer = ContextParallelTrainer(model, options, mesh=mesh, **case.data())
@@ -201,24 +200,20 @@ def test_trains_evaluates_and_resumes_as_one_process(
             torch.testing.assert_close(logits, predicted, atol=1e-4, rtol=1e-4)
 
 
-def unwrap() -> None:
+@on_ranks(2, around=under_torchrun)
+def test_survives_what_accelerate_unwraps() -> None:
     """Mixed precision wraps the plan's forward; without the wrapper it is the plan's again."""
     from accelerate import Accelerator
 
     tokens = torch.arange(SEQ_LEN).unsqueeze(0)
     model: Any = small_model("Llama")
-    mesh = init_device_mesh("cpu", (2,))
-    parallelize_module(model, mesh, context_parallel_plan(model, "zigzag"))
+    under_plan(model, "zigzag")
     expected = model(input_ids=tokens, labels=tokens).loss
     accelerator = Accelerator(mixed_precision="bf16", cpu=True)
     prepared = accelerator.prepare_model(model)
     prepared(input_ids=tokens, labels=tokens)
     found = accelerator.unwrap_model(prepared, keep_fp32_wrapper=False)
     assert found(input_ids=tokens, labels=tokens).loss == expected
-
-
-def test_survives_what_accelerate_unwraps(pool: Pool) -> None:
-    pool.run(2, under_torchrun, unwrap)
 
 
 NUM_VIRTUAL = 3
@@ -240,7 +235,7 @@ def predict_prompted(folder: str) -> torch.Tensor:
 
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp_replicate", "cp"))
     model = small_model("Llama")
-    parallelize_module(model, mesh["cp"], context_parallel_plan(model, "zigzag"))
+    under_plan(model, "zigzag", mesh=mesh["cp"])
     trainer = ContextParallelTrainer(prompted(model), arguments(folder, BATCH), mesh=mesh)
     return torch.tensor(trainer.predict(rows_without("position_ids")).predictions)
 

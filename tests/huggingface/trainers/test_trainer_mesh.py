@@ -18,15 +18,14 @@ from accelerate.utils import TorchContextParallelConfig
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor.parallel import parallelize_module
 
-from parallel_plans.huggingface import context_parallel_plan
 from parallel_plans.huggingface.core import meshes
 from parallel_plans.huggingface.trainers import trainer_options
 from tests.families import small_model
+from tests.huggingface.planned import under_plan
 from tests.huggingface.trainers.test_trainer import BATCH, arguments, packed_rows, under_torchrun
 from tests.huggingface.trainers.test_trainer_steps import HARMLESS
-from tests.pool import Pool
+from tests.pool import Pool, on_ranks
 
 RING_CONFIG = {"dp_shard_size": 2, "cp_size": 2}
 LAUNCHED = {f"PARALLELISM_CONFIG_{name.upper()}": str(x) for name, x in RING_CONFIG.items()}
@@ -38,8 +37,18 @@ def losses(trainer: Any) -> list[float]:
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
-def by_config(folder: str, how: str) -> tuple[Any, list[float]]:
-    """Axes and losses of a trainer that applies the plan itself, and a batch of its own."""
+@pytest.fixture(scope="module")
+def stock_losses(tmp_path_factory: Any) -> list[float]:
+    from transformers import Trainer
+
+    model = small_model("Llama", use_cache=False)
+    options = arguments(str(tmp_path_factory.mktemp("stock")), BATCH)
+    return losses(Trainer(model, options, train_dataset=packed_rows()))
+
+
+@pytest.mark.parametrize("how", ["arguments", "launcher", "mesh"])
+@on_ranks(4, around=under_torchrun)
+def test_mesh_of_a_config(tmp_path: Path, stock_losses: list[float], how: str) -> None:
     from parallel_plans.huggingface.trainer import ContextParallelTrainer
 
     for message in HARMLESS:
@@ -49,7 +58,7 @@ def by_config(folder: str, how: str) -> tuple[Any, list[float]]:
         # Sharded on the meta device, and filled with the weights of one rank.
         lazy = {"cpu_ram_efficient_loading": how == "arguments"}
         options = arguments(
-            folder, BATCH // 2, fsdp=True, fsdp_config=lazy, parallelism_config=config
+            str(tmp_path), BATCH // 2, fsdp=True, fsdp_config=lazy, parallelism_config=config
         )
         mesh = None
         if how == "mesh":
@@ -66,27 +75,9 @@ def by_config(folder: str, how: str) -> tuple[Any, list[float]]:
     assert isinstance(model, FSDPModule)
     assert model.lm_head.weight.device_mesh.size() == 4
     axes = trainer.accelerator.torch_device_mesh
-    return (
-        axes.mesh_dim_names,
-        tuple(axes.shape),
-        trainer.get_total_train_batch_size(options),
-    ), found
-
-
-@pytest.fixture(scope="module")
-def stock_losses(tmp_path_factory: Any) -> list[float]:
-    from transformers import Trainer
-
-    model = small_model("Llama", use_cache=False)
-    options = arguments(str(tmp_path_factory.mktemp("stock")), BATCH)
-    return losses(Trainer(model, options, train_dataset=packed_rows()))
-
-
-@pytest.mark.parametrize("how", ["arguments", "launcher", "mesh"])
-def test_mesh_of_a_config(pool: Pool, tmp_path: Path, stock_losses: list[float], how: str) -> None:
-    for axes, found in pool.run(4, under_torchrun, by_config, str(tmp_path), how):
-        assert axes == (("dp_shard", "cp"), (2, 2), 2 * BATCH)
-        assert found == pytest.approx(stock_losses, rel=1e-5)
+    assert (axes.mesh_dim_names, tuple(axes.shape)) == (("dp_shard", "cp"), (2, 2))
+    assert trainer.get_total_train_batch_size(options) == 2 * BATCH
+    assert found == pytest.approx(stock_losses, rel=1e-5)
 
 
 def in_bfloat16(folder: str) -> list[float]:
@@ -133,9 +124,9 @@ def wrapped(model: Any) -> Any:
     return model
 
 
-def under_plan(model: Any, ranks: int) -> Any:
+def over_last(model: Any, ranks: int) -> Any:
     mesh = init_device_mesh("cpu", (2 // ranks, ranks), mesh_dim_names=("dp", "cp"))
-    return parallelize_module(model, mesh["cp"], context_parallel_plan(model))
+    return under_plan(model, mesh=mesh["cp"])
 
 
 def other_weights(model: Any) -> Any:
@@ -169,8 +160,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"mesh": ("cp",), "fsdp": True, "model": (other_weights,)},
         "start from the same weights",
     ),
-    "plan twice": ({"mesh": ("cp",), "model": (under_plan, 2), "plan": {}}, "plan= would have no"),
-    "plan elsewhere": ({"mesh": ("cp",), "model": (under_plan, 1)}, r"over the ranks \[.\], and"),
+    "plan twice": ({"mesh": ("cp",), "model": (over_last, 2), "plan": {}}, "plan= would have no"),
+    "plan elsewhere": ({"mesh": ("cp",), "model": (over_last, 1)}, r"over the ranks \[.\], and"),
     "forward in the way": ({"mesh": ("cp",), "model": (wrapped,)}, "test_trainer_mesh.wrapped"),
     "loaded in shards": ({"mesh": ("cp",), "model": (loaded_in_shards,)}, "distributed_config"),
     "batches that differ": (
@@ -203,7 +194,9 @@ def refused(folder: str, asked: dict[str, Any], message: str) -> None:
         trained(folder, **asked)
 
 
-def all_refused(folder: str) -> None:
+@on_ranks(2)
+def test_refuses_on_every_rank(tmp_path: Path) -> None:
+    folder = str(tmp_path)
     for name, (asked, message) in REFUSED.items():
         try:
             under_torchrun(refused, folder, asked, message)
@@ -211,11 +204,9 @@ def all_refused(folder: str) -> None:
             raise AssertionError(name) from error
 
 
-def test_refuses_on_every_rank(pool: Pool, tmp_path: Path) -> None:
-    pool.run(2, all_refused, str(tmp_path))
-
-
-def refuse_options(folder: str) -> None:
+@on_ranks(1, around=under_torchrun)
+def test_refuses_what_ranks_cannot_share(tmp_path: Path) -> None:
+    folder = str(tmp_path)
     from parallel_plans.huggingface.trainer import ContextParallelTrainer
 
     mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp_replicate", "cp"))
@@ -251,10 +242,6 @@ def refuse_options(folder: str) -> None:
     plan = {"local_batch": True}
     with pytest.raises(ValueError, match="local_batch=True, and the data loader of a trainer"):
         ContextParallelTrainer(small_model("Llama"), arguments(folder, BATCH), mesh=mesh, plan=plan)
-
-
-def test_refuses_what_ranks_cannot_share(pool: Pool, tmp_path: Path) -> None:
-    pool.run(1, under_torchrun, refuse_options, str(tmp_path))
 
 
 @pytest.mark.parametrize("options", [None, object()])

@@ -16,8 +16,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 
-from parallel_plans.huggingface import context_parallel_plan, ring_checkpoint_contexts
+from parallel_plans.huggingface import ring_checkpoint_contexts
 from tests.families import VOCABULARY, small_model
+from tests.huggingface.planned import under_plan
 from tests.huggingface.test_families_trained import TENSOR_PARALLEL
 from tests.huggingface.trainers.test_trainer import SEQ_LEN, arguments, packed_rows, under_torchrun
 from tests.pool import Pool
@@ -60,8 +61,7 @@ def model_of(kind: str, mesh: Any = None) -> Any:
     model = small_model("Llama", tie_word_embeddings=kind in ("tied", "head"), use_cache=False)
     if kind == "head":
         if mesh is not None:
-            plan = context_parallel_plan(model.model, unshard_outputs=True)
-            parallelize_module(model.model, mesh["cp"], plan)
+            under_plan(model.model, unshard_outputs=True, mesh=mesh["cp"])
         model.forward = MethodType(own_forward, model)
     if kind == "lora":
         from peft import LoraConfig, get_peft_model

@@ -11,23 +11,23 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor.parallel import parallelize_module
 
-from parallel_plans.huggingface import context_parallel_plan
 from tests.families import small_model
+from tests.huggingface.planned import under_plan
 from tests.huggingface.trainers.test_trainer import under_torchrun
 from tests.huggingface.trainers.trl_runs import (
     RESUMED,
     Result,
     Run,
     Sizes,
+    counted_numbers,
     harmless,
     mixin_of,
     model_of,
     result_of,
     trainer_of,
 )
-from tests.pool import Pool
+from tests.pool import Pool, on_ranks
 
 pytest.importorskip("trl")
 
@@ -125,8 +125,7 @@ def per_token(layout: str | None, shifted: bool) -> tuple[dict[str, Any], int]:
 
     model = small_model("Llama", use_cache=False)
     if layout is not None:
-        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
-        parallelize_module(model, mesh, context_parallel_plan(model, layout))
+        under_plan(model, layout)
     add_fused_lm_head(model, temperature=0.7, outputs=FIELDS)
     _shard_tokens(model)
     seen: list[int] = []
@@ -162,8 +161,10 @@ def test_head_projects_own_tokens_only(pool: Pool, layout: str, shifted: bool) -
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
-def refusals(folder: str) -> None:
+@on_ranks(2, timeout=300, around=under_torchrun)
+def test_refuses_what_it_would_compute_otherwise(tmp_path: Path) -> None:
     """By what is mixed, given or asked for, and how the message goes on."""
+    folder = str(tmp_path)
     import trl
 
     sft, dpo, grpo = Run("SFT", "text"), Run("DPO", "preference"), Run("GRPO", "prompt")
@@ -193,10 +194,6 @@ def refusals(folder: str) -> None:
         trainer._generate_single_turn([[1]], None, {}, 2)
 
 
-def test_refuses_what_it_would_compute_otherwise(pool: Pool, tmp_path: Path) -> None:
-    pool.run(2, under_torchrun, refusals, str(tmp_path), timeout=300)
-
-
 def share_error() -> str:
     from parallel_plans.huggingface.grpo import ContextParallelGRPOMixin
 
@@ -214,7 +211,8 @@ def test_rollouts_that_fail_do_so_on_all_ranks(pool: Pool) -> None:
     assert second == f"the first rank of the axis failed with ZeroDivisionError: {first}"
 
 
-def head_of_its_own() -> None:
+@on_ranks(1)
+def test_refuses_a_head_in_a_group_of_its_own() -> None:
     from parallel_plans.huggingface.trl import _check_head
 
     model = small_model("Llama")
@@ -224,5 +222,64 @@ def head_of_its_own() -> None:
         _check_head(model)
 
 
-def test_refuses_a_head_in_a_group_of_its_own(pool: Pool) -> None:
-    pool.run(1, head_of_its_own)
+pytest.importorskip("trl")
+
+TEMPERATURE = 0.7
+OWN = GROUPS | {
+    "use_transformers_continuous_batching": True,
+    "transformers_continuous_batching_config": {"page_size": 4},
+}
+SHORT = {"max_completion_length": 5, "temperature": TEMPERATURE, "max_steps": 3}
+Turn = tuple[list[list[int]], list[list[int]], list[list[float]]]
+"""Tokens of prompts and completions, and log-probabilities of the latter."""
+
+
+def trained(folder: str, given: list[Turn] | None) -> tuple[dict[str, Any], Any, list[Turn]]:
+    """Numbers of a training on two ranks, its weights, and what was generated or given."""
+    turns: list[Turn] = []
+
+    def from_outside(prompts: list[str], trainer: Any) -> dict[str, Any]:
+        torch.randint(2**62, ())  # as our own draw, since TRL shuffles completions next
+        names = "prompt_ids", "completion_ids", "logprobs"
+        return dict(zip(names, (given or []).pop(0), strict=True))
+
+    run = Run("GRPO", "prompt", options=(OWN if given is None else GROUPS) | SHORT)
+    rollouts = {"rollout_func": None if given is None else from_outside}
+    with harmless():
+        trainer = trainer_of(run, folder, (1, 2), **rollouts)
+        generate = trainer._generate_single_turn
+
+        def noted(prompt_ids: list[list[int]], *others: Any) -> Any:
+            turns.append((prompt_ids, *generate(prompt_ids, *others)))
+            return turns[-1][1:]
+
+        trainer._generate_single_turn = noted
+        trainer.train()
+    weights = {name: x.detach().clone() for name, x in trainer.model.named_parameters()}
+    return counted_numbers(trainer), weights, turns
+
+
+def both(folder: str) -> tuple[Turn, ...]:
+    """Steps with own completions equal those with the same ones from outside."""
+    numbers, weights, turns = trained(f"{folder}/own", None)
+    assert len(turns) > 1
+    wanted, given, none = trained(f"{folder}/given", list(turns))
+    assert not none
+    assert numbers == pytest.approx(wanted, rel=1e-6, abs=1e-7)
+    torch.testing.assert_close(weights, given, rtol=1e-6, atol=1e-7)
+    return tuple(turns)
+
+
+def test_steps_equal_those_with_given_completions(pool: Pool, tmp_path: Any) -> None:
+    found, other = pool.run(2, under_torchrun, both, str(tmp_path), timeout=300)
+    assert found == other
+    prompts, completions, logprobs = found[0]
+    assert prompts[0] == prompts[1], "two completions of each prompt"
+    assert any(x != y for x, y in zip(completions[::2], completions[1::2], strict=True))
+    model = model_of(Run("GRPO", "prompt"))
+    for prompt, completion, theirs in zip(prompts, completions, logprobs, strict=True):
+        with torch.no_grad():
+            logits = model(torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1]
+        expected = (logits / TEMPERATURE).log_softmax(-1)
+        expected = expected.gather(1, torch.tensor(completion).unsqueeze(1))[:, 0]
+        assert theirs == pytest.approx(expected.tolist(), abs=1e-5)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import warnings
 from functools import lru_cache
 from typing import Any
@@ -10,25 +9,30 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import parallelize_module
 from transformers import Gemma3Config, Gemma3ForSequenceClassification
 
 from dtensor_ring import RingError, unshard_sequence
-from parallel_plans.huggingface import context_parallel_plan, stock_model
+from parallel_plans.huggingface import stock_model
 from tests.dense import largest
+from tests.huggingface.planned import (
+    Results,
+    errors_of,
+    gradient_errors,
+    relative,
+    shard_weights,
+    under_plan,
+)
 from tests.multimodal import CASES, FAMILIES, SEQ_LEN, batch_of, small_model
-from tests.pool import Pool
-from tests.results import of_first_rank, results_with_logits
+from tests.pool import on_ranks
+from tests.results import difference, of_first_rank, results_of, results_with_logits
 
 SAMPLE = ("several images", "padded left", "packed")
 """Of the cases; `--all-images` runs the others, too, more ranks and another layout."""
 PATCHES = ("pixel_values", "image_grid_thw")
-Results = tuple[Tensor, Tensor, dict[str, Tensor]]
 
 
 @lru_cache(maxsize=1)
@@ -39,47 +43,25 @@ def stock_results(family: str, cases: tuple[str, ...]) -> dict[str, Results]:
 
 
 def planned(family: str, layout: str = "zigzag", **options: Any) -> Any:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
-    model = small_model(family)
-    return parallelize_module(model, mesh, context_parallel_plan(model, layout, **options))
+    return under_plan(small_model(family), layout, **options)
 
 
-def compare(family: str, layout: str, cases: tuple[str, ...]) -> dict[str, dict[str, float]]:
-    """By case: errors of the loss, the logits and each gradient, relative to their norms."""
-    model, errors = planned(family, layout, unshard_outputs=True), {}
+def check(family: str, layout: str, cases: tuple[str, ...]) -> None:
+    model = planned(family, layout, unshard_outputs=True)
     expected = of_first_rank(lambda: stock_results(family, cases))
-    for case, (loss, logits, grads) in expected.items():
+    for case, of_stock in expected.items():
         # Without logits the head makes the losses of its tokens.
         batch = batch_of(family, case)
         without = model(**batch).loss.detach()
-        our_loss, our_logits, our_grads = results_with_logits(model, batch)
-        assert our_grads.keys() == grads.keys()
-        for grad in our_grads.values():
-            dist.all_reduce(grad)
-            grad /= dist.get_world_size()
-        scale = torch.stack([x.norm() for x in grads.values()]).max() * 1e-2
-        errors[case] = {
-            "loss": ((our_loss - loss) / loss).abs().item(),
-            "loss without logits": ((without - loss) / loss).abs().item(),
-            "logits": ((our_logits - logits).norm() / logits.norm()).item(),
-        } | {
-            name: ((our_grads[name] - x).norm() / x.norm().clamp(min=scale)).item()
-            for name, x in grads.items()
-        }
-    return errors
-
-
-def check(pool: Pool, world_size: int, family: str, layout: str, cases: tuple[str, ...]) -> None:
-    for rank, errors in enumerate(pool.run(world_size, compare, family, layout, cases)):
-        assert set(errors) == set(cases)
-        for case, found in errors.items():
-            worst = max(found, key=lambda name: found[name])
-            assert largest(found.values()) < 1e-5, f"rank {rank}, {case}: {worst} {found[worst]}"
+        assert relative(without, of_stock[0]) < 1e-5, case
+        errors = errors_of(results_with_logits(model, batch), of_stock)
+        assert largest(errors.values()) < 1e-5, (case, errors)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_images_equal_the_stock_model(pool: Pool, family: str) -> None:
-    check(pool, 2, family, "zigzag", SAMPLE)
+@on_ranks(2)
+def test_images_equal_the_stock_model(family: str) -> None:
+    check(family, "zigzag", SAMPLE)
 
 
 @pytest.mark.needs("--all-images")
@@ -88,8 +70,9 @@ def test_images_equal_the_stock_model(pool: Pool, family: str) -> None:
     [(2, "zigzag"), (2, "contiguous"), (2, "balanced"), (4, "zigzag"), (4, "contiguous")],
 )
 @pytest.mark.parametrize("family", FAMILIES)
-def test_all_cases(pool: Pool, family: str, world_size: int, layout: str) -> None:
-    check(pool, world_size, family, layout, CASES)
+@on_ranks()
+def test_all_cases(family: str, layout: str) -> None:
+    check(family, layout, CASES)
 
 
 STEPS, DEPLOYED = 4, "Gemma 3"
@@ -108,61 +91,46 @@ def train(model: Any, rows: slice) -> list[float]:
     return losses
 
 
-def train_both() -> dict[str, float]:
-    """Differences of losses and parameters under FSDP2 from one process."""
-    # The hidden states of a rank are a view, which FSDP2 says not to write to.
-    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
+@pytest.mark.repeats  # as with text alone
+@on_ranks(4)
+def test_steps_of_fsdp_equal_one_process() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
     model, stock = small_model(DEPLOYED), small_model(DEPLOYED)
-    parallelize_module(model, mesh["cp"], context_parallel_plan(model))
-    shards = mesh["dp", "cp"]._flatten("dp_cp")
-    layers = model.model.language_model.layers, model.model.vision_tower.encoder.layers
-    for module in (*layers[0], *layers[1], model):
-        fully_shard(module, mesh=shards)
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_force_sum_reduction_for_comms(True)  # gloo has no means
+    under_plan(model, mesh=mesh["cp"])
+    layers = [*model.model.language_model.layers, *model.model.vision_tower.encoder.layers]
+    shard_weights(model, layers, mesh["dp", "cp"]._flatten("dp_cp"))
     row = mesh["dp"].get_local_rank()
     losses = torch.tensor(train(model, slice(row, row + 1)))
     dist.all_reduce(losses)
     expected = torch.tensor(train(stock, slice(None)))
     ours = get_model_state_dict(model)
-    return {"loss": (losses / 4 - expected).abs().max().item()} | {
-        name: ((ours[name].full_tensor() - x).norm() / x.norm()).item()
+    found = {"loss": (losses / 4 - expected).abs().max().item()} | {
+        name: relative(ours[name].full_tensor(), x)
         for name, x in get_model_state_dict(stock).items()
         if isinstance(ours[name], DTensor)
     }
-
-
-@pytest.mark.repeats  # as with text alone
-def test_steps_of_fsdp_equal_one_process(pool: Pool) -> None:
-    for found in pool.run(4, train_both):
-        assert any("vision_tower" in name for name in found)
-        assert largest(found.values()) < 1e-5, found
-
-
-def differing(what: str) -> str:
-    """The error of ranks that get different batches, after one that was the same."""
-    model, batch = planned("Gemma 3"), batch_of("Gemma 3", "several images")
-    model(**batch).loss.backward()
-    if dist.get_rank() == 1:
-        images = batch.pop("pixel_values")
-        batch |= {} if what == "none" else {"pixel_values": images[:2]}
-    with pytest.raises(RingError) as error:
-        model(**batch)
-    return str(error.value)
+    assert any("vision_tower" in name for name in found)
+    assert largest(found.values()) < 1e-5, found
 
 
 @pytest.mark.parametrize(
     ("what", "reason"),
     [("none", "pixel_values"), ("fewer", r"pixel_values.*\([23], 3, 16, 16\) on rank 1")],
 )
-def test_images_on_some_ranks(pool: Pool, what: str, reason: str) -> None:
-    for error in pool.run(2, differing, what):
-        assert re.search(reason, error), error
+@on_ranks(2)
+def test_images_on_some_ranks(what: str, reason: str) -> None:
+    model, batch = planned("Gemma 3"), batch_of("Gemma 3", "several images")
+    model(**batch).loss.backward()
+    if dist.get_rank() == 1:
+        images = batch.pop("pixel_values")
+        batch |= {} if what == "none" else {"pixel_values": images[:2]}
+    with pytest.raises(RingError, match=reason):
+        model(**batch)
 
 
-def refused(family: str) -> None:
+@pytest.mark.parametrize("family", ["Gemma 3", "Qwen2.5-VL"])
+@on_ranks(2)
+def test_refused_with_the_reason(family: str) -> None:
     """What a model with images does not take over a sharded sequence, on every rank."""
     model, batch = planned(family), batch_of(family, "packed")
     before = model(**batch).loss.item()
@@ -176,20 +144,13 @@ def refused(family: str) -> None:
     assert model(**batch).loss.item() == before
 
 
-@pytest.mark.parametrize("family", ["Gemma 3", "Qwen2.5-VL"])
-def test_refused_with_the_reason(pool: Pool, family: str) -> None:
-    pool.run(2, refused, family)
-
-
-def with_boundaries() -> list[float]:
-    """Errors of documents that are given by their boundaries, and not by positions."""
+@on_ranks(2)
+def test_boundaries() -> None:
+    """Documents may be given by their boundaries, and not by positions."""
     model, batch = planned("Qwen2.5-VL"), batch_of("Qwen2.5-VL", "packed")
     row = {name: x[:1] for name, x in batch.items() if name not in ("position_ids", *PATCHES)}
     positions = batch["position_ids"][:, :1]
-    row |= {
-        "pixel_values": batch["pixel_values"][:32],
-        "image_grid_thw": batch["image_grid_thw"][:2],
-    }
+    row |= {name: batch[name][:n] for name, n in zip(PATCHES, (32, 2), strict=True)}
     expected = small_model("Qwen2.5-VL")(**row, position_ids=positions, use_cache=False).loss
     bounds = torch.tensor([0, 9, SEQ_LEN], dtype=torch.int32)
     found = model(**row, position_ids=positions[1:], cu_seq_lens_q=bounds).loss
@@ -197,17 +158,14 @@ def with_boundaries() -> list[float]:
     assert (without - expected).abs() > 1e-4
     with pytest.raises(ValueError, match="give position_ids that start again"):
         planned("Gemma 3")(**batch_of("Gemma 3", "one image"), cu_seq_lens_q=bounds)
-    return [(found - expected).abs().item()]
+    assert (found - expected).abs() < 1e-5
 
 
-def test_boundaries(pool: Pool) -> None:
-    assert largest(x for errors in pool.run(2, with_boundaries) for x in errors) < 1e-5
-
-
-def outputs_and_back(family: str) -> list[float]:
-    """Errors of single outputs, and of the model once it is stock again."""
-    stock, model = small_model(family), planned(family)
-    batch = batch_of(family, "one image")
+@on_ranks(2)
+def test_outputs_and_back() -> None:
+    """Single outputs, and the model once it is stock again."""
+    stock, model = small_model("Gemma 3"), planned("Gemma 3")
+    batch = batch_of("Gemma 3", "one image")
     del batch["labels"]
     with torch.no_grad():
         theirs, ours = stock(**batch, use_cache=False), model(**batch, output_hidden_states=True)
@@ -220,44 +178,33 @@ def outputs_and_back(family: str) -> list[float]:
     assert torch.equal(*tokens)
     assert ours.image_hidden_states.shape == theirs.image_hidden_states.shape
     assert isinstance(ours.hidden_states[0], DTensor)
-    pairs = [
+    for found, expected in (
         (unshard_sequence(ours.logits, 1)[:, : theirs.logits.shape[1]], theirs.logits),
         (ours.image_hidden_states, theirs.image_hidden_states),
         (kept, theirs.logits[:, -5:]),
         (again, theirs.logits),
-    ]
-    return [((x - y).norm() / y.norm()).item() for x, y in pairs]
+    ):
+        assert relative(found, expected) < 1e-5
 
 
-def test_outputs_and_back(pool: Pool) -> None:
-    for errors in pool.run(2, outputs_and_back, "Gemma 3"):
-        assert largest(errors) < 1e-5, errors
-
-
-def from_meta(family: str) -> float:
-    """The error of the loss of a model that got its weights after the plan."""
+@pytest.mark.parametrize("family", ["Gemma 3", "Qwen3-VL"])
+@on_ranks(2)
+def test_plan_before_weights(family: str) -> None:
     stock, model = small_model(family), small_model(family).to("meta")
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
-    parallelize_module(model, mesh, context_parallel_plan(model))
+    under_plan(model)
     model.to_empty(device="cpu")
     model.load_state_dict(stock.state_dict())
     for (_, ours), (_, theirs) in zip(model.named_buffers(), stock.named_buffers(), strict=True):
         ours.copy_(theirs)
     batch = batch_of(family, "several images")
-    return (model(**batch).loss - stock(**batch).loss).abs().item()
+    assert (model(**batch).loss - stock(**batch).loss).abs() < 1e-5
 
 
-@pytest.mark.parametrize("family", ["Gemma 3", "Qwen3-VL"])
-def test_plan_before_weights(pool: Pool, family: str) -> None:
-    assert largest(pool.run(2, from_meta, family)) < 1e-5
-
-
-def classified() -> list[float]:
-    """Errors of loss and gradients of a model that makes classes of images and text."""
+@on_ranks(2)
+def test_classes_of_images() -> None:
     models, losses = [], []
     family = FAMILIES["Gemma 3"]
     batch = batch_of("Gemma 3", "padded right") | {"labels": torch.tensor([1, 2])}
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
     for is_ring in (False, True):
         torch.manual_seed(0)
         config = Gemma3Config(
@@ -265,18 +212,74 @@ def classified() -> list[float]:
         )
         models.append(Gemma3ForSequenceClassification(config).eval())
         if is_ring:
-            parallelize_module(models[-1], mesh, context_parallel_plan(models[-1]))
+            under_plan(models[-1])
         losses.append(models[-1](**batch).loss)
         losses[-1].backward()
-    errors = [(losses[0] - losses[1]).abs().item()]
-    for stock, ours in zip(*(model.parameters() for model in models), strict=True):
-        if stock.grad is not None:
-            dist.all_reduce(ours.grad)
-            difference = (ours.grad / dist.get_world_size() - stock.grad).norm()
-            errors.append((difference / stock.grad.norm().clamp(min=1e-3)).item())
-    return errors
+    assert (losses[0] - losses[1]).abs() < 1e-5
+    assert largest(gradient_errors(models[1], models[0])) < 1e-5
 
 
-def test_classes_of_images(pool: Pool) -> None:
-    for errors in pool.run(2, classified):
-        assert largest(errors) < 1e-5
+FAMILY = "Qwen2.5-VL"
+ALIKE, UNLIKE = ("several images", "one image"), ("one image", "text only")
+
+
+def sharded(has_own_group: bool, is_frozen: bool = False) -> Any:
+    """Over (dp 2, cp 2), the encoder in groups of its own, or in that of the whole model."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    model = small_model(FAMILY)
+    under_plan(model, mesh=mesh["cp"])
+    model.model.visual.requires_grad_(not is_frozen)
+    blocks = model.model.visual.blocks if has_own_group else ()
+    parts = [*model.model.language_model.layers, *blocks]
+    shard_weights(model, parts, mesh["dp", "cp"]._flatten("dp_cp"))
+    return model
+
+
+def check_loss(model: Any, cases: tuple[str, str]) -> None:
+    batch = batch_of(FAMILY, cases[dist.get_rank() // 2])
+    loss = model(**batch).loss
+    loss.backward()
+    stock = small_model(FAMILY)
+    torch.testing.assert_close(loss, stock(**batch).loss, rtol=0, atol=1e-5)
+
+
+@on_ranks(4)
+def test_replicas_run_the_encoder_alike() -> None:
+    number = dist.get_rank() // 2
+    refused = r"pixel_values on ranks \[0, 1\]; none on ranks \[2, 3\]\. Give each batch an image"
+    for has_own_group in (True, False):
+        model = sharded(has_own_group)
+        for _ in range(2):  # what is refused has sent nothing: the model goes on
+            with pytest.raises(ValueError, match=refused):
+                model(**batch_of(FAMILY, UNLIKE[number]))
+            check_loss(model, ALIKE)
+    with torch.no_grad(), pytest.raises(ValueError, match=refused):
+        sharded(True)(**batch_of(FAMILY, UNLIKE[number]))
+    check_loss(sharded(False, is_frozen=True), UNLIKE)
+
+
+COMPILED, CASE = "LLaVA", "several images"
+"""Its language model makes its masks. Those of Gemma 3 differ with the batch."""
+
+
+def shallow(model: Any) -> Any:
+    """The model with one layer of text: a compiler takes its time for each."""
+    del model.model.language_model.layers[1:]
+    return model
+
+
+@on_ranks(2, timeout=300)
+def test_whole_model_in_one_graph() -> None:
+    # Dynamo looks for a gradient of what it compiles, be it a leaf or not.
+    warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
+    model, counter = shallow(planned(COMPILED)), CompileCounterWithBackend("aot_eager")
+    # Transformers puts its hooks in at the first call, which cannot be compiled.
+    model(**batch_of(COMPILED, CASE))
+    model.compile(backend=counter, fullgraph=True)
+    errors = []
+    for seed in (1, 2):  # other tokens, and no other graph
+        batch = batch_of(COMPILED, CASE, seed)
+        expected = results_of(shallow(small_model(COMPILED)), batch)
+        errors.append(difference(results_of(model, batch), expected)[0])
+    assert counter.frame_count == 1
+    assert largest(errors) < 1e-5

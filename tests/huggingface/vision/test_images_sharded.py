@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
+from collections.abc import Iterable
 from typing import Any
 from unittest import mock
 
@@ -10,8 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor
 
 from parallel_plans.huggingface import context_parallel_plan
 from parallel_plans.huggingface.vision.image_sharding import (
@@ -21,9 +19,10 @@ from parallel_plans.huggingface.vision.image_sharding import (
     Share,
 )
 from tests.dense import largest
+from tests.huggingface.planned import gradient_errors, shard_weights
 from tests.huggingface.vision.test_images import planned
 from tests.multimodal import FAMILIES, batch_of, small_model
-from tests.pool import Pool
+from tests.pool import on_ranks
 from tests.results import difference, of_first_rank, results_of
 
 WHOLE = ("SmolVLM",)
@@ -37,55 +36,50 @@ def image_sharding_of(model: Any) -> ImageSharding:
     return next(x for x in found if x is not None)
 
 
-def dealt(family: str, cases: tuple[str, ...]) -> list[tuple[float, int]]:
-    """By case: the largest error, and how many images this rank ran."""
+def num_run(model: Any, family: str, case: str) -> int:
+    """How many images this rank ran; loss and gradients are those of the stock model."""
+    batch = batch_of(family, case)
+    expected = of_first_rank(lambda: results_of(small_model(family), batch))
+    assert difference(results_of(model, batch), expected)[0] < 1e-5, case
+    return image_sharding_of(model).num_run
+
+
+def check(family: str, cases: Iterable[str]) -> None:
     # Contiguous: one rank runs an image whose tokens another has.
-    model, found = planned(family, "contiguous", deal_images=True), []
+    model, counts = planned(family, "contiguous", deal_images=True), [0] * dist.get_world_size()
     for case in cases:
-        batch = batch_of(family, case)
-        expected = of_first_rank(lambda batch=batch: results_of(small_model(family), batch))
-        error = difference(results_of(model, batch), expected)[0]
-        found.append((error, image_sharding_of(model).num_run))
-    return found
-
-
-def check(by_rank: list[list[tuple[float, int]]], family: str, cases: tuple[str, ...]) -> None:
-    assert largest(error for rank in by_rank for error, _ in rank) < 1e-5, by_rank
-    for number, case in enumerate(cases):
-        counts = [rank[number][1] for rank in by_rank]
+        dist.all_gather_object(counts, num_run(model, family, case))
         assert sum(counts) == (0 if family in WHOLE else CASES[case]), (case, counts)
 
 
 @pytest.mark.parametrize(
     ("family", "world_size"), [*((x, 2) for x in FAMILIES), ("Gemma 3", 4), ("Qwen3-VL", 4)]
 )
-def test_equals_one_process(pool: Pool, family: str, world_size: int) -> None:
-    cases = ("several images",)
-    check(pool.run(world_size, dealt, family, cases), family, cases)
+@on_ranks()
+def test_equals_one_process(family: str) -> None:
+    check(family, ["several images"])
 
 
 @pytest.mark.needs("--all-images")
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_all_cases(pool: Pool, family: str, world_size: int) -> None:
-    check(pool.run(world_size, dealt, family, tuple(CASES)), family, tuple(CASES))
+@on_ranks()
+def test_all_cases(family: str) -> None:
+    check(family, CASES)
 
 
-def one_image() -> list[tuple[float, int]]:
+@on_ranks(2)
+def test_one_image_on_two_ranks() -> None:
     """The second row alone, which has one image: every rank runs it."""
     model, stock = planned("Gemma 3", deal_images=True), small_model("Gemma 3")
     batch = {name: x[-1:] for name, x in batch_of("Gemma 3", "several images").items()}
     error = difference(results_of(model, batch), results_of(stock, batch))[0]
-    return [(error, image_sharding_of(model).num_run)]
+    assert error < 1e-5
+    assert image_sharding_of(model).num_run == 1
 
 
-def test_one_image_on_two_ranks(pool: Pool) -> None:
-    for ((error, count),) in pool.run(2, one_image):
-        assert error < 1e-5
-        assert count == 1
-
-
-def mixed() -> list[tuple[float, int]]:
+@on_ranks(2)
+def test_images_that_mix_in_the_encoder() -> None:
     """An encoder that mixes images is found, and runs whole on every rank."""
     kind = type(small_model("Gemma 3").model)
     plain = kind.get_image_features
@@ -96,47 +90,21 @@ def mixed() -> list[tuple[float, int]]:
         return output
 
     with mock.patch.object(kind, "get_image_features", mixing):
-        return dealt("Gemma 3", ("several images",))
+        model = planned("Gemma 3", "contiguous", deal_images=True)
+        assert num_run(model, "Gemma 3", "several images") == 3
 
 
-def test_images_that_mix_in_the_encoder(pool: Pool) -> None:
-    for ((error, count),) in pool.run(2, mixed):
-        assert error < 1e-5
-        assert count == 3
-
-
-def relative(x: Tensor, y: Any, scale: Tensor) -> float:
-    return float((x - y).norm() / y.norm().clamp(min=scale))
-
-
-def with_fsdp() -> list[float]:
-    """Errors of gradients under FSDP2 over all ranks, one of which has no image."""
-    # The hidden states of a rank are a view, which FSDP2 says not to write to.
-    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
+@on_ranks(4)
+def test_a_rank_without_an_image_under_fsdp() -> None:
     model, stock = planned("Gemma 3", deal_images=True), small_model("Gemma 3")
-    for module in (*model.model.vision_tower.encoder.layers, model):
-        fully_shard(module)
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_force_sum_reduction_for_comms(True)  # gloo has no means
+    shard_weights(model, model.model.vision_tower.encoder.layers)
     batch = batch_of("Gemma 3", "several images")
     for x in (model, stock):
         x(**batch, use_cache=False).loss.backward()
     assert image_sharding_of(model).num_run == (1, 0, 1, 1)[dist.get_rank()]
-    grads = dict(stock.named_parameters())
-    norms = [x.grad.norm() for x in stock.parameters() if x.grad is not None]
-    scale = torch.stack(norms).max() * 1e-2
-    return [
-        relative(x.grad.full_tensor(), grads[name].grad, scale)
-        for name, x in model.named_parameters()
-        if isinstance(x.grad, DTensor)
-    ]
-
-
-def test_a_rank_without_an_image_under_fsdp(pool: Pool) -> None:
-    for errors in pool.run(4, with_fsdp):
-        assert len(errors) > 20
-        assert largest(errors) < 1e-5, errors
+    errors = gradient_errors(model, stock)
+    assert len(errors) > 20
+    assert largest(errors) < 1e-5, errors
 
 
 PATCHES, WIDTH = 256, 4 * 1024

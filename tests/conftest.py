@@ -21,7 +21,7 @@ from torch._inductor import config as inductor
 from tests.pool import Pool, start_server
 from tests.samples import SAMPLES, sampled, without_repeats
 
-TESTS = re.compile(r"^(@on_ranks.*\n)?def test_\w+\((.*?)\) ->", re.MULTILINE | re.DOTALL)
+SIGNATURES = re.compile(r"^def test_\w+\((.*?)\) ->", re.MULTILINE | re.DOTALL)
 
 
 @pytest.fixture(scope="session")

@@ -37,6 +37,9 @@ from dtensor_ring.dtensor.sequence_order import (
 )
 from dtensor_ring.dtensor.token_index import INDEXING
 from dtensor_ring.dtensor.whole_results import RESULTS
+from dtensor_ring.ops.nodes import is_traced
+
+TWICE = "a sharded sequence is differentiable once, not twice; leave create_graph out"
 
 
 def known(x: Any) -> Any:
@@ -165,7 +168,10 @@ class _ToLocal(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        # A gradient has no history, so `from_local` and its node are not needed.
+        # A gradient has no history, so `from_local` and its node are not needed. With a history,
+        # a second derivative would lack a part, and nothing would say so.
+        if torch.is_grad_enabled() and grads[0].requires_grad and not is_traced(grads[0]):
+            raise NotImplementedError(TWICE)
         return known(DTensor(grads[0], ctx.spec, requires_grad=False))
 
 

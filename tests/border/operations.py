@@ -213,6 +213,9 @@ TABLE = [
             "F.l1_loss(x, x * 2)",
             "F.kl_div(x.log_softmax(-1), x.softmax(-1), reduction='batchmean')",
             "F.binary_cross_entropy_with_logits(x, x.sigmoid().detach())",
+            "F.binary_cross_entropy_with_logits(x, x.sigmoid().detach(), weight=mask[..., None])",
+            "F.mse_loss(x, other, weight=other.abs())",
+            "F.cross_entropy(x.transpose(1, 2), x.softmax(-1).transpose(1, 2).detach())",
         ),
     ),
     Row(

@@ -287,6 +287,11 @@ def _check_bad_calls() -> None:
     for text, wrong in WRONG_LISTS.items():
         with pytest.raises(ValueError, match=text):
             selected_attention(**{**latents, "selected": right, "mesh": mesh} | wrong)
+    latents["query"].requires_grad_()
+    out = selected_attention(**latents, selected=right, mesh=mesh)
+    (grad,) = torch.autograd.grad(out.square().sum(), latents["query"], create_graph=True)
+    with pytest.raises(NotImplementedError, match="differentiable once, not twice"):
+        grad.sum().backward()
 
 
 def test_narrow_keys_are_widened_where_they_arrive(pool: Pool) -> None:

@@ -59,7 +59,7 @@ def known(x: Any) -> Any:
 class SequenceTensor(DTensor):
     """A DTensor on a token mesh: a sequence that is sharded over an axis, and knows its order."""
 
-    __slots__ = ()
+    # No `__slots__`: copies by PyTorch, as those of `async_save`, read those of DTensor from here.
 
     @classmethod
     def __torch_function__(

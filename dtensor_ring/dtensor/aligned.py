@@ -45,7 +45,7 @@ def aligned(
         return args, kwargs
     args = tuple(_on_mesh_of(given, x) for given in args)
     if name in ELEMENTWISE:
-        args = tuple(_lined_up(given, x) for given in args)
+        args = tuple(lined_up(given, x) for given in args)
     return args, kwargs
 
 
@@ -63,7 +63,7 @@ def _on_mesh_of(given: Any, x: DTensor) -> Any:
     return made
 
 
-def _lined_up(given: Any, x: DTensor) -> Any:
+def lined_up(given: Any, x: DTensor) -> Any:
     """Return an argument beside a sharded sequence as one that DTensor can combine with it."""
     if isinstance(given, DTensor):
         is_whole = tokens_of(given.device_mesh) is None and all(

@@ -18,6 +18,7 @@ from dtensor_ring.compute.exact import tree_sum
 from dtensor_ring.dtensor.annotation import annotation_of, axis_group, group_of
 from dtensor_ring.ops.axis_ops import attached, gather_rows_op, receive_op, send_op, sum_ranks_op
 from dtensor_ring.ops.checks import canonical, check_strided
+from dtensor_ring.ops.nodes import refuse_tangents
 from dtensor_ring.planning.layout import Contiguous, Layout, Padded
 
 
@@ -69,6 +70,7 @@ def sum_over_sequence(
     try:
         return sum_ranks_op(local, group.group_name)
     except NotImplementedError:
+        refuse_tangents((local,))  # they are what is not implemented, if there are any
         raise ValueError(
             f"local must have a dtype that PyTorch sums, got {local.dtype}; use .float()"
         ) from None

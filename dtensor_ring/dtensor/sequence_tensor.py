@@ -37,6 +37,9 @@ from dtensor_ring.dtensor.sequence_order import (
 )
 from dtensor_ring.dtensor.token_index import INDEXING
 from dtensor_ring.dtensor.whole_results import RESULTS
+from dtensor_ring.ops.nodes import is_traced
+
+TWICE = "a sharded sequence is differentiable once, not twice; leave create_graph out"
 
 
 def known(x: Any) -> Any:
@@ -56,7 +59,7 @@ def known(x: Any) -> Any:
 class SequenceTensor(DTensor):
     """A DTensor on a token mesh: a sequence that is sharded over an axis, and knows its order."""
 
-    __slots__ = ()
+    # No `__slots__`: copies by PyTorch, as those of `async_save`, read those of DTensor from here.
 
     @classmethod
     def __torch_function__(
@@ -165,7 +168,10 @@ class _ToLocal(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        # A gradient has no history, so `from_local` and its node are not needed.
+        # A gradient has no history, so `from_local` and its node are not needed. With a history,
+        # a second derivative would lack a part, and nothing would say so.
+        if torch.is_grad_enabled() and grads[0].requires_grad and not is_traced(grads[0]):
+            raise NotImplementedError(TWICE)
         return known(DTensor(grads[0], ctx.spec, requires_grad=False))
 
 

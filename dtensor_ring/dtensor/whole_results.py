@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from dtensor_ring.dtensor.aligned import lined_up
 from dtensor_ring.dtensor.sequence_order import (
     first_of,
     own_rank,
@@ -25,6 +26,8 @@ from dtensor_ring.dtensor.sequence_order import (
     whole,
     wrapped,
 )
+
+WEIGHTS = "weight", "pos_weight"
 
 
 def _values(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
@@ -158,9 +161,12 @@ def _loss(func: Any, *args: Any, **kwargs: Any) -> Any:
     of_target = dim - (dim > 1) if is_labelled and target.ndim < x.ndim else dim
     local = own_tokens(target, x, of_target)
     given |= {"input": x.to_local(), "target": local, "reduction": "none"}
+    if not is_labelled:  # weights of labels have no tokens
+        given |= {name: _own_weights(given[name], x) for name in WEIGHTS if name in given}
     losses = func(**given)
+    dim -= dim > 1 and losses.ndim < x.ndim
     if reduction == "none":
-        return wrapped(losses, x, dim - (dim > 1) if losses.ndim < x.ndim else dim)
+        return wrapped(losses, x, dim)
     total = _sum(losses, list(range(losses.ndim)), False, x)
     if reduction == "sum":
         return total
@@ -170,9 +176,17 @@ def _loss(func: Any, *args: Any, **kwargs: Any) -> Any:
         if given.get("weight") is not None:
             raise refusal(x, f"{func.__name__} with weight and reduction='mean'")
         return total / summed((local != given["ignore_index"]).sum(), x)
+    if func in (F.mse_loss, F.l1_loss) and given["weight"] is not None:
+        return total / summed(given["weight"].sum(), x)
     # Of all ranks: this one may have no token.
     beside = (length for d, length in enumerate(losses.shape) if d != dim)
-    return total / (prod(beside) * x.shape[dim])
+    return total / (prod(beside) * x.shape[sequence_dim(x)])
+
+
+def _own_weights(weights: Any, x: DTensor) -> Any:
+    """Return the weights of this rank's numbers, which line up by broadcasting."""
+    found = lined_up(weights, x)
+    return found.to_local() if isinstance(found, DTensor) else found
 
 
 # By the functions that PyTorch hands over.

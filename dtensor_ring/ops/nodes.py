@@ -118,6 +118,18 @@ def _gradient_kernel(
     return run
 
 
+def _refuse_twice(ctx: Any, *grads: Any) -> None:
+    raise NotImplementedError(ONCE)
+
+
+def _keep_nothing(ctx: Any, inputs: Any, output: Any) -> None:
+    """Save nothing."""
+
+
+ONCE_ONLY = _refuse_twice, _keep_nothing
+"""The `gradient` of an op that computes gradients: it has none, and says so."""
+
+
 def _run_below(op: Any, run: Callable[..., T], keyset: Any, *inputs: Any) -> T:
     return below_autograd(op, run, keyset, *inputs)
 

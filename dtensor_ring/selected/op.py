@@ -449,6 +449,7 @@ selected_backward_op = nodes.register_op(
     f"Tensor lse, {SCHEMA}) -> (Tensor grad_query, Tensor grad_rows, Tensor grad_sinks)",
     backward,
     _fake_backward,
+    gradient=nodes.ONCE_ONLY,
     num_cast=0,
     flops=_backward_flops,
 )

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
-from torch.func import functional_call, grad, grad_and_value, hessian, jacrev, vjp, vmap
+from torch.func import functional_call, grad, grad_and_value, hessian, jacrev, jvp, vjp, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dtensor_ring import (
@@ -25,6 +25,7 @@ from dtensor_ring import (
     ring_attention,
     shard_sequence,
     sum_over_sequence,
+    unshard_sequence,
 )
 from tests.dense import dense_attention
 from tests.pool import Pool
@@ -172,6 +173,11 @@ def _check_refused(strategy: str) -> None:
     out = F.scaled_dot_product_attention(*parts, is_causal=True)
     with pytest.raises(NotImplementedError, match="differentiable once, not twice; leave cr"):
         torch.autograd.grad(out.sum(), parts, create_graph=True)
+    loss = unshard_sequence(parts[0] * 2, 2).pow(3).sum()
+    with pytest.raises(NotImplementedError, match="sequence is differentiable once, not twice"):
+        torch.autograd.grad(loss, parts[0], create_graph=True)
+    with pytest.raises(NotImplementedError, match="no forward-mode derivative"):
+        jvp(lambda x: sum_over_sequence(x, case.mesh), (case.query,), (case.query,))
 
 
 def _check_module(strategy: str) -> None:

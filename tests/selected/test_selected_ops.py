@@ -260,6 +260,11 @@ def test_bad_calls() -> None:
     for text, wrong in WRONG_LISTS.items():
         with pytest.raises(ValueError, match=text):
             selected_attention(**{**latents, "selected": right, "mesh": mesh} | wrong)
+    latents["query"].requires_grad_()
+    out = selected_attention(**latents, selected=right, mesh=mesh)
+    (grad,) = torch.autograd.grad(out.square().sum(), latents["query"], create_graph=True)
+    with pytest.raises(NotImplementedError, match="differentiable once, not twice"):
+        grad.sum().backward()
 
 
 @on_ranks(2)

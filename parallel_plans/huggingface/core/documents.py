@@ -403,8 +403,9 @@ def left_padding(attention_mask: Tensor, num_tokens: int) -> Tensor | None:
         )
     check_ones_and_zeros(attention_mask)
     is_token = attention_mask.bool().cpu()
-    # The place of the first 1 is the number of zeros before it.
-    padding = is_token.int().argmax(-1)
+    # The place of the first 1 is the number of zeros before it. A row may be padding so far: its
+    # tokens come with a later chunk of the prompt.
+    padding = is_token.int().argmax(-1).masked_fill(~is_token.any(-1), num_tokens)
     require(
         (is_token.sum(-1) == num_tokens - padding).all(),
         "attention_mask must have no padding but on the left of each row, if there is a cache: "

@@ -192,6 +192,13 @@ def _gradients(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Any, ...]:
     return *found, None, None, None
 
 
+def _refuse_twice(ctx: Any, *grads: Any) -> None:
+    raise NotImplementedError(
+        "a loss that is made without logits is differentiable once, not twice: leave create_graph "
+        "out, or call the model without labels and make the loss of its logits"
+    )
+
+
 _forward_op = register_op(
     "projected_cross_entropy",
     f"({_HEAD}, {_SCALING}) -> (Tensor losses, Tensor lse)",
@@ -205,4 +212,5 @@ _backward_op = register_op(
     "-> (Tensor grad_hidden, Tensor grad_weight, Tensor grad_bias)",
     backward,
     _fake_backward,
+    gradient=(_refuse_twice, lambda ctx, inputs, output: None),
 )

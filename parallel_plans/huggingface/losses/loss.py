@@ -216,6 +216,8 @@ class LogitsTransform(NamedTuple):
 
 # Numbers of a model, its config and its text config: whose of these, the name, and the number.
 KnownNumbers = tuple[tuple[int, str, int | float | None], ...]
+# What `save_pretrained` writes into a config, on the ranks that save.
+SAVED = "dtype", "architectures"
 
 
 class LossHead(nn.Linear):
@@ -264,6 +266,7 @@ def _numbers_of(model: Any) -> KnownNumbers:
         for name, x in vars(owner).items()
         # Token ids and private numbers do not change logits.
         if (x is None or type(x) in (int, float)) and not name.endswith("_id") and name[0] != "_"
+        if name not in SAVED
     )
 
 

@@ -43,6 +43,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "left padded": {"attention_mask": LEFT.long()},
     "left padded, no cache": {"attention_mask": LEFT.long(), "use_cache": False},
     "chunked prefill": {"prefill_chunk_size": 5},
+    "left padded, chunked": {"attention_mask": LEFT.long(), "prefill_chunk_size": 4},
     "embeddings": {"input_ids": None, "inputs_embeds": True},
     "hidden states": {"output_hidden_states": True},
     "stops": {"stop_token": True, "min_new_tokens": 0},

@@ -126,6 +126,14 @@ def test_mean_of_no_labels() -> None:
     assert not torch.cat([x.flatten() for x in grads[0]]).any()
 
 
+def test_a_second_derivative_is_refused() -> None:
+    inputs, labels = tensors(Case())
+    loss = tiled(inputs, labels, Case()).square().sum()
+    grads = torch.autograd.grad(loss, inputs[:2], create_graph=True)
+    with pytest.raises(NotImplementedError, match="differentiable once, not twice: leave create"):
+        grads[0].sum().backward()
+
+
 @pytest.mark.parametrize("label", [NUM_ENTRIES, -1])
 def test_labels_out_of_the_vocabulary(label: int) -> None:
     inputs, labels = tensors(Case(labels=label))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from functools import partial
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -200,6 +201,9 @@ def test_numbers_changed_after_the_plan() -> None:
     for name, change in CHANGED.items():
         model, stock = (MODELS[name][0](num_hidden_layers=1) for _ in range(2))
         under_plan(model, "contiguous")
+        with TemporaryDirectory() as folder:  # which writes into the config
+            model.save_pretrained(folder)
+        assert loss_head(model) is not None
         compiled = torch.compile(model, backend="eager", fullgraph=True)
         calls = model, compiled if name == "Gemma 2" else model
         for is_changed in (False, True):

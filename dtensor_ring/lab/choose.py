@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
+from heapq import heappop, heappush
 from math import inf
 from os import PathLike
+from typing import Any
 
 import torch
 
@@ -95,20 +97,36 @@ def chosen_strategy(
     Raises:
         ValueError: if no strategy can run the problem, or the machine lacks the kernel.
     """
-    able, totals = list(_able(problem, strategies)), dict[Strategy, float]()
-    # Those with fewest steps first: what cannot be as fast as they are is not run to its end.
-    for strategy in sorted(able, key=lambda x: -x.heads):
-        simulation, most = Simulation(problem, strategy, machine), min(totals.values(), default=inf)
-        if all(least <= most * (1 + 3 * TIE) for least in simulation.bounds()):
-            totals[strategy] = simulation.timeline().total
-    if not totals:
+    able = list(_able(problem, strategies))
+    if not able:
         listed = ", ".join(x.spec for x in strategies or ()) or "no strategies"
         raise ValueError(f"none of {listed} can run an attention of {problem.sizes.heads} heads")
-    best, *others = [x for x in able if x in totals]
-    for strategy in others:
-        if totals[strategy] < totals[best] * (1 - TIE):
-            best = strategy
-    return best
+    known: dict[Hashable, Any] = {}
+    simulations = [Simulation(problem, x, machine, known=known) for x in able]
+    totals = _least_totals([x.bounds() for x in simulations])
+    best, *others = sorted(totals)
+    for number in others:
+        if totals[number] < totals[best] * (1 - TIE):
+            best = number
+    return able[best]
+
+
+def _least_totals(bounds: Sequence[Iterator[float]]) -> dict[int, float]:
+    """Return the least of the last bounds by their numbers, and those that are as good as equal.
+
+    Args:
+        bounds: each yields higher ones, and last what it takes. The lowest is asked on, so most
+            are not asked to their ends.
+    """
+    totals, most, known = dict[int, float](), inf, [(0.0, x) for x in range(len(bounds))]
+    while known and known[0][0] <= most * (1 + 3 * TIE):
+        least, number = heappop(known)
+        higher = next(bounds[number], None)
+        if higher is None:
+            totals[number], most = least, min(least, most)
+        else:
+            heappush(known, (higher, number))
+    return totals
 
 
 def _able(problem: SimulatedProblem, strategies: Sequence[Strategy] | None) -> Iterator[Strategy]:

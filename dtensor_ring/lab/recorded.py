@@ -289,8 +289,9 @@ class RankAttention(NamedTuple):
 
     def costs(self) -> tuple[Cost, Cost]:
         """Return what its forward and its backward send and hold."""
+        # A rank's own message in eight bits is a buffer on a CPU, and memory like it on a GPU.
         idle = self._replace(plan=unlaunched(self.plan))
-        run = idle.directions(lambda _: ShapeKernel(), on_gpu=True)
+        run = idle.directions(lambda _: ShapeKernel(), on_gpu=False)
         forward, backward = (replace(x.cost, held=x.cost.held + held) for x, held in run)
         return forward, backward
 

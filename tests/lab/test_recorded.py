@@ -16,7 +16,7 @@ from dtensor_ring.all_to_all.ulysses import ulysses_attention
 from dtensor_ring.decode.run import MERGES, Combine
 from dtensor_ring.lab import recorded
 from dtensor_ring.lab.problem import TensorSizes
-from dtensor_ring.lab.recorded import Cost, RankAttention, Recorder
+from dtensor_ring.lab.recorded import PACK, PACKET, Cost, RankAttention, Recorder
 from dtensor_ring.planning.route import ROUTES
 from dtensor_ring.planning.run_table import as_layout
 from dtensor_ring.planning.strategy import as_strategy
@@ -108,6 +108,19 @@ def _sent() -> list[list[Cost]]:
 
 def _ulysses(case: Case) -> Any:
     return lambda *inputs: ulysses_attention(*inputs, case.call(), with_lse=False)
+
+
+@pytest.mark.parametrize(("mask", "sends_all"), [(Mask.full(), True), (Mask.sliding(11), False)])
+def test_a_gpu_rounds_its_own_shard_into_its_message(mask: Mask, sends_all: bool) -> None:
+    """So that one launch reads both tensors and writes what is sent, if all of it is."""
+    plan = Ring(as_layout("contiguous"), WORLD_SIZE, SEQ_LEN, mask).plans()[1]
+    sizes = TensorSizes(HEADS, HEAD_DIMS, BATCH, DTYPE, torch.int8, torch.float32)
+    attention = RankAttention(plan, None, sizes)
+    for on_gpu in (True, False):
+        does = next(attention.recordings(True, on_gpu)).does.tolist()
+        packed = [x for x in does if x[1] == PACKET]
+        assert len(packed) == (not (on_gpu and sends_all))
+        assert not on_gpu or does[0][1] == PACK, "what rounds it"
 
 
 def test_of_many_ranks_those_that_move_most_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:

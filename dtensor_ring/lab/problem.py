@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from typing_extensions import TypedDict
 
 from dtensor_ring.all_to_all.plan import AllToAllPlan, HeadShard
 from dtensor_ring.balanced.balanced import check_seen, layout_for
@@ -18,7 +19,7 @@ from dtensor_ring.planning.ranges import MAX_RANKS, as_count, length
 from dtensor_ring.planning.slices import Slices
 from dtensor_ring.planning.strategy import Strategy, as_strategy, why_not
 from dtensor_ring.planning.tile import FULL
-from dtensor_ring.transport.transport import TransferPolicy
+from dtensor_ring.transport.transport import DEFAULT_POLICY, TransferPolicy
 
 
 class SimulatedProblem(NamedTuple):
@@ -200,6 +201,17 @@ def config_json(path: Path) -> Any:
 MAX_PAIRS = 2**62
 
 
+class ProblemOptions(TypedDict, total=False, closed=True):
+    """Options of an attention whose time is asked for; `simulate_attention` explains them."""
+
+    slices: Slices | None
+    layout: Layout | str
+    batch: int
+    dtype: torch.dtype | str
+    policy: TransferPolicy
+    kernel: str | None
+
+
 def problem_of(
     mask: Mask | None,
     seq_len: Any,
@@ -208,11 +220,11 @@ def problem_of(
     head_dim: Any,
     cu_seqlens: Boundaries | None,
     *,
-    slices: Slices | None,
-    layout: Layout | str,
-    batch: Any,
-    dtype: Any,
-    policy: TransferPolicy,
+    slices: Slices | None = None,
+    layout: Layout | str = "zigzag",
+    batch: Any = 1,
+    dtype: Any = torch.bfloat16,
+    policy: TransferPolicy = DEFAULT_POLICY,
     kernel: str | None = None,
 ) -> SimulatedProblem:
     """Check the arguments of an attention, see `simulate_attention`.

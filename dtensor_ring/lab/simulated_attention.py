@@ -9,20 +9,18 @@ from os import PathLike
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
+from typing_extensions import Unpack
 
 from dtensor_ring.compute.kernels.registry import KERNELS
 from dtensor_ring.lab.clock import Spans
 from dtensor_ring.lab.machine import FORMS, Machine
 from dtensor_ring.lab.presets import as_machine
-from dtensor_ring.lab.problem import SimulatedProblem, problem_of
+from dtensor_ring.lab.problem import ProblemOptions, SimulatedProblem, problem_of
 from dtensor_ring.lab.recorded_ranks import RecordedRanks
 from dtensor_ring.lab.replay import Direction, KernelSeconds, least_alone, least_tiles, replayed
-from dtensor_ring.planning.layout import Layout
 from dtensor_ring.planning.mask import Boundaries, Mask
-from dtensor_ring.planning.slices import Slices
 from dtensor_ring.planning.strategy import Strategy
-from dtensor_ring.transport.transport import DEFAULT_POLICY, TransferPolicy
+from dtensor_ring.transport.transport import TransferPolicy
 
 # The rows of a rank in a picture, in this order.
 STREAMS = ("host", "compute", "send", "receive")
@@ -162,14 +160,9 @@ def simulate_attention(
     head_dim: int = 128,
     cu_seqlens: Boundaries | None = None,
     *,
-    slices: Slices | None = None,
-    layout: Layout | str = "zigzag",
     strategy: Strategy | str = Strategy.default,
-    batch: int = 1,
-    dtype: torch.dtype | str = torch.bfloat16,
-    policy: TransferPolicy = DEFAULT_POLICY,
-    kernel: str | None = None,
     machine: Machine | str | PathLike[str] = "h100",
+    **options: Unpack[ProblemOptions],
 ) -> Timeline:
     """Simulate the forward and the backward of one attention on a machine, without running it.
 
@@ -183,15 +176,14 @@ def simulate_attention(
         heads: of queries, and of keys and values; with tensor parallelism, those of a rank.
         head_dim: of queries, keys and values.
         cu_seqlens: boundaries of documents, `(D+1,)` or `(B, D+1)`; a tensor or a sequence.
-        slices: what queries see, in place of mask and boundaries.
-        layout: a layout or its name.
         strategy: how the attention is made parallel, see `SequenceAxis`.
-        batch: rows of the batch, if boundaries do not say it by row.
-        dtype: of query, key and value, or its name.
-        policy: the dtypes in which messages travel.
-        kernel: a registered kernel's name; by default the first one that the machine has.
         machine: a preset's name, such as "h100", a file that `python -m dtensor_ring calibrate`
             wrote, or a `Machine`.
+        options: `slices`, what queries see in place of mask and boundaries; `layout`, a layout or
+            its name, by default "zigzag"; `batch`, rows of the batch, if boundaries do not say it;
+            `dtype` of query, key and value, or its name, by default bfloat16; `policy`, the dtypes
+            in which messages travel; `kernel`, the name of a registered one, by default the first
+            that the machine has.
 
     Returns:
         A `Timeline`; print it, or save its `chrome_trace()`.
@@ -212,17 +204,9 @@ def simulate_attention(
         >>> [round(1e3 * seconds, 2) for seconds in found.seconds]
         [9.33, 23.81]
     """
-    if isinstance(policy, TransferPolicy):
+    if isinstance(policy := options.get("policy"), TransferPolicy):
         policy.refuse_order("simulate_attention")
-    problem = problem_of(
-        *(mask, seq_len, world_size, heads, head_dim, cu_seqlens),
-        slices=slices,
-        layout=layout,
-        batch=batch,
-        dtype=dtype,
-        policy=policy,
-        kernel=kernel,
-    )
+    problem = problem_of(mask, seq_len, world_size, heads, head_dim, cu_seqlens, **options)
     return timeline_of(problem, problem.able(strategy), as_machine(machine), keeps_spans=True)
 
 

@@ -173,7 +173,7 @@ def bad_files(folder: Path) -> dict[str, Path]:
         ("{none} --dtype int8", "not a floating dtype"),
         ("{none} --heads 8", "heads of queries and of keys"),
         ("{none} --heads 8,3", "must be a multiple"),
-        ("{good} --show --compare {good} {good}", "not allowed with"),
+        ("{good} --show --compare {good} {good}", "--show or --compare, not both"),
     ],
 )
 def test_bad_input_is_one_line(

@@ -42,6 +42,8 @@ def calibrate(
         The exit status: 2 if something that was given cannot be used, which is said in one line.
     """
     try:
+        if compare and show:
+            raise ValueError("calibrate takes --show or --compare, not both")
         if compare:
             _compare_machines(*(as_machine(x) for x in compare))
         elif path is None:

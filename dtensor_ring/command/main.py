@@ -17,7 +17,7 @@ from dtensor_ring.dtensor.meta_model import LoadModel
 from dtensor_ring.lab.calibrate.calibrate import calibrate
 from dtensor_ring.lab.choose import choose
 from dtensor_ring.lab.comparison import compare_strategies
-from dtensor_ring.lab.pictures import drawing, page, save_picture
+from dtensor_ring.lab.pictures import drawing, page
 from dtensor_ring.lab.presets import as_machine
 from dtensor_ring.lab.report import refused
 from dtensor_ring.lab.schedule import describe_schedule
@@ -126,7 +126,6 @@ def schedule(
     heads: tuple[int, int],
     head_dim: int,
     html: Path | None,
-    png: Path | None,
     **attention: Any,
 ) -> Told:
     """Return the work of each rank at each step, and draw it."""
@@ -137,8 +136,6 @@ def schedule(
     found = describe_schedule(strategy=strategy, **attention)
     if html is not None:
         html.write_text(drawn_by("html", lambda: page(drawing(found))))
-    if png is not None:
-        drawn_by("png", lambda: save_picture(drawing(found), png))
     names = "areas", "received", "imbalance", "makespan"
     return found, {name: getattr(found, name) for name in names}
 

@@ -115,7 +115,6 @@ SCHEDULE = {
     **ATTENTION,
     **STRATEGY,
     "html": _option("write a page with pictures of it to this file", Path),
-    "png": _option("write a picture of it to this file", Path),
 }
 COMPARE = {
     **ATTENTION,

@@ -28,7 +28,7 @@ SCHEMA = 2
 FORMS = ("window", "causal", "full")
 
 # Types of 16 bits have the same speed, so either stands for the other.
-SAME_SPEED = ({"bfloat16", "float16"},)
+SAME_SPEED = {"bfloat16", "float16"}
 
 
 @dataclass(frozen=True)
@@ -108,8 +108,7 @@ class KernelSpeed:
         head_dim: of queries and keys.
         form: the shape of the tile: "full", "causal" (one edge of a band cuts it) or "window" (both
             do).
-        forward: seconds by FLOPs of a forward.
-        backward: seconds by FLOPs of a backward.
+        forward, backward: seconds by FLOPs.
         heads: query heads that were measured; 0 where only FLOPs count. Of two launches with the
             same FLOPs, the one with fewer heads has larger tiles, which some kernels are faster at.
     """
@@ -129,9 +128,7 @@ class Links:
 
     Attributes:
         p2p: one message, by its bytes; each rank sends and receives at the same time.
-        all_to_all: all messages of a rank, by the bytes that it sends.
-        all_gather: likewise.
-        reduce_scatter: likewise.
+        all_to_all, all_gather, reduce_scatter: all messages of a rank, by the bytes that it sends.
     """
 
     p2p: Curve
@@ -295,10 +292,8 @@ class Machine:
     def kernel_for(self, dtype: str, is_banded: bool) -> str | None:
         """Return the first kernel that serves an attention, `None` if no speed is known.
 
-        Args:
-            dtype: of query, key and value, such as "bfloat16".
-            is_banded: whether there are windows or documents. They need a kernel with rows of
-                "window" tiles, if any kernel has some: cuDNN, for one, takes neither.
+        Windows and documents need a kernel with rows of "window" tiles, if any kernel has some:
+        cuDNN, for one, takes neither.
         """
         known = self._of_dtype(dtype)
         banded = [x for x in known if x.form == FORMS[0]]
@@ -306,15 +301,10 @@ class Machine:
 
     def _of_dtype(self, dtype: str) -> list[KernelSpeed]:
         """Return the rows of a dtype, and of those that are as fast."""
-        alike = next((types for types in SAME_SPEED if dtype in types), {dtype})
+        alike = SAME_SPEED if dtype in SAME_SPEED else {dtype}
         return [x for x in self.kernels if x.dtype in alike]
 
     def dtype_like(self, dtype: str) -> str:
-        """Return a dtype whose speed is known: this one, one as fast, or that of the first kernel.
-
-        Args:
-            dtype: name of a dtype, such as "float32".
-        """
-        alike = next((types for types in SAME_SPEED if dtype in types), {dtype})
-        known = [x.dtype for x in self.kernels]
-        return dtype if not known or alike & {*known} else known[0]
+        """Return a dtype whose speed is known: this one, one as fast, or that of the first kernel."""
+        is_known = self._of_dtype(dtype) or not self.kernels
+        return dtype if is_known else self.kernels[0].dtype

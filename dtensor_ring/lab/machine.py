@@ -28,7 +28,7 @@ SCHEMA = 2
 FORMS = ("window", "causal", "full")
 
 # Types of 16 bits have the same speed, so either stands for the other.
-SAME_SPEED = {"bfloat16", "float16"}
+SAME_SPEED = ({"bfloat16", "float16"},)
 
 
 @dataclass(frozen=True)
@@ -301,10 +301,10 @@ class Machine:
 
     def _of_dtype(self, dtype: str) -> list[KernelSpeed]:
         """Return the rows of a dtype, and of those that are as fast."""
-        alike = SAME_SPEED if dtype in SAME_SPEED else {dtype}
+        alike = next((types for types in SAME_SPEED if dtype in types), {dtype})
         return [x for x in self.kernels if x.dtype in alike]
 
     def dtype_like(self, dtype: str) -> str:
-        """Return a dtype whose speed is known: this one, one as fast, or that of the first kernel."""
+        """Return a dtype whose speed is known: this one, or that of the first kernel."""
         is_known = self._of_dtype(dtype) or not self.kernels
         return dtype if is_known else self.kernels[0].dtype

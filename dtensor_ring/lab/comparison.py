@@ -272,7 +272,8 @@ def _cost(
     pairs = list(zip(schedule.plans, all_to_alls, strict=True))
     recorded = recorded_costs([RankAttention(*pair, sizes) for pair in pairs])
     forward, backward = (by_field(max, side) for side in zip(*recorded, strict=True))
-    heads = [sizes.heads_after(all_to_all)[0] for all_to_all in all_to_alls]
+    shards = [x and x.head_shard(x.rank, sizes.heads[1]) for x in all_to_alls]
+    heads = [sizes.heads_of(x)[0] for x in shards]
     work = [sum(steps) * count for steps, count in zip(schedule.areas, heads, strict=True)]
     cost = StrategyCost(
         strategy.spec,

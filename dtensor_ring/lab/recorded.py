@@ -344,7 +344,7 @@ class RankAttention(NamedTuple):
     def moved(self) -> tuple[int, int, int, int]:
         """What its ring sends and receives: columns forward and backward, times their bytes."""
         sizes, plan = self.sizes, self.plan
-        loops = (plan.shards, sizes.kv_itemsize), (plan.sums, sizes.sum_itemsize)
+        loops = (plan.shards, sizes.kv_dtype.itemsize), (plan.sums, sizes.sum_dtype.itemsize)
         (out, coming), (sums, home) = (
             [
                 size * sum(len(x.cols) for hop in hops for x in side(hop))

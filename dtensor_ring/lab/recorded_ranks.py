@@ -219,7 +219,7 @@ def _exchange_content(exchange: AllToAllPlan | None, sizes: TensorSizes) -> Hash
     rank, heads, key_heads = exchange.rank, exchange.heads, sizes.heads[1]
     shards = [exchange.head_shard(rank + x, key_heads) for x in range(heads)]
     # Blocks are counted in the shards of their owners, and copies of a head summed in their order.
-    if sizes.kv_itemsize == 1 or any(shard.num_parts > 1 for shard in shards):
+    if sizes.kv_dtype.itemsize == 1 or any(shard.num_parts > 1 for shard in shards):
         return rank
     arrived = tuple(sorted(((x.peer - rank) % heads, len(x.cols)) for x in exchange.receives))
     # What stays here is copied twice if it does not lie side by side.

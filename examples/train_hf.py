@@ -13,7 +13,6 @@ import argparse
 import json
 import os
 import resource
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -31,6 +30,7 @@ from parts.text import read_standard_library
 from rich.console import Console
 from rich.progress import track
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.profiler import ProfilerActivity, profile, record_function
 
@@ -83,7 +83,7 @@ def compare(options: argparse.Namespace) -> None:
     """Launch the ring and the single process, then show both."""
     options.out.mkdir(parents=True, exist_ok=True)
     ring = launch(options, options.world, "ring.json")
-    stock = launch(options, 1, "stock.json", "--stock")
+    stock = launch(options, 1, "stock.json", stock=True)
     difference = largest_difference(ring, stock)
     show(options, ring, stock, difference)
     picture = options.out / "demo.png"
@@ -96,15 +96,22 @@ def compare(options: argparse.Namespace) -> None:
         sys.exit(f"the losses differ by {difference:.1e}, which is more than rounding")
 
 
-def launch(options: argparse.Namespace, world: int, result: str, *more: str) -> Run:
-    """Train under torchrun with these options; every run has `--world` threads in all."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command = [*torchrun, f"--nproc-per-node={world}", __file__, *sys.argv[1:], *more]
-    quiet = {"OMP_NUM_THREADS": "1"}  # each rank sets its own number; without, torchrun warns
-    quiet |= {"KINETO_LOG_LEVEL": "99"}  # else the profiler calls it an error that no GPU is there
-    status = subprocess.run(command, check=False, env=os.environ | quiet).returncode
-    if status:
-        sys.exit(status)
+def launch(options: argparse.Namespace, world: int, result: str, **others: object) -> Run:
+    """Train as under torchrun; every run has `--world` threads in all."""
+    # Else the profiler calls it an error that no GPU is there.
+    os.environ["KINETO_LOG_LEVEL"] = "99"
+    # A fork has imported what this process has. CUDA and macOS's libraries do not work in forks.
+    is_forked = options.device == "cpu" and sys.platform == "linux"
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=world,
+        run_id=result,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        start_method="fork" if is_forked else "spawn",
+    )
+    elastic_launch(config, train)(argparse.Namespace(**vars(options) | others))
     return Run(**json.loads((options.out / result).read_text()))
 
 

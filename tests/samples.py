@@ -149,7 +149,7 @@ OLDEST = {
     "dtensor/test_cache_tag.py": ["test_ranks_have_graphs_of_their_own", "test_tag"],
     "dtensor/test_choice.py": ["test_a_graph_for_all_lengths"],
     "dtensor/test_dtensor.py": [
-        "test_compiled[dp, cp: window]",
+        "test_compiled[dp, cp: uneven zigzag, prefix]",
         "test_dense_result[cp]",
         "test_refusals",
     ],

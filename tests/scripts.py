@@ -68,22 +68,22 @@ def run_script(
 
 
 def run_launcher(
-    module: str,
+    script: Path | str,
     *argv: object,
     cwd: Path | None = None,
     env: Mapping[str, str] | None = None,
     timeout: float = 200,
 ) -> Ended:
-    """Run `python -m` of torchrun, or of what calls it, whose ranks are forks; it may fail.
+    """Run torchrun, or what calls it, whose ranks are forks; it may fail.
 
     Args:
-        module: `torch.distributed.run`, or a launcher that hands on to it.
+        script: a path, or the name of a module for `python -m`.
         argv: its arguments.
         cwd: the folder it runs in.
         env: variables that it sees beside those of this process.
         timeout: in seconds, after which it has failed.
     """
-    job = module, [str(x) for x in argv], cwd, dict(env or {})
+    job = str(script), [str(x) for x in argv], cwd, dict(env or {})
     (ended,) = _run_all([job], timeout, [""])
     if ABORTED in ended.errors:
         (ended,) = _run_all([job], timeout, [""])
@@ -242,10 +242,10 @@ def _fork_ranks() -> None:
     """Let torchrun fork this process for its ranks, where it would start interpreters."""
     original = elastic_launch.__init__
 
-    def launch(self: Any, config: Any, entrypoint: str) -> None:
-        assert entrypoint == sys.executable
+    def launch(self: Any, config: Any, entrypoint: Any) -> None:
         config.start_method = "fork"
-        original(self, config, _execute_command)
+        is_command = entrypoint == sys.executable
+        original(self, config, _execute_command if is_command else entrypoint)
 
     elastic_launch.__init__ = launch
 

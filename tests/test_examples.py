@@ -65,16 +65,18 @@ def launched(
     return run
 
 
-def test_demo(tmp_path: Path, launched: Callable[..., str]) -> None:
+def test_demo(tmp_path: Path) -> None:
     options = ("--steps", 2, "--batch", 1, "--seq-len", 64, "--layout", "striped")
-    printed = launched("train_hf", *options, "--out", tmp_path)
+    ended = run_launcher(EXAMPLES / "train_hf.py", *options, "--out", tmp_path)
+    assert ended.code == 0, ended
+    assert not any(word in ended.printed + ended.errors for word in ("ERROR", "Warning"))
     runs = [json.loads((tmp_path / name).read_text()) for name in ("ring.json", "stock.json")]
     losses = [run["losses"] for run in runs]
     assert [len(curve) for curve in losses] == [2, 2]
     torch.testing.assert_close(*map(torch.tensor, losses), rtol=1e-5, atol=0)
-    assert f"{losses[0][-1]:.6f}" in printed
+    assert f"{losses[0][-1]:.6f}" in ended.printed
     assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
-    assert "and waited for messages" in printed
+    assert "and waited for messages" in ended.printed
     ring, stock = runs
     assert stock["spans"] == []
     assert len(ring["spans"]) == 2

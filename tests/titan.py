@@ -81,7 +81,7 @@ class Report:
 def train(run: Run, folder: str) -> Report:
     """One rank of a run, from assets in that folder."""
     report, calls = Report(), Counter[str]()
-    with _torchtitan(), _counted(calls):
+    with _torchtitan(), _counted(calls), _undrawn():
         config = _config(run, folder)
         trainer = config.build()
 
@@ -99,6 +99,14 @@ def train(run: Run, folder: str) -> Report:
     return report
 
 
+@contextmanager
+def _undrawn() -> Iterator[None]:
+    """Draw no weights, whose place those of a checkpoint take: as DTensors that takes long."""
+    names = "_no_grad_trunc_normal_", "_no_grad_normal_"
+    with patch.multiple(torch.nn.init, **{name: lambda x, *_, **__: x for name in names}):
+        yield
+
+
 def save_seed(run: Run, folder: str) -> None:
     """The weights from which all runs of a model start; by one process."""
     with _torchtitan():
@@ -114,7 +122,7 @@ def arguments(run: Run, folder: Path) -> list[str]:
     return [
         *("--module", module, "--config", name, f"--hf_assets_path={folder}"),
         *("--dataloader.dataset=c4_test", f"--dataloader.dataset_path={folder}/data"),
-        *("--training.seq_len=64", "--training.local_batch_size=4", "--training.steps=3"),
+        *("--training.seq_len=64", "--training.local_batch_size=2", "--training.steps=3"),
         *("--training.mixed_precision_param=float32", "--debug.seed=0", *run.flags),
     ]
 

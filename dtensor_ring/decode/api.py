@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, Literal, Unpack, overload
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -14,6 +14,7 @@ from dtensor_ring.compute.accumulate import add_sinks
 from dtensor_ring.decode.call import (
     DECODE_LEAVES,
     MAX_QUERIES,
+    SINKS,
     DecodeBatch,
     DecodeCall,
     DecodePlace,
@@ -167,11 +168,12 @@ def decode_attention(
     """
     integers = cu_seqlens, None, key_runs, query_starts, agree
     asked = key_runs is None, mask, scale, softcap, kernel, merge
-    is_usual = slices is sinks is relative_bias is None
+    is_usual = slices is relative_bias is None and _are_of_heads(sinks)
     if is_usual and type(return_lse) is bool:
         known = _known_options(query, key, value, mesh, integers, asked)
         if known is not None:
-            out, lse = called_by_user(attend, query, key, value, *integers, *known)
+            before, after = known
+            out, lse = called_by_user(attend, query, key, value, *integers, *before, sinks, *after)
             return (out, lse) if return_lse else out
     return_lse = call_check.as_flag("return_lse", return_lse)
     call_check.check_tensors(query, key, value)
@@ -191,12 +193,17 @@ def decode_attention(
         query = with_bias(query, relative_bias)
     options = flatten_decode(call)
     out, lse = called_by_user(attend, query, key, value, *options)
-    if is_usual and mesh is not None and not torch.compiler.is_compiling():
+    if is_usual and not torch.compiler.is_compiling():
         kind = place.group_name, query.dtype, query.shape[3], asked
-        keep(mesh, kind, options[len(integers) :])
+        keep(mesh, kind, (options[len(integers) : SINKS], options[SINKS + 1 :]))
     if of_queries is not None:
         out, lse = with_sinks(query, out, lse, of_queries)
     return (out, lse) if return_lse else out
+
+
+def _are_of_heads(sinks: Any) -> bool:
+    """Return whether sinks are as the op takes them, or there are none."""
+    return sinks is None or (type(sinks) in (Tensor, nn.Parameter) and sinks.ndim == 1)
 
 
 def _known_options(
@@ -206,12 +213,12 @@ def _known_options(
     mesh: DeviceMesh | None,
     integers: tuple[Tensor | None, ...],
     asked: tuple[Any, ...],
-) -> tuple[Any, ...] | None:
-    """Return the op's options after integers, if they were checked before; `None` for others.
+) -> tuple[tuple[Any, ...], tuple[Any, ...]] | None:
+    """Return the op's options before and after sinks, without integers, if they were checked.
 
     They do not depend on shapes, other than the head dim. The op checks the tensors.
     """
-    if mesh is None or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():
         return None
     kept = known_calls_of(mesh)
     if kept is None or not all(type(x) is Tensor for x in (query, key, value)):

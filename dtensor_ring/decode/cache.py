@@ -21,7 +21,7 @@ from dtensor_ring.decode.plan import CacheTable
 from dtensor_ring.decode.whole import NO_PICKLE, gather_columns, pairs_of, saved, shard_of
 from dtensor_ring.dtensor.annotation import axis_group, sequence_layout
 from dtensor_ring.dtensor.call_check import as_flag
-from dtensor_ring.ops.boundaries import INTEGERS
+from dtensor_ring.ops import boundaries
 from dtensor_ring.ops.checks import NotPickled
 from dtensor_ring.planning.layout import Layout
 from dtensor_ring.planning.ranges import as_count, as_int
@@ -316,7 +316,9 @@ class ShardedCache:
         """
         table, order = self._appends.table, self._appends.order
         if self._key_runs is None or self._key_runs[0] is not table or self._key_runs[1] != order:
-            self._key_runs = table, order, torch.tensor(table.marked(order), device="cpu")
+            runs = torch.from_numpy(table.marked(order).copy())
+            boundaries.know_runs(runs, table.run_table(order))
+            self._key_runs = table, order, runs
         return self._key_runs[2]
 
     @property
@@ -486,7 +488,7 @@ def _checked_rows(rows: Tensor, batch: int | None) -> list[int]:
     """Check numbers of sequences, and return them as a list."""
     if not isinstance(rows, Tensor):
         raise TypeError(f"rows must be a tensor of numbers, got {type(rows).__name__}")
-    if rows.ndim != 1 or rows.dtype not in INTEGERS:
+    if rows.ndim != 1 or rows.dtype not in boundaries.INTEGERS:
         raise ValueError(f"rows must be int32 or int64, (B,), got {rows.dtype} {tuple(rows.shape)}")
     if rows.is_meta:
         raise ValueError("rows must have content, got a tensor on meta; make it on the CPU")

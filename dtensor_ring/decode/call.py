@@ -2,7 +2,8 @@
 
 Note [Bound decode calls]: the layers of a model make the same call for a token: shapes, options and
 the content of their integer tensors are equal. The first one is checked, and its planner's
-arguments and call record are kept for the others, by all of that.
+arguments and call record are kept for the others, by all of that. Sinks differ from layer to layer,
+but only scale its output: a kept call has none, and each call brings its own.
 """
 
 from __future__ import annotations
@@ -30,8 +31,9 @@ from dtensor_ring.ops import boundaries
 from dtensor_ring.ops.attention_record import (
     AttentionFacts,
     attention_facts,
+    fields_of,
+    layout_text,
     numbers_text,
-    record_of,
     runs_text,
 )
 from dtensor_ring.ops.checks import CALLER, check_inputs, check_num_queries
@@ -260,21 +262,25 @@ def bound_decode(
     if asked is None:
         return BoundDecode(call, request, found, is_kept=False)
     # The content of the tensors is known by now; they may be written to for the next token.
-    kept = BoundDecode(call._replace(batch=DecodeBatch()), request, found, is_kept=True)
+    call = DecodeCall(DecodeBatch(), call.scores._replace(sinks=None), call.place)
+    kept = BoundDecode(call, request, found, is_kept=True)
     return _BOUND.put(asked, kept, key_bytes=sum(len(content) for *_, content in asked[0]))
 
 
 def _asked(
     options: tuple[Any, ...], query: Tensor, key: Tensor, value: Tensor
 ) -> tuple[Any, ...] | None:
-    """Return all that a call depends on; `None` if it has sinks, or integers that are on a GPU."""
+    """Return all that a call depends on; `None` if it has integers that are on a GPU."""
     # Tensors of a batch compare by content: the next token's may be written to the same memory.
     contents, others = [], [*options]
     for i in _TENSORS:
         x = options[i]
         if x is None:
             continue
-        if i == SINKS or not x.is_cpu or x.layout is not torch.strided:
+        if i == SINKS:
+            others[i] = x.shape, x.dtype, x.device, x.layout
+            continue
+        if not x.is_cpu or x.layout is not torch.strided:
             return None
         contents.append((i, x.shape, x.numpy().tobytes()))
         others[i] = x.dtype
@@ -356,19 +362,30 @@ def _agree_text(agree: Tensor | None) -> str:
 
 @cached_bytes(max_bytes=8 << 20, num_bytes=lambda record: 4 * MAX_BYTES)
 def _decode_record(attention: AttentionFacts, merge: str, agree: str, *asked: Any) -> CallRecord:
-    # Layers of a paged batch differ in `agree` only, and the other fields take longer.
-    return CallRecord(_decode_fields(attention, merge, *asked) | {AGREE: agree})
+    request = DecodeRequest(*asked)
+    # What differs from token to token; the other fields take longer.
+    spec: Any = DecodePlace().layout
+    fixed = request._replace(layout=as_layout(spec), rank=0, seq_len=0, starts=())
+    fields = _fixed_fields(attention, merge, *fixed)
+    own = {
+        "tokens": str(request.seq_len),
+        "layout": layout_text(request.layout),
+        AGREE: agree,
+        "query_starts": numbers_text(np.array(request.starts, dtype=np.int64)),
+        "key_runs": runs_text(request.layout),
+    }
+    return CallRecord(fields | own)
 
 
 @cached_bytes(max_bytes=8 << 20, num_bytes=lambda fields: 4 * MAX_BYTES)
-def _decode_fields(attention: AttentionFacts, merge: str, *asked: Any) -> dict[str, str]:
-    """Return the fields of a record, without what is in `agree`."""
+def _fixed_fields(attention: AttentionFacts, merge: str, *asked: Any) -> dict[str, str]:
+    """Return the fields of a record that all tokens of a sequence share; others are empty."""
     request = DecodeRequest(*asked)
     own: dict[str, object] = {
         "tokens of queries": request.num_queries,
         AGREE: "",
-        "query_starts": numbers_text(np.array(request.starts, dtype=np.int64)),
+        "query_starts": "",
         "merge": merge,
-        "key_runs": runs_text(request.layout),
+        "key_runs": "",
     }
-    return record_of(attention, request, own).fields
+    return fields_of(attention, request, own)

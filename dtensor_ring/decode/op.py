@@ -41,21 +41,24 @@ from dtensor_ring.planning.plan import Step
 def forward(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
     """Run the decode op on plain tensors."""
     bound = bound_decode(options, query, key, value)
-    call, request = bound.call, bound.request
+    call, request, sinks = bound.call, bound.request, options[SINKS]
+    scores = call.scores if sinks is None else call.scores._replace(sinks=sinks)
     with bound.checked(query) as combine:
         # Within the context: an error of this rank is reported to the others.
         step, kernel = bound.step(key.shape[2]), bound.kernel(query, key, value)
         sole = bound.sole(step, query, key, kernel)
         query, key, value = loadable(query, key, value)
         if sole is not None:
-            found = sole_forward(query, (key, value), sole, kernel, call.scores)
-            return found if combine is None else _combined(query, found, combine, None, step.source)
+            found = sole_forward(query, (key, value), sole, kernel, scores)
+            if combine is None and sinks is None:
+                return found
+            return _combined(query, found, combine, sinks, step.source)
         if call.place.block is None:
             lags = _lags(request, step, query) if is_biased(query, key) else None
-            return decode(query, (key, value), step, kernel, call.scores, combine, lags)
+            return decode(query, (key, value), step, kernel, scores, combine, lags)
         check_head_dims(query, key, value)  # a fixed order has no bias by distance
         pieces, kv = decode_pieces(call.place.block, request), (key, value)
-        return decode_in_blocks(query, kv, step, pieces, kernel, call.scores, combine)
+        return decode_in_blocks(query, kv, step, pieces, kernel, scores, combine)
 
 
 def _lags(request: DecodeRequest, step: Step, query: Tensor) -> Lags:
@@ -110,15 +113,20 @@ def decode(
 def _combined(
     query: Tensor,
     found: tuple[Tensor, Tensor],
-    combine: Combine,
+    combine: Combine | None,
     sinks: Tensor | None,
     source: int,
 ) -> tuple[Tensor, Tensor]:
-    """Return the merged `(out, lse)` of all ranks, of which this rank has found its own part."""
+    """Return the merged `(out, lse)` of all ranks, of which this rank has found its own part.
+
+    Without `combine` this rank has all of it.
+    """
     out, lse = found
     with Label("decode", 0, source)("merge"):
         # The message has the same bytes on all ranks, whatever their kernels return.
-        out, lse = combine(out.to(torch.promote_types(query.dtype, torch.float32)), lse)
+        out = out.to(torch.promote_types(query.dtype, torch.float32))
+        if combine is not None:
+            out, lse = combine(out, lse)
         if sinks is not None:
             lse = add_sinks(out, lse, sinks)
         return in_order(out, order_of(query), query.dtype), lse

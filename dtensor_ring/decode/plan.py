@@ -263,6 +263,12 @@ class CacheTable:
         numbers[0, -1, 0] = MARKED | mark & (MARKED - 1)
         return numbers
 
+    def run_table(self, mark: int) -> RunTable:
+        """Return the table of the `key_runs` with a mark, see `marked`."""
+        mark = MARKED | mark & (MARKED - 1) if mark else 0
+        numbers = self.numbers[:, : max(self.num_runs)]
+        return RunTable.of_checked(numbers, mark, self.seq_len, "key_runs")
+
     def num_before(self, rank: int, position: int) -> int:
         """Count a rank's tokens before a position: the column of that position on its rank."""
         starts, lengths = self.numbers[rank].T
@@ -362,13 +368,16 @@ def decode_step(
     Raises:
         ValueError: if runs, documents or slices do not fit.
     """
-    columns = _columns(layout, rank, world_size, seq_len)
-    spans = ((0, columns.num_tokens),) if columns.num_tokens else ()
+    if not isinstance(layout, RunTable):
+        shard_table(layout, world_size, seq_len)  # it may not shard any length
+    num_tokens = layout.num_tokens(rank, world_size, seq_len)
+    spans = ((0, num_tokens),) if num_tokens else ()
     if documents is None and slices is None and _sees_all(mask, min(starts, default=0), seq_len):
         tiles = [Tile((0, num_queries), span, FULL) for span in spans]
     else:
         longest = max(seq_len, max(starts, default=0) + num_queries)
         seen = _seen(mask, world_size, longest, documents, slices)
+        columns = _columns(layout, rank, world_size, seq_len)
         tiles = list(_tiles(columns, rows_of(seen), starts, num_queries))
     return Step(0, rank, Cols(spans), tuple(tiles))
 

@@ -24,6 +24,9 @@ from dtensor_ring.planning.strategy import AUTO
 # The most calls of an axis that are kept; a model has a few.
 MAX_KNOWN = 256
 
+# Calls of decoding without a mesh, where this rank has all keys, see `keep`.
+_ALONE: dict[Any, Any] = {}
+
 # Types of options that do not change.
 _CONSTANTS = type(None), bool, int, float, str, Mask
 
@@ -56,11 +59,13 @@ def known_call(
         return None
 
 
-def known_calls_of(mesh: DeviceMesh) -> tuple[str, dict[Any, Any]] | None:
-    """Return the group's name and the known calls of a 1-D mesh.
+def known_calls_of(mesh: DeviceMesh | None) -> tuple[str | None, dict[Any, Any]] | None:
+    """Return the group's name and the known calls of a 1-D mesh, or of no mesh.
 
     Without such calls, or if its group is gone, return `None`.
     """
+    if mesh is None:
+        return None, _ALONE
     kept = groups_of(mesh) if type(mesh) is DeviceMesh else None
     if kept is None or kept.calls is None:
         return None
@@ -82,17 +87,19 @@ def keep_call(
     keep(mesh, _key(group_name, query, key, value, asked), found)
 
 
-def keep(mesh: DeviceMesh, key: tuple[Any, ...], found: Any) -> None:
-    """Keep what was found for a call over the axis of a mesh.
+def keep(mesh: DeviceMesh | None, key: tuple[Any, ...], found: Any) -> None:
+    """Keep what was found for a call over the axis of a mesh, or without a mesh.
 
     The last item of the key are the options as the caller gave them. If one of them may change, as
     the number in a tensor may, nothing is kept.
     """
     if not all(type(x) in _CONSTANTS for x in key[-1]):
         return
-    group, kept = axis_group(mesh), groups_of(mesh)
-    calls = kept.calls = annotation_of(group).calls
-    kept[0] = group.group_name, ref(group)
+    calls = _ALONE
+    if mesh is not None:
+        group, kept = axis_group(mesh), groups_of(mesh)
+        calls = kept.calls = annotation_of(group).calls
+        kept[0] = group.group_name, ref(group)
     if len(calls) >= MAX_KNOWN:
         calls.clear()
     calls[key] = found
@@ -104,7 +111,7 @@ def _are_plain(query: Any, key: Any, value: Any) -> bool:
 
 
 def _key(
-    group_name: str, query: Tensor, key: Tensor, value: Tensor, asked: Asked
+    group_name: str | None, query: Tensor, key: Tensor, value: Tensor, asked: Asked
 ) -> tuple[Any, ...]:
     """Return what was checked of a call. Tensors of other memory layouts are not plain."""
     return (

@@ -78,7 +78,14 @@ class RequestFields(Protocol):
 def record_of(
     attention: AttentionFacts, request: RequestFields, own: dict[str, object]
 ) -> CallRecord:
-    """Build a call record from the fields that all ops share and an op's own fields."""
+    """Build a call record, see `fields_of`."""
+    return CallRecord(fields_of(attention, request, own))
+
+
+def fields_of(
+    attention: AttentionFacts, request: RequestFields, own: dict[str, object]
+) -> dict[str, str]:
+    """Return the fields of a call record: those that all ops share, and an op's own."""
     fields = {
         "direction": attention.direction,
         "dtype": attention.dtype,
@@ -99,7 +106,7 @@ def record_of(
         "cu_seqlens": boundaries_text(request.documents),
         "slices": slices_text(request.slices),
     }
-    return CallRecord({name: str(value) for name, value in (fields | own).items()})
+    return {name: str(value) for name, value in (fields | own).items()}
 
 
 def layout_text(layout: Layout) -> str:

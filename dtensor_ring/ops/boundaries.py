@@ -33,6 +33,19 @@ def run_table(runs: Tensor, name: str = "runs") -> RunTable:
     return _converted(runs, name, partial(RunTable, argument=name))
 
 
+def know_runs(runs: Tensor, table: RunTable) -> None:
+    """Keep the table that these runs were made of, so that they are not converted."""
+    content = runs.numpy()
+    width = content.shape[-1]
+    known = _KnownBoundaries(width, _compared(content, width), table)
+    _KNOWN.put(_address(content, table.argument, runs), known)
+
+
+def _address(content: np.ndarray, kind: object, x: Tensor) -> tuple[object, ...]:
+    """Return the key of a tensor in the store of known ones."""
+    return x.data_ptr(), content.shape, content.strides, kind
+
+
 # Note [Known tensors]: the layers of a model pass the same boundaries again and again. The
 # converted value is looked up by address and shape, and used if the content is still the same.
 # Memory that was written to, or that belongs to another tensor by now, is converted again. If
@@ -121,7 +134,7 @@ def _converted(
     """Return the converted value of a tensor; see Note [Known tensors]."""
     content = on_host(x).numpy()
     # Look up by address first, to avoid reading all content in each call.
-    key = x.data_ptr(), content.shape, content.strides, kind
+    key = _address(content, kind, x)
     known = _KNOWN.get(key)
     if known is None or not known.is_of(content):
         value = convert(content)

@@ -78,9 +78,13 @@ class ByteStore(Generic[T]):
         return value
 
     def _evict(self) -> None:
-        """Forget the values that were not used for longest, until the others fit."""
+        """Forget the values that were not used for longest, until the others leave some room.
+
+        All are put in order, which a full store must not do for each value.
+        """
+        room = self.max_bytes // 8
         for key in sorted(self._kept, key=lambda key: self._kept[key].used):
-            if self._num_bytes <= self.max_bytes:
+            if self._num_bytes <= self.max_bytes - room:
                 break
             self._drop(key)
 

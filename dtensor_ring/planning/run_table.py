@@ -219,6 +219,24 @@ class RunTable(FrozenArrays, Layout):
         if overlaps.any():
             raise self._not_once(int(starts[1:][overlaps.argmax()]))
 
+    @classmethod
+    def of_checked(cls, numbers: np.ndarray, mark: int, end: int, argument: str) -> RunTable:
+        """Return the table of numbers that are known to be right.
+
+        Args:
+            numbers: start and length of the runs, `(W, R, 2)`, without empty runs between; they
+                ascend, and hold each position at most once.
+            mark: the mark, 0 without one.
+            end: the position after the last one.
+            argument: the name of the argument that holds the rows, for errors.
+        """
+        table = cls.__new__(cls)
+        table.argument, table.mark, table.end = argument, mark, end
+        marks = np.array([mark] if mark else [], dtype=np.int64)
+        table.numbers, _ = table._freeze([numbers.astype(np.int64), marks])
+        table.num_bytes = 1000 + 2 * table.numbers.nbytes
+        return table
+
     @cached_property
     def _ordered(self) -> tuple[np.ndarray, np.ndarray]:
         """Begins and ends of all runs, in the order of positions."""
@@ -250,7 +268,7 @@ class RunTable(FrozenArrays, Layout):
         return f"RunTable({rows})"
 
     def num_tokens(self, rank: int, world_size: int, seq_len: int) -> int:
-        return int(self.numbers[rank, :, 1].sum())
+        return int(self._row(rank, world_size)[:, 1].sum())
 
     def runs(self, rank: int, world_size: int, seq_len: int) -> tuple[Run, ...]:
         if self.missing is not None:
@@ -278,13 +296,16 @@ class RunTable(FrozenArrays, Layout):
         Raises:
             ValueError: if there is not one row for each rank.
         """
+        starts, lengths = self._row(rank, world_size).T
+        return starts[lengths > 0], lengths[lengths > 0]
+
+    def _row(self, rank: int, world_size: int) -> np.ndarray:
         if len(self.numbers) != world_size:
             raise ValueError(
                 f"{self.argument} must have a row for each of the {world_size} ranks, got "
                 f"{len(self.numbers)}"
             )
-        starts, lengths = self.numbers[rank].T
-        return starts[lengths > 0], lengths[lengths > 0]
+        return self.numbers[rank]
 
     def check_from(self, begin: int) -> None:
         """Refuse a table that begins after this position.

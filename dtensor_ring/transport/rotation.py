@@ -235,7 +235,7 @@ class Rotation:
 
     def __exit__(self, *error: object) -> None:
         packets = self._sent + [packet for _, packet in self._arriving]
-        if packets:
+        if self._works:
             # After an error, messages may still write to the buffers in flight, so nobody else may
             # reuse those.
             hold_until_complete(self._works, [x for packet in packets for x in packet.pair])

@@ -191,3 +191,14 @@ def test_refused(case: tuple[Any, type[Exception], str]) -> None:
     table = CacheTable.empty(2).append_sharded(ZigZag(), 10)
     with pytest.raises(kind, match=message):
         call(table)
+
+
+@pytest.mark.parametrize("mark", [0, 5])
+def test_its_run_table_is_the_one_of_its_numbers(mark: int) -> None:
+    """Which is made without checks."""
+    table = CacheTable.empty(2, 4).append(3).append_sharded(ZigZag(), 16).append(7)
+    for one in (table.crop(0), table, table.crop(9), table.crop(9).append(2)):
+        made, checked = one.run_table(mark), RunTable(one.marked(mark), argument="key_runs")
+        assert made == checked
+        for name in ("argument", "mark", "begin", "end", "missing", "num_bytes"):
+            assert getattr(made, name) == getattr(checked, name)

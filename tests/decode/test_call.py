@@ -56,8 +56,10 @@ def _check_equal() -> None:
         ]
         assert len({id(x) for x in (first, *others)}) == 7
         assert len({x.round.record for x in (first, *others[1:]) if x.round}) == 6
-        sinks = torch.zeros(2)
-        assert _bound(sinks=sinks) is not _bound(sinks=sinks)  # each layer has its own
+        with_sinks = _bound(sinks=torch.zeros(2))
+        assert with_sinks is _bound(sinks=torch.ones(2))  # each layer has its own
+        assert with_sinks not in (first, _bound(sinks=torch.zeros(2).double()))
+        assert with_sinks.call.scores.sinks is None
     with fake_group(2, rank=1):  # a group of the same name
         assert _bound().request.rank == 1
 

@@ -25,6 +25,10 @@ CASES = {
     "rows of unequal lengths": Decode(RUNS, 16, (12, 4), 3, 3),
     "two shots": Decode(RUNS, 16, (15,), 3, merge="two_shot"),
     "window and sinks": Decode(RUNS, 16, (14,), 3, 2, Mask.sliding(5), sinks=SINKS),
+    **{
+        f"one launch and sinks of {layer}": Decode(RUNS, 16, (15,), 3, sinks=sinks)
+        for layer, sinks in (("a layer", SINKS), ("the next one", SINKS[::-1]))
+    },
     "documents": Decode(RUNS, 16, (14,), 3, 2, documents=((0, 4, 16), (0, 12, 15))),
     "softcap, bfloat16": Decode(RUNS, 16, (15,), 3, softcap=1.5, dtype=torch.bfloat16),
     "head dims": Decode(RUNS, 16, (15,), 3, head_dims=(8, 4), dtype=torch.float32),
@@ -47,7 +51,9 @@ def options_of(case: Decode) -> dict[str, Any]:
 def test_over_processes(pool: Pool, world_size: int) -> None:
     cases = list(CASES.values())
     if world_size == 1:
-        cases = [Decode((((0, 3), (5, 11)),), 16, (15,))]
+        alone = (((0, 3), (5, 11)),), 16, (15,)
+        some = {"sinks": SINKS}, {"sinks": SINKS[::-1]}, {"sinks": SINKS, "dtype": torch.bfloat16}
+        cases = [Decode(*alone, **how) for how in ({}, *some)]
     answers = pool.run(world_size, _attend, cases)
     for case, by_rank in zip(cases, zip(*answers, strict=True), strict=True):
         check(case, list(by_rank))

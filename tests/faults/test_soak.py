@@ -11,7 +11,7 @@ HELD = dict.fromkeys(GROWTH, 100.0)
 
 
 def test_soak(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(soak, "CALLS_OF_ROUND", 8)
+    monkeypatch.setattr(soak, "CALLS_OF_ROUND", 4)
     tally = soak.soak(0, num_cases=3)
     assert not tally.wrong
     counts = dict(tally.counts)

@@ -23,58 +23,60 @@ from parallel_plans.huggingface.core.patterns import MARKER
 from tests.huggingface.test_huggingface import parallel_model
 from tests.pool import Pool
 
-
-def call_with(arguments: dict[str, Any]) -> None:
-    ring, reported = parallel_model("striped", 16), arguments.pop("match")
-    has_grad = arguments.pop("grad", True)
-    for _ in range(2):  # a refused call leaves no state: the second one is refused alike
-        with torch.set_grad_enabled(has_grad), pytest.raises(ValueError, match=reported):
-            ring(**arguments)
-
-
 TOKENS = torch.zeros(1, 16, dtype=torch.int64)
 HOLED = torch.ones(1, 16).index_fill(1, torch.tensor(7), 0)
 NUMBERED = torch.arange(16).unsqueeze(0) // 4 + 1  # documents
 CUTS = torch.tensor([0, 20], dtype=torch.int32)
 
 
-@pytest.mark.parametrize(
-    ("match", "arguments"),
-    [
-        ("attention_mask must be one stretch", {"attention_mask": HOLED}),
-        (
-            "attention_mask must be 1 .* such as 2: .* position_ids .* cu_seq_lens_q and",
-            {"attention_mask": NUMBERED},
-        ),
-        (
-            "attention_mask must be 1 .* such as 2",
-            {"attention_mask": NUMBERED, "use_cache": True, "grad": False},
-        ),
-        ("attention_mask must be 1 .* such as 0.5", {"attention_mask": HOLED / 2}),
-        (
-            r"attention_mask must be .*\(1, 1, 16, 16\)",
-            {"attention_mask": torch.ones(1, 1, 16, 16)},
-        ),
-        (
-            r"attention_mask must be .*\(1, 16\) for full_attention.*_attn_implementation",
-            {"attention_mask": {"full_attention": TOKENS}},
-        ),
-        ("input_ids must be one tensor .* got list", {"input_ids": [[1, 2]]}),
-        ("cu_seq_lens_q .* at or before 16", {"cu_seq_lens_q": CUTS}),
-        ("one row of boundaries", {"cu_seq_lens_q": CUTS.view(1, 2)}),
-        ("output_router_logits=True .* no routers", {"output_router_logits": True}),
-        ("ignore_index is -100.*got 3", {"ignore_index": 3}),
-        (r"position_ids must be \(B, S\)", {"position_ids": torch.arange(16)}),
-        ("use_cache", {"use_cache": True}),
-        ("output_attentions", {"output_attentions": True}),
-        ("labels need the logits of all .*leave one out", {"logits_to_keep": 1, "labels": TOKENS}),
-        ("logits_to_keep must be a number .*got -1", {"logits_to_keep": -1}),
-        ("one length.*'labels': 15", {"labels": TOKENS[:, 1:]}),
-        ("input_ids or inputs_embeds", {"input_ids": None}),
-    ],
-)
-def test_refuses(pool: Pool, match: str, arguments: dict[str, Any]) -> None:
-    pool.run(2, call_with, {"input_ids": TOKENS, "match": match} | arguments)
+REFUSED: list[tuple[str, dict[str, Any]]] = [
+    ("attention_mask must be one stretch", {"attention_mask": HOLED}),
+    (
+        "attention_mask must be 1 .* such as 2: .* position_ids .* cu_seq_lens_q and",
+        {"attention_mask": NUMBERED},
+    ),
+    (
+        "attention_mask must be 1 .* such as 2",
+        {"attention_mask": NUMBERED, "use_cache": True, "grad": False},
+    ),
+    ("attention_mask must be 1 .* such as 0.5", {"attention_mask": HOLED / 2}),
+    (
+        r"attention_mask must be .*\(1, 1, 16, 16\)",
+        {"attention_mask": torch.ones(1, 1, 16, 16)},
+    ),
+    (
+        r"attention_mask must be .*\(1, 16\) for full_attention.*_attn_implementation",
+        {"attention_mask": {"full_attention": TOKENS}},
+    ),
+    ("input_ids must be one tensor .* got list", {"input_ids": [[1, 2]]}),
+    ("cu_seq_lens_q .* at or before 16", {"cu_seq_lens_q": CUTS}),
+    ("one row of boundaries", {"cu_seq_lens_q": CUTS.view(1, 2)}),
+    ("output_router_logits=True .* no routers", {"output_router_logits": True}),
+    ("ignore_index is -100.*got 3", {"ignore_index": 3}),
+    (r"position_ids must be \(B, S\)", {"position_ids": torch.arange(16)}),
+    ("use_cache", {"use_cache": True}),
+    ("output_attentions", {"output_attentions": True}),
+    ("labels need the logits of all .*leave one out", {"logits_to_keep": 1, "labels": TOKENS}),
+    ("logits_to_keep must be a number .*got -1", {"logits_to_keep": -1}),
+    ("one length.*'labels': 15", {"labels": TOKENS[:, 1:]}),
+    ("input_ids or inputs_embeds", {"input_ids": None}),
+]
+"""Arguments beside tokens, and what is said of them."""
+
+
+def refuse_calls() -> None:
+    """A refused call leaves no state: the second one is refused alike, and so are others."""
+    ring = parallel_model("striped", 16)
+    for reported, given in REFUSED:
+        arguments = {"input_ids": TOKENS} | given
+        has_grad = arguments.pop("grad", True)
+        for _ in range(2):
+            with torch.set_grad_enabled(has_grad), pytest.raises(ValueError, match=reported):
+                ring(**arguments)
+
+
+def test_refuses(pool: Pool) -> None:
+    pool.run(2, refuse_calls)
 
 
 def small(name: str, head: str = "ForCausalLM", **options: Any) -> Any:

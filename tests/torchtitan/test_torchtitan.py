@@ -30,7 +30,7 @@ TOLERANCE = 1e-5
 FIRST_LOSS, GRADIENTS = 1e-6, 5e-6
 """Of the first step, whose weights are the same."""
 VALIDATE = ("--validator.enable", "--validator.freq=2", "--validator.steps=2")
-ACCUMULATE = ("--training.local_batch_size=2", "--training.global_batch_size=4")
+ACCUMULATE = ("--training.local_batch_size=1", "--training.global_batch_size=2")
 TYPECHECK = "--debug.spmd_typechecking"
 PIPELINE = ("--parallelism.pipeline_parallel_schedule=1F1B",)
 FULL, NO = "activation-checkpoint:full", "activation-checkpoint:none"
@@ -89,7 +89,7 @@ class Trainings:
     def _reference(self, family: str, dp: int = 1, tp: int = 1) -> Report:
         """One process, but for heads of gpt_oss: torchtitan's curve depends on their ranks."""
         validate = VALIDATE if family == "llama3" and dp == 1 else ()
-        batch = f"--training.global_batch_size={4 * dp}"
+        batch = f"--training.global_batch_size={2 * dp}"
         flags = (*_degrees(tp=tp, cp=1), batch, *validate)
         return self.run(Run(family, tp, flags, dense=True, num_replicas=dp))
 

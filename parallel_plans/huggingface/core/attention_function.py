@@ -127,16 +127,19 @@ def attention(
         )
     inputs = ring.of_layer(module)
     pools: Pools | None = getattr(key, "pools", None)
+    # Pools ride on the key, as the interface hands on no other argument of a layer's own.
     key, value = tokens_of(key), tokens_of(value)
     _refuse(module, query, key, others | {"position_bias": position_bias}, inputs)
     query, bias = at_positions(module, query, position_bias, ring.indices, ring.past)
     scores: dict[str, Any] = {"scale": scaling}
+    # Families name the same logits in two ways, and one of them has a dim for columns.
     scores["sinks"] = s_aux if sinks is None else sinks.squeeze(-1)
     if bias is not None:
         scores["relative_bias"] = bias
     indices = block_indices if indices is None else indices
     if isinstance(getattr(attention_mask, "of_pools", None), bool):
         indices = attention_mask  # a layer that makes its mask of what it chooses
+    # Pools end before their queries, so the mask of tokens says nothing of them.
     by_itself = indices is not None and getattr(indices, "of_pools", False)
     seen = {} if by_itself else _seen(module, attention_mask, ring, inputs)
     with within_layer(module):
@@ -232,6 +235,7 @@ def _refuse(
             f"{type(module).__name__} attends from {query.shape[2]} to {key.shape[2]} tokens: "
             "cross attention of Hugging Face models is not supported over a sharded sequence"
         )
+    # A table by distance fits any shard; a bias of pairs is of the positions in a shard.
     for name in BIASES if takes_table(module) else ("position_bias", *BIASES):
         if others.get(name) is not None:
             raise ValueError(f"{type(module).__name__} gives {name}, which a ring does not take")

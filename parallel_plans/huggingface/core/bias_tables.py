@@ -72,10 +72,12 @@ def _forward(plain: Callable[..., Tensor], known: Signature) -> Callable[..., Te
         arguments, extent = given.arguments, getattr(self, EXTENT)
         if DISTANCE in arguments:
             pairs = arguments[DISTANCE]
+            # Each distance once, in place of that of each pair of tokens.
             distances = torch.arange(extent, device=pairs.device)
             arguments[DISTANCE] = distances.expand(len(pairs), -1)
         else:
             rows, cols = POSITIONS
+            # One query at position 0 and keys before it: key number d is at distance d.
             zero = torch.zeros_like(arguments[rows])
             arguments |= {rows: zero, cols: -torch.arange(extent, device=zero.device)}
         return plain(*given.args, **given.kwargs)

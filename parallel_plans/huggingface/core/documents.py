@@ -93,11 +93,14 @@ class Starts(NamedTuple):
         Chunks count from the start of a document, or by the position ids of packed documents.
         """
         rows, begins, values = self.table.unbind(1)
+        # The table is sorted by rows, so the next start ends a document, or the end of the row
+        # does.
         is_last = rows.diff(append=rows.new_tensor([-1])) != 0
         ends = begins.roll(-1).masked_fill(is_last, seq_len)
         # A single document may begin at any position; its chunks count from its first token.
         is_packed = self.by_positions and len(rows) > self.num_rows
         firsts = begins + (-(values % FAR) % chunk if is_packed else 0)
+        # Documents have different numbers of chunks: count them, then write all starts at once.
         counts = (ends - firsts + chunk - 1).clamp(min=0) // chunk
         numbers = torch.arange(int(counts.sum()))
         numbers = numbers - (counts.cumsum(0) - counts).repeat_interleave(counts)
@@ -125,6 +128,7 @@ def find_starts(
         is_start = block != torch.cat([last, block[:, :-1]], 1) + step
         rows, columns = is_start.nonzero(as_tuple=True)
         tables.append(torch.stack([rows, begin + columns, block[rows, columns]], 1))
+        # A view would keep the block's memory.
         before, begin = block[:, -1:].clone(), begin + block.shape[1]
     # A copy to the CPU for each block would wait for the device each time.
     return joined([torch.cat(tables).cpu()], len(values), by_positions)
@@ -299,6 +303,7 @@ def numbered_positions(positions: Tensor | None, seq_idx: Tensor, begin: int = 0
     """
     if positions is None:
         positions = torch.arange(begin, begin + seq_idx.shape[1], device=seq_idx.device)
+    # Another number moves a token so far that its position cannot follow the one before.
     return positions + FAR * seq_idx.long()
 
 
@@ -369,6 +374,7 @@ def cached_documents(
 
     bounds = bounded(padding)
     pools = None if left_padding is None else bounds[..., 1:]
+    # Chunks count from the first token, after the padding.
     steps = {chunk: chunk * torch.arange(-(-end // chunk) + 1) for chunk in chunks}
     within = {chunk: bounded(padding + x) for chunk, x in steps.items()}
     return DocumentBounds(bounds, bounds, within, pools=pools)
@@ -388,6 +394,7 @@ def left_padding(attention_mask: Tensor, num_tokens: int) -> Tensor | None:
         )
     check_ones_and_zeros(attention_mask)
     is_token = attention_mask.bool().cpu()
+    # The place of the first 1 is the number of zeros before it.
     padding = is_token.int().argmax(-1)
     require(
         (is_token.sum(-1) == num_tokens - padding).all(),
@@ -458,6 +465,7 @@ def _starts_of_chunks(starts: Tensor, chunk: int, position_ids: Tensor | None) -
         # A single document may begin at any position; its chunks count from its first token.
         is_packed = (starts.sum(-1) > 1).any()
         position = torch.where(is_packed, position_ids, position)
+    # Every multiple of the chunk in a document starts one.
     return starts | (position % chunk == 0)
 
 

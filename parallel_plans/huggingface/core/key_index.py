@@ -52,6 +52,7 @@ class KeyPools:
             return self.key_of(tokens)
         before = self.for_next(tokens)
         if mesh is None:
+            # Pool number i reads what pool i - 1 hands on; the first one masks what comes around.
             return self.key_of(tokens, before.roll(1, 1))
         return self.key_of(tokens, pools_before(before, mesh, self.size, **where))
 
@@ -107,6 +108,7 @@ class KeyIndex:
         """Return how queries choose among so many keys, as arguments of a selection."""
         if self.pools is not None:
             size = self.pools.size
+            # A document shorter than a pool has none, and a selection takes at least one.
             k = max(1, min(self.k, num_keys // size))
             return {"k": k, "scale": self.scale, "pool_size": size}
         blocks = {"block_size": self.block_size, "local_blocks": self.local_blocks}
@@ -138,6 +140,7 @@ def documents_of_rows(bounds: Tensor, num_rows: int) -> Iterator[RowDocument]:
     >>> [x[1:] for x in documents_of_rows(torch.tensor([0, 3, 8, 8]), 1)]
     [(0, 3), (3, 8)]
     """
+    # Rows that are cut alike take one message for each document.
     by_bounds: dict[tuple[int, ...], list[int]] = {}
     for number, row in enumerate(bounds.expand(num_rows, -1).tolist()):
         by_bounds.setdefault(tuple(row), []).append(number)
@@ -206,6 +209,7 @@ def joined_choices(
     width = max((x.shape[-1] for _, _, x in parts), default=1)
     joined = torch.full((*shape, width), -1, dtype=torch.int32, device=device)
     for (rows, begin, _), queries, chosen in parts:
+        # Choices count from the document's first token, but -1 stays none.
         places = torch.where(chosen < 0, chosen, chosen + begin)
         joined[rows.to(device), queries, : chosen.shape[-1]] = places
     return joined

@@ -149,6 +149,7 @@ class ShardedInputs:
             how: dict[str, Any] = {"runs": self.runs}
             how |= {"seq_len": self.seq_len} if self.runs is None else {}
             how["key_runs"] = pool_runs(mesh.size(), size, **self._order)
+            # Pools are fewer than queries: all of them travel, and slices say which have ended.
             how |= {"slices": Slices.pools(self.num_keys, size), "strategy": "ring"}
             return self.axis.attention_with_lse(query, keys, keys, scale=scale, **how)
         how = self._where | {"mesh": mesh, "scale": scale, "pool_size": size}
@@ -332,6 +333,7 @@ class DecodeInputs:
     def _select_by_document(self, index: KeyIndex, bounds: Tensor) -> Tensor:
         """Return what `select` does, where pools begin with the last document of each row."""
         rank = 0 if self.mesh is None else self.mesh.get_local_rank()
+        # New tokens continue the last document, so no other one is chosen from.
         end, parts, every = self.num_keys, [], slice(None)
         for document in documents_of_rows(bounds, len(index.query)):
             if document.end == end:
@@ -358,6 +360,16 @@ class DecodeInputs:
             value = value.narrow(2, 0, self.num_columns)
         how: dict[str, Any] = {"key_runs": self.key_runs, "mesh": self.mesh, "agree": self.agree}
         return decode_selected_attention(query, key, value, chosen, **how, **scores)
+
+
+def agreeing(inputs: InputsWithPools, tokens: Tensor) -> InputsWithPools:
+    """Return inputs with which layers compare the tokens, in the messages that they send anyhow.
+
+    All layers do, not the first one alone: they then make the same call, which is bound once.
+    """
+    if isinstance(inputs, DecodeInputs) and not tokens.is_floating_point():
+        return replace(inputs, agree=tokens.long())
+    return inputs
 
 
 def _num_keys(runs: Tensor | None) -> int:
@@ -426,6 +438,7 @@ class ScanChunks:
             mesh: the axis.
             stays_from: the length from which on tokens stay where they are; `None` for never.
         """
+        # Scans run in the order of the sequence, where shards are contiguous and equal.
         rank, shard = mesh.get_local_rank(), length // mesh.size()
         begin, end = rank * shard, (rank + 1) * shard
         rows = [[0]] if boundaries is None else boundaries.reshape(-1, boundaries.shape[-1])

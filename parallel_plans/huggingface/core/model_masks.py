@@ -78,6 +78,8 @@ class ModelMask:
         Raises:
             ValueError: if a token sees more than one range of keys.
         """
+        # One range of keys for each query is all that slices can say; `_check` proves that it is
+        # one.
         begins, ends = self._edge(-1), self._edge(1) + 1
         self._check(begins, ends)
         # Cached tokens are not queries: their ranges are empty.
@@ -130,6 +132,7 @@ def _samples(query: Tensor) -> Iterator[Tensor]:
     if num_tokens <= FEW:
         yield from ((query + distance) % num_tokens for distance in range(num_tokens))
         return
+    # Windows and chunks end near powers of two, or multiples of their size.
     yield from ((query + 2**power) % num_tokens for power in range(num_tokens.bit_length()))
     # Distances differ between queries, so neighbours are checked at different ones.
     scattered = query * SCATTER

@@ -137,6 +137,7 @@ def changing(model: nn.Module) -> Iterator[None]:
     for module in model.modules():
         config = getattr(module, "config", None)
         implementation = getattr(config, "_attn_implementation", None)
+        # A shallow copy: parameters stay those of the module, only names are compared.
         before[module] = Stock(type(module), dict(vars(module)), config, implementation)
     try:
         yield
@@ -250,6 +251,7 @@ def _swap(modules: list[nn.Module]) -> None:
         _carry(values.get("config"), stock.values.get("config"))
         now[STOCK] = stock._replace(cls=type(module), values=values, implementation=implementation)
         now.update({name: x for name, x in stock.values.items() if x is not Absent})
+        # What the plan added goes, else it would hide a method of the class.
         for name in [name for name, x in stock.values.items() if x is Absent]:
             del now[name]
         module.__class__ = stock.cls

@@ -39,8 +39,10 @@ def _drops_keywords(block: type[nn.Module]) -> bool:
     code: CodeType | None = getattr(unwrap(block.forward), "__code__", None)
     if code is None or not code.co_flags & CO_VARKEYWORDS:
         return False
+    # The name of `**kwargs` follows all other arguments.
     place = code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & CO_VARARGS)
     name = code.co_varnames[place]
+    # No instruction loads them: the block drops what it is given.
     return all(found.argval != name for found in get_instructions(code))
 
 
@@ -71,6 +73,7 @@ def _forward(plain: Callable[..., Any], change: Callable[[dict[str, Any]], None]
 
 def _joined(kwargs: dict[str, Any]) -> None:
     if KEYWORD in kwargs and MASK in kwargs:
+        # Every block hands its mask to its attention, so the keyword travels with it.
         kwargs[MASK] = _MaskAndKeyword(kwargs[MASK], kwargs[KEYWORD])
 
 

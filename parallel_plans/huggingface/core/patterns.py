@@ -157,6 +157,7 @@ def read_patterns(model: Any, sees_by_place: bool = False) -> LayerMasks:
     found: dict[Pattern, list[tuple[LayerMask | str, list[int | None]]]] = {}
     for request, packed, of_axes, again in zip(whole, restarted, by_axes, longer, strict=True):
         mask = _mask_of(request.pattern, request.function)
+        # A mask may be drawn from the batch, which two tokens cannot show.
         if again is not request and _mask_of(again.pattern, again.function) != mask:
             mask = "its mask depends on the batch, and is another one with more tokens"
         if not isinstance(mask, str):
@@ -248,6 +249,7 @@ def _layer_mask(mask: Mask, packed: MaskFunction, of_axes: MaskFunction) -> Laye
 
 def _restarts(mask: Mask, packed: MaskFunction) -> bool:
     """Return whether restarted positions hide a document that the mask alone would show."""
+    # Token 1 sees token 0 by the mask; it does not if it begins a document.
     return mask.sees(1, 0) and not _evaluate(packed, [(1, 0)])[0]
 
 
@@ -323,6 +325,7 @@ def _fitting(function: MaskFunction, size: int | None) -> Mask | None:
 def _window(function: MaskFunction) -> int | None:
     """Return how many keys a late query sees up to its own, without a gap; `None` for all."""
     zero, lags = torch.zeros((), dtype=torch.long), torch.arange(LATE + 1)
+    # From the query backwards, one key for each lag.
     seen = function(zero, zero, torch.full_like(lags, LATE), LATE - lags)
     hidden = (~torch.as_tensor(seen, dtype=torch.bool).expand(lags.shape)).nonzero()
     return int(hidden[0]) if len(hidden) else None
@@ -377,6 +380,7 @@ class FirstAttention(Exception):
 def alone(query: Tensor, value: Tensor) -> Tensor:
     """Return the output of an attention in which each token sees only itself, `(B, L, N, H)`."""
     value = getattr(value, "tokens", value)  # beside pools
+    # Without scores, the output of a head is its token's value.
     groups = query.shape[1] // value.shape[1]
     return value.repeat_interleave(groups, 1).transpose(1, 2).contiguous()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from parallel_plans.huggingface.core.layer_inputs import (
     InputsWithPools,
     LayerInputs,
     ShardedInputs,
+    agreeing,
 )
 from parallel_plans.huggingface.core.positions import LastTokens
 from parallel_plans.huggingface.generation.saved_parts import PADDING, Pair, of_part, windows_of
@@ -89,8 +90,11 @@ class NewTokens:
         begin = self.past - num_held
         if not self.sharded_length:
             columns = num_held + self.num_tokens
-            key_runs = torch.tensor([[[begin, columns]]], device="cpu")
-            return DecodeInputs(self.axis, self.documents(0), key_runs, columns, None)
+            # Positions count from the first held token: tokens of a full window make equal calls.
+            key_runs = torch.tensor([[[0, columns]]], device="cpu")
+            counts_rows = self.left_padding is not None or bool(self.chunks)
+            documents = self.documents(begin) if counts_rows else DocumentBounds()
+            return DecodeInputs(self.axis, documents, key_runs, columns, None, begin=begin)
         # Each rank contributes a slice of the held tokens. Positions count from the first of these.
         size = self.axis.mesh.size()
         runs = torch.tensor(append_runs(self.layout, self.sharded_length, size))
@@ -334,23 +338,16 @@ class CacheMemory:
             if window.size not in of_size:
                 of_size[window.size] = new.window(window.num_held)
         if self._shards is not None:
-            of_size[0] = new.full(self._shards)
-        first = of_size.get(0)
+            of_size[0] = agreeing(new.full(self._shards), tokens)
         # Layers with a state alone have no attention, and need no inputs.
         inputs: list[Any] = [of_size.get(size) for size in self._sizes]
-        if isinstance(first, DecodeInputs) and not tokens.is_floating_point():
-            # The first layer that sends a message compares the tokens.
-            inputs[min(self._layers)] = replace(first, agree=tokens.long())
         return tuple(inputs)
 
     def inputs_of_pools(self, new: NewTokens, tokens: Tensor) -> InputsWithPools | None:
         """Return which tokens ranks keep of layers with a window, that these see as pools."""
         if self._index is None or not self._windows.keys() & self._indexes.keys():
             return None
-        inputs = new.full(self._index)
-        if isinstance(inputs, DecodeInputs) and not tokens.is_floating_point():
-            return replace(inputs, agree=tokens.long())
-        return inputs
+        return agreeing(new.full(self._index), tokens)
 
     def _commit(self, new: NewTokens, rows: int) -> None:
         # Compute all windows before any is updated, so that an error leaves all unchanged.

@@ -163,6 +163,7 @@ class BlockScores:
     def view(self, *shape: int) -> BlockScores:
         """Sort the keys of all ranks into blocks."""
         assert self.query is not None
+        # An indexer rounds the number of keys up to blocks, here that of all ranks.
         *others, number, self.block_size = shape
         if tuple(others) != self.query.shape[:3] or number != -(-ALL_KEYS // self.block_size):
             raise UnknownScoresError(f"it views its {self.stage} as {shape}")

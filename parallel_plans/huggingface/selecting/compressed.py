@@ -113,6 +113,7 @@ def _pools_in(chosen: Tensor, size: int) -> Tensor:
     """
     # Fewer tokens than a pool has come after the pools.
     last = chosen.shape[-1] - (size - 1)
+    # Positions ascend, and a chosen pool has all its tokens: first and last are `size - 1` apart.
     first, end = chosen[..., :last:size], chosen[..., size - 1 : last : size]
     return (first // size).masked_fill((first < 0) | (end - first != size - 1), -1).contiguous()
 
@@ -136,6 +137,7 @@ def check_compressors(model: nn.Module) -> None:
 def _makes_as_described(compressor: Any, of_queries: Any) -> bool:
     """Return whether a compressor makes three pools as it describes, and shows queries the same."""
     size, index = compressor.compress_rate, getattr(compressor, "indexer", None)
+    # Three whole pools, and one without its last token, which no query may see.
     hidden = random_input(of_queries, 4 * size - 1)
     queries = random_input(index.q_b_proj, 4 * size - 1) if index is not None else hidden
     positions = torch.arange(4 * size - 1, device=hidden.device).unsqueeze(0)
@@ -153,6 +155,7 @@ def _makes_as_described(compressor: Any, of_queries: Any) -> bool:
     if described.index is not None and described.index.k < 3:
         scores = described.index.scores()[0].masked_fill(~seen, -torch.inf)
         best = scores.topk(described.index.k).indices
+        # Of pools that have not ended, `topk` takes some as well: only those that are seen count.
         seen &= torch.zeros_like(seen).scatter_(1, best, True)
     made = described.pools.keys(described.rows, None).unsqueeze(1)
     return torch.allclose(made, keys, rtol=1e-3, atol=1e-3) and torch.equal(bias[0, 0] == 0, seen)
@@ -182,6 +185,7 @@ def _forward(
             index = _index(indexer, hidden_states, q_residual, position_ids)
     if cache is not None:
         parts = [rows] if index is None else [rows, index.keys]
+        # One row of a cache holds both, so that a layer has one memory for its pools.
         kept = cache.update_indexer(torch.cat(parts, -1), layer_idx)
         rows, *of_index = kept.split([x.shape[-1] for x in parts], -1)
         index = None if index is None else replace(index, keys=of_index[0])
@@ -192,8 +196,10 @@ def _described(pooling: Any, hidden: Tensor, position_ids: Tensor) -> tuple[Tens
     """Return rows of tokens, and how keys of pools are made of them."""
     kept = {"position_ids": position_ids, "layer_type": pooling.rope_layer_type}
     angles = pooling.rotary_emb(hidden, **kept)
+    # A pool at the start of a document must not read the pool before it, of another one.
     is_first = (position_ids == 0).to(hidden.dtype).unsqueeze(-1)
     by_position = (x.expand(len(hidden), -1, -1) for x in (*angles, is_first))
+    # Whatever a key is made of travels with its token, as a pool may lie on two ranks.
     rows = torch.cat([pooling.kv_proj(hidden), pooling.gate_proj(hidden), *by_position], -1)
     dim, width = pooling.head_dim, pooling.position_bias.shape[1]
     if width == dim:
@@ -244,6 +250,7 @@ def _overlapping_key(pooling: Any, tokens: Tensor, before: Tensor) -> Tensor:
     dim = pooling.head_dim
     earlier, earlier_gates = before.chunk(2, -1)
     earlier_gates = earlier_gates + pooling.position_bias[:, :dim]
+    # Zeros also where numbers are not finite: a weight of 0 would not hide them.
     earlier = earlier.masked_fill(is_first, 0.0)
     earlier_gates = earlier_gates.masked_fill(is_first, -torch.inf)
     keys = torch.cat([earlier, keys[..., dim:]], 2)

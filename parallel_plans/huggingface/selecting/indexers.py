@@ -61,6 +61,7 @@ def give_index(indexer: Any, layer: Any, keys: Tensor, padding: Tensor | None = 
         places = torch.arange(num_tokens, device=keys.device).expand(batch, -1)
         if padding is not None:
             places = places - padding.to(keys.device).unsqueeze(-1)
+        # Our rows may hold more than those of the stock cache, such as angles.
         keys = keys[..., : form.stock_row(indexer)]
         if form.is_turned:
             setattr(layer, POSITIONS_OF_INDEX, places.clamp(min=0).expand(3, -1, -1))
@@ -196,6 +197,7 @@ def _forward(indexer: nn.Module) -> Any:
         if MASK in given:
             given[MASK] = SeenLater()
         if cache is not None:
+            # Without a cache, too: it is where an indexer shows its keys.
             given[cache] = KeyTaker(given.get(cache), places)
         if of_blocks and POSITIONS in given:
             given[POSITIONS] = Places("queries")

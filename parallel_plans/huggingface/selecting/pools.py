@@ -93,6 +93,7 @@ def _by_means(
     cos, sin = (x[:, -num_tokens:].expand(len(hidden_states), -1, -1) for x in position_embeddings)
     query = indexer.q_layernorm(query.unflatten(-1, (heads, dim)))
     query = rotate(query, cos=cos, sin=sin, unsqueeze_dim=2).float()
+    # These indexers sum heads without weights of their own.
     weights = query.new_full(query.shape[:3], dim**-0.5)
     pools = KeyPools(indexer.compress_ratio, partial(_mean_key, indexer, cos.shape[-1]))
     rows = torch.cat([keys, cos, sin], -1)
@@ -141,11 +142,13 @@ def _listed(chosen: Tensor) -> Tensor:
     """Return which tokens are in lists `(1, L, K)`, in which -1 is none."""
     num_tokens = chosen.shape[1]
     found = chosen.new_zeros(num_tokens, num_tokens + 1, dtype=torch.bool)
+    # -1 becomes the column after the last token, which is cut off.
     return found.scatter_(1, chosen[0].long() % (num_tokens + 1), True)[:, :-1]
 
 
 def _mean_example(indexer: Any, num_tokens: int) -> dict[str, Any]:
     hidden = random_input(indexer.index_qk_proj, num_tokens)
+    # The mask of the stock code is dense and causal, `(1, 1, S, S)`.
     mask = hidden.new_ones(1, 1, num_tokens, num_tokens, dtype=torch.bool).tril()
     angles = torch.arange(num_tokens).view(1, -1, 1).expand(-1, -1, 2)
     turns = angles.cos().to(hidden), angles.sin().to(hidden)
@@ -202,6 +205,7 @@ def _chooses_as_described(indexer: Any, form: PoolForm) -> bool:
     """Return whether an indexer chooses two pools of four as it describes, for the last queries."""
     pools = form.describe(indexer, **form.example(indexer, 1)).pools
     assert pools is not None
+    # A shallow copy: it chooses few pools, the model's own goes on to choose as many as before.
     probe, size, plain = copy(indexer), pools.size, type(indexer).forward
     without_cache = {parameter_of_cache(plain) or "cache": None}
     vars(probe).update(form.few(size))
@@ -211,6 +215,7 @@ def _chooses_as_described(indexer: Any, form: PoolForm) -> bool:
     pools = chosen[:, : 4 * size].unflatten(1, (4, size))
     # Of equal scores stock code may take any.
     best = (scores * pools[..., 0]).sum(1), scores.topk(2).values.sum(1)
+    # Queries always see the tokens before them that no pool has yet.
     after = torch.ones_like(chosen[:, 4 * size :]).tril(-1)
     return (
         bool((pools.sum(1) == 2).all() and (pools == pools[..., :1]).all())
@@ -280,6 +285,7 @@ def _with_choice_as_mask(module: nn.Module) -> Callable[..., Any]:
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         bound = known.bind(self, *args, **kwargs)
+        # The module cuts its mask by the choice with `&`, which gives the choice here.
         bound.arguments[MASK] = ChoiceAsMask()
         return plain(*bound.args, **bound.kwargs)
 

@@ -62,8 +62,10 @@ def attend_to_latents(
     weight = module.kv_b_proj(units).view(rank, query.shape[1], -1)
     of_keys, of_values = weight.tensor_split([module.qk_nope_head_dim], -1)
     plain, rotary = query.tensor_split([module.qk_nope_head_dim], -1)
+    # The projection of keys moves to the queries, so that no key is expanded.
     absorbed = torch.cat([torch.einsum("bnlh,rnh->bnlr", plain, of_keys), rotary], -1)
     out = inputs.attend_selected(absorbed, latents, rank, chosen, **scores)
+    # Values are a linear map of latents, so it applies to their weighted sum.
     return torch.einsum("bnlr,rnh->bnlh", out, of_values)
 
 

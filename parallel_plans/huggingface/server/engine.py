@@ -16,9 +16,9 @@ import torch.distributed as dist
 
 from parallel_plans.huggingface.serving.continuous_batch import ContinuousBatch
 
-# Seconds between two words to ranks that wait.
+# Seconds between two messages to ranks that wait.
 HEARTBEAT = 1.0
-# Bytes of the first message of a word. What is longer takes a second one.
+# Bytes of the first message of commands. What is longer takes a second one.
 FRAME = 4096
 NUM_LENGTH = 8
 # Seconds between two looks at the pool, for metrics.
@@ -76,28 +76,28 @@ class EngineLook(NamedTuple):
     num_blocks: int
 
 
-# Note [One word a step]: requests come in on the first rank only. Before each step it sends all
+# Note [Commands of a step]: requests come in on the first rank only. Before each step it sends all
 # that is new to the other ranks, as JSON in a tensor of bytes: requests to add, requests to cancel,
 # and whether the server ends. Then all ranks make the same calls of the batch. While there is
 # nothing to do, the first rank sleeps and says so every `HEARTBEAT` seconds, so that no wait
 # reaches its time limit. Then all ranks meet, as they do in a step: a rank that died, or hangs, is
 # found.
 @dataclass
-class Word:
-    """What the first rank says to all before a step, see Note [One word a step]."""
+class StepCommands:
+    """What the first rank sends to all before a step, see Note [Commands of a step]."""
 
     adds: list[AskedTokens] = field(default_factory=list)
     cancels: list[str] = field(default_factory=list)
     is_end: bool = False
 
     def to_bytes(self) -> bytes:
-        """Return it as JSON; most have nothing to say."""
+        """Return them as JSON, or nothing if there are none, as in most steps."""
         if not (self.adds or self.cancels or self.is_end):
             return b""
         return json.dumps(asdict(self)).encode()
 
     @classmethod
-    def of(cls, data: bytes) -> Word:
+    def of(cls, data: bytes) -> StepCommands:
         """Return what `to_bytes` has written."""
         if not data:
             return cls()
@@ -105,7 +105,7 @@ class Word:
         return cls([AskedTokens(**x) for x in found["adds"]], found["cancels"], found["is_end"])
 
 
-def spoken(group: dist.ProcessGroup, data: bytes) -> bytes:
+def broadcast_bytes(group: dist.ProcessGroup, data: bytes) -> bytes:
     """Return the bytes that the first rank of a group of CPUs gives; other ranks give none."""
     frame = torch.zeros(FRAME, dtype=torch.uint8)
     room = FRAME - NUM_LENGTH
@@ -131,13 +131,13 @@ class Engine:
     Args:
         batch: the batch.
         group: all ranks, on CPUs.
-        desk: where requests come in, and tokens go out; on the first rank only.
+        frontend: where requests come in, and tokens go out; on the first rank only.
     """
 
     def __init__(
-        self, batch: ContinuousBatch, group: dist.ProcessGroup, desk: FrontDesk | None
+        self, batch: ContinuousBatch, group: dist.ProcessGroup, frontend: Frontend | None
     ) -> None:
-        self._batch, self._group, self._desk = batch, group, desk
+        self._batch, self._group, self._frontend = batch, group, frontend
 
     def run(self) -> None:
         """Run until the first rank says that the server ends.
@@ -147,21 +147,22 @@ class Engine:
             RuntimeError: if a rank died, or did not answer in time.
         """
         while True:
-            said = b"" if self._desk is None else self._desk.word(self._batch).to_bytes()
-            word = Word.of(spoken(self._group, said))
-            if word.is_end:
+            own = None if self._frontend is None else self._frontend.commands(self._batch)
+            sent = b"" if own is None else own.to_bytes()
+            commands = StepCommands.of(broadcast_bytes(self._group, sent))
+            if commands.is_end:
                 return
-            refused = self._apply(word)
+            refused = self._apply(commands)
             if not self._batch.has_requests():
                 dist.barrier(self._group)
             outputs = self._batch.step()
-            if self._desk is not None:
-                self._desk.hand_out(self._batch, outputs, refused)
+            if self._frontend is not None:
+                self._frontend.hand_out(self._batch, outputs, refused)
 
-    def _apply(self, word: Word) -> list[SampleTokens]:
-        """Add and cancel what the word says; return what the batch refused."""
+    def _apply(self, commands: StepCommands) -> list[SampleTokens]:
+        """Add and cancel what the commands say; return what the batch refused."""
         refused: list[SampleTokens] = []
-        for _, found in groupby(word.adds, key=lambda x: (x.seed, repr(x.options))):
+        for _, found in groupby(commands.adds, key=lambda x: (x.seed, repr(x.options))):
             alike = list(found)
             names = [x.request_id for x in alike]
             given = {"seed": alike[0].seed, **alike[0].options}
@@ -170,14 +171,14 @@ class Engine:
             except ValueError as error:  # on all ranks
                 samples = [name for x in alike for name in x.sample_ids]
                 refused += [SampleTokens(name, [], True, str(error), 400) for name in samples]
-        for name in word.cancels:
+        for name in commands.cancels:
             with suppress(ValueError):  # on all ranks: it was refused, or ended
                 self._batch.cancel_request(name)
         return refused
 
 
-class FrontDesk:
-    """What the first rank knows more: which requests are open, and where their tokens go.
+class Frontend:
+    """The part of the engine that the first rank has alone: open requests, and their tokens.
 
     Args:
         inbox: requests (`AskedTokens`), ids of samples to cancel (`str`), and `None` to end.
@@ -199,28 +200,28 @@ class FrontDesk:
         self._end_at: float | None = None
         self._look_at, self.since = 0.0, time.monotonic()
 
-    def word(self, batch: ContinuousBatch) -> Word:
-        """Return what came in since the last one; wait if there is nothing else to do."""
-        word = Word()
+    def commands(self, batch: ContinuousBatch) -> StepCommands:
+        """Return what came in since the last step; wait if there is nothing else to do."""
+        commands = StepCommands()
         if not batch.has_requests() and self._end_at is None:
             with suppress(Empty):
-                self._take(self._inbox.get(timeout=HEARTBEAT), word)
+                self._take(self._inbox.get(timeout=HEARTBEAT), commands)
         with suppress(Empty):
             while True:
-                self._take(self._inbox.get_nowait(), word)
+                self._take(self._inbox.get_nowait(), commands)
         self.since = time.monotonic()
         if self._end_at is not None:
-            word.is_end = not self._num_sent or time.monotonic() >= self._end_at
-        return word
+            commands.is_end = not self._num_sent or time.monotonic() >= self._end_at
+        return commands
 
-    def _take(self, item: AskedTokens | str | None, word: Word) -> None:
+    def _take(self, item: AskedTokens | str | None, commands: StepCommands) -> None:
         if item is None:
             self._end_at = self._end_at or time.monotonic() + self._drain_seconds
         elif isinstance(item, str):
             if self._num_sent.pop(item, None) is not None:
-                word.cancels.append(item)
+                commands.cancels.append(item)
         else:
-            word.adds.append(item)
+            commands.adds.append(item)
             self._num_sent |= dict.fromkeys(item.sample_ids, 0)
 
     def hand_out(

@@ -24,9 +24,9 @@ from parallel_plans.huggingface.server.engine import (
     AskedTokens,
     Engine,
     EngineLook,
-    FrontDesk,
+    Frontend,
     SampleTokens,
-    spoken,
+    broadcast_bytes,
 )
 from parallel_plans.huggingface.server.open_requests import OpenRequests
 from parallel_plans.huggingface.serving.continuous_batch import ContinuousBatch
@@ -131,17 +131,17 @@ def run_rank(options: ServerOptions, ready: Callable[[FirstRank], None] | None =
     is_first = dist.get_rank() == 0
     listening = bound_socket(options.host, options.port) if is_first else None
     model, tokenizer = loaded(options)
-    words = _cpu_group(options.group_timeout)
+    group = _cpu_group(options.group_timeout)
     stops = taken_stops(model)
-    how = _batch_options(options, model.device, _shared_seed(words, options.seed))
+    how = _batch_options(options, model.device, _shared_seed(group, options.seed))
     batch = model.init_continuous_batching(None, how)
     if listening is None:
         # The first rank says when the server ends.
         with handled(lambda *_: None):
-            Engine(batch, words, None).run()
+            Engine(batch, group, None).run()
     else:
         first = FirstRank(options, model, tokenizer, listening, batch, stops)
-        first.run(words, ready or announced)
+        first.run(group, ready or announced)
 
 
 def _cpu_group(timeout: timedelta) -> dist.ProcessGroup:
@@ -182,10 +182,10 @@ def _num_blocks(options: ServerOptions, device: torch.device) -> int:
     return -(-options.cache_tokens // (_page_size(options, device) * options.num_ranks))
 
 
-def _shared_seed(words: dist.ProcessGroup, seed: int | None) -> int:
+def _shared_seed(group: dist.ProcessGroup, seed: int | None) -> int:
     """Return the seed of all ranks, which the first one draws if none is given."""
     drawn = randbits(61) if seed is None else seed
-    return int(spoken(words, str(drawn).encode()))
+    return int(broadcast_bytes(group, str(drawn).encode()))
 
 
 def _batch_options(options: ServerOptions, device: torch.device, seed: int) -> Any:
@@ -273,22 +273,22 @@ class FirstRank:
         )
         self._http = HttpThread(make_app(service), listening)
 
-    def run(self, words: dist.ProcessGroup, ready: Callable[[FirstRank], None]) -> None:
+    def run(self, group: dist.ProcessGroup, ready: Callable[[FirstRank], None]) -> None:
         """Listen, and run the engine until the server ends.
 
         Args:
-            words: all ranks, on CPUs.
+            group: all ranks, on CPUs.
             ready: called when it listens.
 
         Raises:
             RuntimeError: if a rank failed, died or hangs. All open requests were told.
         """
-        desk = FrontDesk(self._inbox, self._publish, self._options.drain_seconds)
+        frontend = Frontend(self._inbox, self._publish, self._options.drain_seconds)
         with handled(self.stop), self._http as http:
-            http.call(self._watch, desk)
+            http.call(self._watch, frontend)
             ready(self)
             try:
-                Engine(self.batch, words, desk).run()
+                Engine(self.batch, group, frontend).run()
                 if self._slow is not None:
                     raise RuntimeError(self._slow)
             except BaseException as error:
@@ -296,15 +296,15 @@ class FirstRank:
                 raise
             http.call(self._requests.fail, 503, STOPS)
 
-    def _watch(self, desk: FrontDesk) -> None:
+    def _watch(self, frontend: Frontend) -> None:
         """Tell all who wait once a step takes too long; the engine fails soon after."""
         seconds = self._options.rank_timeout
-        if time.monotonic() - desk.since > seconds:
+        if time.monotonic() - frontend.since > seconds:
             self._slow = f"a step took more than {seconds:g} s, so a rank hangs"
             self._requests.fail(500, FAILED + self._slow)
             self._inbox.put(None)  # if that step ends nevertheless
         else:
-            self._http.call_later(WATCH_EVERY, self._watch, desk)
+            self._http.call_later(WATCH_EVERY, self._watch, frontend)
 
     def _publish(self, found: list[SampleTokens], look: EngineLook | None) -> None:
         self._http.call(self._requests.deliver, found, look)

@@ -166,8 +166,11 @@ class ContinuousBatch:
             options, self._config, self._model.generation_config
         )
         options = stop_strings_as_criterion(options, config, self._model.generation_config)
+        # What `generate` prepares depends on a prompt's length alone, where nothing reads its
+        # tokens.
         known: dict[int, TokenChoice] = {}
         prepared = [self._prepared(prompt, options, config, known) for prompt in prompts]
+        # A pool is made for requests that can be served; others end with their reason.
         choices = [x for x in prepared if isinstance(x, TokenChoice)]
         if choices:
             parts = self._parts or self._made(self._num_blocks_for(choices))
@@ -212,6 +215,7 @@ class ContinuousBatch:
             try:
                 self._compute(*self._made_parts)
             except BaseException:
+                # Nobody knows which layers have written: all requests compute their keys again.
                 self._scheduler.release()
                 raise
         found, self._outputs = self._outputs, []
@@ -226,6 +230,7 @@ class ContinuousBatch:
         scheduler.counts.steps += 1
         scheduler.admit()
         propose_all(scheduler.decoding, self._drafters.share, self._unit)
+        # Room for what decodes comes first: prompts only fill what is left of the step.
         copies, requests = scheduler.grow(), scheduler.decoding[:]
         chunks = scheduler.chunks()
         forward.copy(copies)
@@ -332,6 +337,7 @@ class ContinuousBatch:
             ServedRequest(name, self._num_samples + i, prompt, choice, self._model.device, seed + i)
             for i, name in enumerate(names)
         ]
+        # They begin when the prompt is done, and share all of its blocks.
         made[0].siblings = made[1:]
         self._requests |= {request.request_id: request for request in made}
         self._num_samples += len(made)

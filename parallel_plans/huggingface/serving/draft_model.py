@@ -202,6 +202,7 @@ class ModelDrafter(Drafter):
                 min(len(sequence), len(tokens) - 1),
                 min(self._agreed[number], len(sequence)),
             )
+            # Of the tokens that were proposed, only those that the request took stay.
             while same < end and sequence.tokens[same] == tokens[same]:
                 same += 1
             self._pool.crop(sequence, same)
@@ -211,6 +212,8 @@ class ModelDrafter(Drafter):
         self._agreed[number] = len(tokens)
         while (missing := len(sequence) - sequence.num_written) > MOST_MISSING:
             num_tokens = min(missing - 1, self._max_tokens)
+            # As a prompt, over the ranks: a decode step with many tokens would have all of them on
+            # each rank.
             self._forward.run([(sequence, num_tokens)], [])
             self._pool.commit(sequence, sequence.num_written + num_tokens)
         yield BegunDraft(request, sequence, limit)
@@ -230,6 +233,7 @@ class ModelDrafter(Drafter):
                 each = weights[row : row + 1]
                 x.rows.append(each)
                 chosen[row] = torch.multinomial(each, 1, generator=x.request.generator).squeeze()
+        # The host waits for the device once a step, for tokens and confidences of all requests.
         sure = weights.gather(1, chosen.unsqueeze(1)).squeeze(1).tolist()
         for x, token, confidence in zip(running, chosen.tolist(), sure, strict=True):
             x.tokens.append(token)
@@ -300,6 +304,7 @@ def _check_assistant(assistant: Any) -> None:
 def _alone(assistant: Any, device_type: str, plan_of: Callable[[Any], Any]) -> Any:
     """Return a copy of a model that runs on this rank alone, and shares its weights."""
     shared = [*assistant.parameters(), *assistant.buffers()]
+    # What is in the memo is not copied.
     made = deepcopy(assistant, {id(x): x for x in shared})
     group: Any = dist.new_group([dist.get_rank()], use_local_synchronization=True)
     mesh = DeviceMesh.from_group(group, device_type, mesh_dim_names=("assistant",))

@@ -80,6 +80,7 @@ class DraftOptions:
             )
         config, rest = copy(config), {x: y for x, y in options.items() if x != LOOKUP}
         if config is not None:
+            # Else `generate` would propose tokens by itself.
             setattr(config, LOOKUP, None)
         rest.pop("assistant_model", None)
         if getattr(of_model, LOOKUP, None) is not None:
@@ -162,6 +163,8 @@ def looked_up(tokens: array[int], ngram: int, count: int) -> list[int]:
         return []
     found = np.frombuffer(tokens, dtype=np.int64)
     for size in range(min(ngram, len(found) - 1), 0, -1):
+        # Places that have the last token, then those among them that have the tokens before it,
+        # too.
         ends = np.flatnonzero(found[size - 1 : -1] == found[-1]) + size - 1
         for back in range(1, size):
             ends = ends[found[ends - back] == found[-1 - back]]

@@ -247,6 +247,7 @@ class DecodedTokens(PooledStep):
         batch.write(number, _by_row(key), _by_row(value))
         if not self._memory.expands:
             return key, value  # attention reads the blocks in place
+        # A layer that expands what is kept, as latents, does so for all of its blocks at once.
         keys, values = (x.flatten(0, 1).transpose(0, 1) for x in batch.blocks(number))
         return keys.unsqueeze(0), values.unsqueeze(0)
 
@@ -313,6 +314,7 @@ class PrefilledTokens(PooledStep):
     ) -> Tensor:
         prefill = self._prefill
         assert prefill is not None, "attention before the cache"
+        # The token that stands in for none is no query.
         query, padding = query.split((self._length, query.shape[2] - self._length), 2)
         keys, values = (x.narrow(2, 0, prefill.num_columns) for x in (key, value))
         seen = {"slices": prefill.slices(mask), "runs": prefill.runs, "key_runs": prefill.key_runs}
@@ -345,6 +347,7 @@ class MixedTokens(PooledStep):
     def attend(
         self, number: int, query: Tensor, key: Tensor, value: Tensor, mask: Mask, **scores: Any
     ) -> Tensor:
+        # The layer has seen the keys of both parts in one tensor.
         pairs = (x.split(self._num_keys, 2) for x in (key, value))
         parts = zip(self._steps, query.split(self._lengths, 2), *pairs, strict=True)
         return torch.cat([x.attend(number, *given, mask, **scores) for x, *given in parts], 2)
@@ -400,6 +403,8 @@ class PooledInputs:
             )
         memory = self.memory
         assert memory.step is not None and memory.cache is not None, "outside of a forward"
+        # Known after the first call only: the layer gets what is kept, and may make more heads of
+        # it.
         memory.expands = (key.shape[1], key.shape[3]) != memory.kept
         number, memory.last = memory.last, None
         if number is None:  # the keys are those of an earlier layer

@@ -144,6 +144,7 @@ class StateMemory:
                 for key, x in layer.items():
                     if len(x) < num_slots:
                         layer[key] = x.new_zeros(num_slots + SPARE_SLOTS, *x.shape[1:])
+                        # Slots keep their numbers, so states stay in their rows.
                         layer[key][: len(x)] = x
 
     def copy(self, copies: Sequence[SlotCopy]) -> None:
@@ -245,6 +246,7 @@ class PrefilledStates:
             for slot, (sequence, _), (x, y) in zip(
                 self._slots, chunks, pairwise(firsts), strict=True
             )
+            # The part of a prompt that is on this rank, if any.
             if (lo := max(x, begin)) < (hi := min(y, end))
         ]
         # All ranks make the same scans: one without tokens runs one that nobody sees.
@@ -264,6 +266,8 @@ class PrefilledStates:
         ]
         known = self._known(number, head) if head.begins else None
         last = sources[-1] if sources else None
+        # The first piece may go on from the rank before, so its scan comes after the last piece has
+        # its states.
         sources.insert(0, PrefillStates(self._mesh, self._fewest, known, last))
         outputs.insert(0, run(padded[:, slice(*head.tokens)], None, sources[0]))
         pieces = zip(self._pieces, sources, strict=True)
@@ -342,9 +346,11 @@ class DecodedStates:
             outputs.append(run(x[0, places].unsqueeze(1), None, source))
             after.append(source.after)
             for key, new in source.after.items() if place + 1 < len(self._rows) else ():
+                # The second token of a sequence goes on from the state after its first one.
                 states[key] = states[key].to(new.dtype).index_copy(0, rows, new)
         self._after[number] = after
         found = torch.cat([first(output) for output in outputs])
+        # Outputs came place by place; the model has them sequence by sequence.
         out = torch.empty_like(found).index_copy(0, torch.cat(self._places), found)
         return with_hidden(outputs[-1], out.transpose(0, 1))
 

@@ -119,6 +119,7 @@ class Scheduler:
         block = self.pool.dealing.block
         for request in self.prefilling:
             theirs = request.held.tokens
+            # Only a whole block is shared, so waiting for less is of no use.
             end = (self._num_written(request) // block + 1) * block  # of the block that is next
             if end <= min(len(tokens), len(theirs)) and tokens[:end] == theirs[:end]:
                 if self.states is not None:
@@ -188,6 +189,7 @@ class Scheduler:
                     copies += self.pool.append(request.sequence, new)
                     break
                 except OutOfBlocks:
+                    # It may be the request itself, whose loop ends then.
                     self.preempt(max(self.prefilling + self.decoding, key=AGE))
         return copies
 
@@ -227,6 +229,7 @@ class Scheduler:
         siblings, request.is_cancelled = request.take_siblings(), True
         self.remove(request)
         if siblings:
+            # The oldest sample left computes the prompt for the others.
             siblings[0].siblings = siblings[1:]
             self.add(siblings[0])
 

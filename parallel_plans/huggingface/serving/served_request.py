@@ -75,6 +75,7 @@ class TokenChoice:
         """Return the largest length and the tokens that end a sequence, if nothing else does."""
         from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
+        # Subclasses may end a sequence in other ways, so only these types are read.
         lengths = [x.max_length for x in self.criteria if type(x) is MaxLengthCriteria]
         tokens = [x.eos_token_id.tolist() for x in self.criteria if type(x) is EosTokenCriteria]
         if len(lengths) + len(tokens) < len(self.criteria):
@@ -284,6 +285,7 @@ class ServedRequest:
     @property
     def ids(self) -> Tensor:
         """Return all tokens `(1, S)` where they are chosen, for processors that read them."""
+        # Most requests have no processor that reads tokens, and never pay for this copy.
         missing = self._tokens[self._ids.shape[1] :]
         if missing:
             self._ids = torch.cat([self._ids, self._ids.new_tensor(missing).unsqueeze(0)], 1)
@@ -350,6 +352,7 @@ def extend_all(requests: Sequence[ServedRequest], logits: Tensor) -> list[bool]:
     firsts = [*accumulate((1 + len(x.drafted) for x in requests), initial=0)]
     has_ended, left, number = [False] * len(requests), [*range(len(requests))], 0
     while left:  # the step may have had tokens of prompts only
+        # A token may be chosen once the one before it was proposed rightly.
         rows = [firsts[x] + number for x in left]
         given = logits if len(rows) == len(logits) else logits[rows]
         ends = _extend([requests[x] for x in left], given, number)

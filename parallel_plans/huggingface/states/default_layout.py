@@ -117,6 +117,7 @@ def _masks(layer_masks: LayerMasks) -> list[Mask]:
 def _of_layers(masks: list[Mask], model: Any) -> list[Mask]:
     """Return the mask of each layer where the config lists their kinds, else one of each kind."""
     kinds = [x.removesuffix(SUFFIX) for x in getattr(model.config, "layer_types", None) or ()]
+    # Each mask once for each of its layers, so that the many weigh more.
     return [mask for mask in masks for _ in range(max(1, kinds.count(kind_of(mask))))]
 
 

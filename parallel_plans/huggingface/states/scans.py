@@ -85,6 +85,7 @@ def _mamba1(scan: Callable[..., Any], pass_on: PassOn, continues: bool) -> Calla
         steps = {"delta_bias": delta_bias, "delta_softplus": delta_softplus}
         out, last = scan(x, dt, a, b, c, z=z, **steps, **options)
         step = (dt if delta_bias is None else dt + delta_bias[:, None]).float()
+        # Decays multiply, so their logarithms add up: those of all tokens so far, by `a`.
         total = (softplus(step) if delta_softplus else step).cumsum(-1)
         before = pass_on(StateMap(last, decay=a * total[:, :, -1:]))
         if before is None:
@@ -159,9 +160,11 @@ def _delta_rule(scan: Callable[..., Any], pass_on: PassOn, continues: bool) -> C
             out, last = scan(query, key, value, initial_state=None, **options)
             pass_on(StateMap(last, matrix=last.new_zeros(*last.shape[:-1], size)))
             return out, last
+        # The columns of the identity have no values to learn.
         zeros = value.new_zeros(*value.shape[:-1], size)
         shape = len(value), value.shape[2], size
         one = torch.eye(size, dtype=torch.float32, device=value.device).expand(*shape, size)
+        # Zero for the values, as in a scan from zero, and the identity beside it.
         start = torch.cat([one.new_zeros(*shape, value.shape[-1]), one], -1)
         outs, ends = scan(query, key, torch.cat([value, zeros], -1), initial_state=start, **options)
         out, reads = outs.split([value.shape[-1], size], -1)
@@ -211,11 +214,13 @@ def _lightning_added(x: Tensor, layer: Any, pass_on: PassOn) -> Tensor | None:
     query, key, value = x.unflatten(-1, (layer.num_attention_heads, -1)).chunk(3, -1)
     count = torch.arange(1, x.shape[1] + 1, device=x.device)
     total = -layer.slope_rate.view(-1).to(x.dtype) * count.unsqueeze(-1)  # (L, heads)
+    # What is left of each token's share at the end of these tokens.
     rest = (total[-1] - total).exp().unsqueeze(-1)
     state = torch.einsum("blhk,blhv->bhkv", key * rest, value)
     before = pass_on(StateMap(state, decay=total[-1].expand(len(x), -1)))
     if before is None:
         return None
+    # What is left of the state before these tokens at each of them.
     left = query * total.exp().unsqueeze(-1)
     return torch.einsum("blhk,bhkv->blhv", left, before.to(left.dtype)).flatten(2)
 

@@ -90,6 +90,7 @@ class LocalStatePassing:
         output = run(call.hidden, None, source)
         self._states[number, time], self._sent[number] = source.after, source.sent
         for key, x in before.items():
+            # Another state must change the outputs, unless the layer ignores it.
             given = GivenStates(before | {key: x + 1})
             self._tests.append((number, key, partial(_is_same, run, call.hidden, given, output)))
         return output
@@ -137,6 +138,7 @@ def _run_alone(layer: nn.Module, hidden: Tensor) -> None:
     Where it takes other tensors beside, these are the hidden states of the model.
     """
     needed = required_parameters(layer)
+    # The width of a layer within another is some size of its weights.
     sizes = sorted({size for x in layer.parameters() for size in x.shape}, reverse=True)
     errors: list[Exception] = []
     for width, beside in product([hidden.shape[-1], *sizes], (None, hidden)):
@@ -248,6 +250,7 @@ class AxisStatePassing:
         if chunks.stays:
             return self._in_place(call.hidden, chunks, run)
         mesh = self._axis.mesh
+        # A scan needs tokens in the order of the sequence, whatever the layout of attention.
         x = relayout(call.hidden, mesh, 1, self.order)
         outputs = [*(self._at_once if call.is_scanned else self._in_turn)(call, x, chunks, run)]
         out = torch.cat([first(output) for output in outputs])
@@ -258,6 +261,7 @@ class AxisStatePassing:
         """Return the output of a layer for the two runs of each row, which are rows of the call."""
         mask = chunks.padding
         if mask is not None:
+            # The two runs of a zigzag shard, each half of it.
             mask = mask.expand(len(x), -1).reshape(2 * len(x), -1)
         source = ScannedStates(self._axis, chunks.length // 2, True, num_runs=2)
         output = run(x.reshape(2 * len(x), -1, x.shape[-1]), mask, source)
@@ -267,6 +271,7 @@ class AxisStatePassing:
         self, call: LayerCall, x: Tensor, chunks: ScanChunks, run: RunLayer
     ) -> Iterator[Any]:
         """Yield the outputs of a layer for rows that have the same documents."""
+        # One list of starts stands for all rows.
         together = slice(0, len(x)) if len(chunks.starts) == 1 else None
         for rows in [together] if together else [slice(i, i + 1) for i in range(len(x))]:
             *before, last = chunks.of_row(rows.start)
@@ -292,6 +297,7 @@ class AxisStatePassing:
         outputs += [of_last] if ends else []
         out = torch.cat([first(output) for output in outputs], 1)
         for state in source.unused:
+            # The scan is part of all ranks' backward, also of those that do not use its state.
             out = attached(out, state)
         return with_hidden(outputs[-1], out)
 
@@ -310,6 +316,7 @@ class AxisStatePassing:
         """Return the output of a layer for one row."""
         specs = self.specs[number]
         sizes = [torch.Size(spec.shape).numel() for spec in specs]
+        # A tensor that autograd knows, for a message whose backward has a gradient to send.
         anchor = x.detach().requires_grad_() if needs_own else x
         flat = receive_state(anchor, 1, sum(sizes), self._axis.mesh)
         parts = zip(specs, flat.split(sizes, 1), strict=True)

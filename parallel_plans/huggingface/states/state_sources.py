@@ -160,6 +160,7 @@ class ScannedStates:
         matrix = None
         if self._length < num_before:  # some columns before a rank are among its last ones, too
             num_left = max(0, num_before - columns.shape[-1])
+            # A short shard shifts the columns before it by as many as it has.
             one = torch.eye(num_before, dtype=last.dtype, device=last.device)[:, :num_left]
             shift = torch.nn.functional.pad(one, (num_before - num_left, 0))
             matrix = shift.expand(len(last), -1, -1)
@@ -178,6 +179,7 @@ class ScannedStates:
             own = own.forgetting(end.mT if transposed else end)
         elif not self.continues:
             own = own.forgetting()
+        # Rows with several runs, as in zigzag, are scanned in one go.
         befores = exclusive_scan(_of_runs(own, self._num_runs), self._axis)
         before = torch.stack(befores, 1).flatten(0, 1) if len(befores) > 1 else befores[0]
         if self.continues:

@@ -54,6 +54,7 @@ class SingleStates(GivenStates):
 
     def __init__(self, before: States) -> None:
         super().__init__(before)
+        # An error in the forward must leave the states of the cache as they were.
         self.after = {key: x.clone() for key, x in before.items()}
 
     def given(self, key: StateKey) -> Tensor | None:
@@ -95,6 +96,7 @@ class PrefillStates(ScannedStates):
             return super()._scan(key, own, transposed)
         known = self._known[key]
         known = known.mT if transposed else known
+        # All ranks make the same scans; what this one gives already holds the cached tokens.
         super()._scan(key, own.forgetting(own.after(known)), transposed)
         return known
 
@@ -122,6 +124,7 @@ class StateStep:
         if not self._tokens.sharded_length:
             return self._after
         mesh, shard = self._tokens.mesh, self._shard(0)[1]
+        # The last token's rank has the states after all of them; later ranks have padding.
         owner = (self._tokens.number - 1) // shard
         states = [x for layer in self._after.values() for x in layer.values()]
         wide = torch.float32

@@ -170,6 +170,7 @@ def _forward(layer: nn.Module, number: int, passing: StatePassing) -> Callable[.
     plain, cache = type(layer).forward, _cache_parameter(layer)
     assert cache is not None, f"{type(layer).__name__} has no state"
     known = signature(plain)
+    # The parameter after `self`, which has the hidden states in all families.
     first = [*known.parameters][1]
     needed = [name for name in required_parameters(layer) if not name.endswith("_mask")]
     has_scan = scan_of(plain) is not None
@@ -182,6 +183,7 @@ def _forward(layer: nn.Module, number: int, passing: StatePassing) -> Callable[.
         bound = known.bind(self, *args, **kwargs)
         inputs = _of_tokens(self, {name: bound.arguments[name] for name in (first, *needed)})
         sizes = [x.shape[-1] for x in inputs.values()]
+        # Several inputs of a token move between ranks as one.
         hidden = torch.cat([*inputs.values()], -1) if len(sizes) > 1 else inputs[first]
         kept = {"self": self}
         others = {name: _without_tokens(x) for name, x in bound.arguments.items()} | kept

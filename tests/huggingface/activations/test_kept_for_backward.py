@@ -21,7 +21,7 @@ from tests.families import VOCABULARY, small_model
 from tests.huggingface.activations.played_copies import PlayedCopies
 from tests.pool import Pool
 
-STEPS, SEQ_LEN = 4, 24
+STEPS, SEQ_LEN = 3, 24
 KEPT = {"mlp_tile": 5, "offload": True}
 SELECTIVE = {"use_reentrant": False, "context_fn": ring_checkpoint_contexts}
 

@@ -155,7 +155,7 @@ def test_tokens_are_those_without_drafts(
 
 def check_eight_bits(kv_dtype: str) -> None:
     """Also where tokens of a draft end a block, or would: the tokens and their scores."""
-    arrivals = tuple(Arrival(0, prompt_of(i, 13 + 5 * i), 40) for i in range(3))
+    arrivals = tuple(Arrival(0, prompt_of(i, 13 + 5 * i), 20) for i in range(3))
     workload = Workload(arrivals, block=8, spare=30, max_tokens=64)
     model = sharded("Llama", cache_dtype=kv_dtype)
     plain, expected = served(model, workload)
@@ -236,10 +236,9 @@ def sampled(groups: Any, seeds: tuple[int, ...]) -> dict[int, tuple[list[int], l
 def test_sampled_drafts_do_not_depend_on_the_batch(pool: Pool, groups: Any) -> None:
     together = pool.run(2, sampled, groups, (1, 2, 3, 4))
     assert together[0] == together[1]
-    for seed in (1, 4):
-        alone = pool.run(2, sampled, groups, (seed,))[0][seed]
-        assert alone[0] == together[0][seed][0]
-        assert alone[1] == pytest.approx(together[0][seed][1], abs=1e-6)
+    alone, expected = pool.run(2, sampled, groups, (4,))[0][4], together[0][4]
+    assert alone[0] == expected[0]
+    assert alone[1] == pytest.approx(expected[1], abs=1e-6)
 
 
 def test_lookups_are_those_of_transformers() -> None:

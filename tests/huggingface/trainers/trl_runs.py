@@ -106,7 +106,7 @@ def config_of(run: Run, folder: str, batch: int, **options: Any) -> Any:
         "per_device_train_batch_size": batch,
         "per_device_eval_batch_size": batch,
         "gradient_accumulation_steps": 2,
-        "max_steps": STEPS,
+        "max_steps": STEPS if run.saves else RESUMED,
         "logging_steps": 1,
         "eval_strategy": "steps",
         "eval_steps": RESUMED,

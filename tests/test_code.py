@@ -286,6 +286,9 @@ TABLES |= {
     "_LABORATORY",
     "_PASSES",
 }
+# Options of the command line.
+TABLES |= {"JSON", "STRATEGY", "ATTENTION", "SCHEDULE", "COMPARE", "STEP", "ESTIMATE", "SIMULATE"}
+TABLES |= {"CALIBRATE", "SERVE", "DOCTOR", "COMMANDS"}
 """Module-level dicts, sets and lists that are read only."""
 
 

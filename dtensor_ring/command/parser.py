@@ -88,6 +88,7 @@ def _listed(text: str) -> list[str]:
     return text.split(",")
 
 
+LAYOUT: str = "zigzag"
 JSON = {"json": _flag("print JSON", dest="as_json")}
 STRATEGY = {
     "strategy": _option(
@@ -98,7 +99,7 @@ STRATEGY = {
 ATTENTION = {
     "seq_len": _option("tokens of the sequence", number, required=True),
     "world_size": _option("ranks on the axis", number, required=True),
-    "layout": _option("how tokens are sharded", default="zigzag"),
+    "layout": _option("how tokens are sharded", default=LAYOUT),
     "mask": _option("causal, full, sliding:4096 or chunked:8192", mask_of, default="causal"),
     "cu_seqlens": _option("boundaries of packed documents: 0,1000,8192", numbers),
     **JSON,

@@ -272,7 +272,7 @@ def _cost(
     pairs = list(zip(schedule.plans, all_to_alls, strict=True))
     recorded = recorded_costs([RankAttention(*pair, sizes) for pair in pairs])
     forward, backward = (by_field(max, side) for side in zip(*recorded, strict=True))
-    shards = [x and x.head_shard(x.rank, sizes.heads[1]) for x in all_to_alls]
+    shards = [None if x is None else x.head_shard(x.rank, sizes.heads[1]) for x in all_to_alls]
     heads = [sizes.heads_of(x)[0] for x in shards]
     work = [sum(steps) * count for steps, count in zip(schedule.areas, heads, strict=True)]
     cost = StrategyCost(

@@ -71,6 +71,9 @@ def checked(expected: Any, content: Any, where: str) -> Any:
     """
     if is_dataclass(expected):
         return _checked_fields(expected, content, where)
+    allowed = None
+    if get_origin(expected) is Annotated:
+        expected, allowed = get_args(expected)
     origin, args = get_origin(expected), get_args(expected)
     if origin in (Union, UnionType):
         if content is None and NoneType in args:
@@ -79,19 +82,19 @@ def checked(expected: Any, content: Any, where: str) -> Any:
         kinds = [x for x in args if x is not NoneType]
         fitting = [x for x in kinds if (get_origin(x) is tuple) == is_list]
         return checked((fitting or kinds)[0], content, where)
-    bare, allowed = args[:2] if origin is Annotated else (expected, None)
-    kind = {tuple: list, Mapping: dict, float: (int, float)}.get(origin or bare, bare)
+    named = {tuple: list, Mapping: dict, float: (int, float)}
+    kind = named.get(origin or expected, expected)
     is_bool = isinstance(content, bool)  # which is an int, too
-    fits = bare is Any or (isinstance(content, kind) and is_bool == (bare is bool))
+    fits = expected is Any or (isinstance(content, kind) and is_bool == (expected is bool))
     if not fits or (allowed and not allowed.has(content)):
         of = "" if allowed is None else f" of {allowed}" if allowed.most == inf else f" {allowed}"
-        raise ValueError(f"{where} must be {_named(bare)}{of}, got {content!r:.60}")
+        raise ValueError(f"{where} must be {_named(expected)}{of}, got {content!r:.60}")
     found: Any = content
     if origin is tuple:
         return tuple(checked(args[0], x, f"an entry of {where}") for x in found)
     if origin is Mapping:
         return {key: checked(args[1], x, f"{key} of {where}") for key, x in found.items()}
-    return float(found) if bare is float else found
+    return float(found) if expected is float else found
 
 
 def _named(expected: Any) -> str:

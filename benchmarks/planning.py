@@ -32,7 +32,7 @@ from dtensor_ring import (
 )
 from dtensor_ring.balanced import balanced
 from dtensor_ring.compute.kernels import Scores
-from dtensor_ring.lab.choose import choose
+from dtensor_ring.lab.choose import choose, chosen_strategy
 from dtensor_ring.lab.presets import as_machine
 from dtensor_ring.lab.problem import SimulatedProblem, problem_of
 from dtensor_ring.lab.simulated_attention import timeline_of
@@ -212,9 +212,22 @@ def measure_simulations(quick: bool, seconds: float) -> list[Call]:
         what = "causal" if mask == CAUSAL else "window of 4,096"
         name = f"simulated forward and backward: {world_size:,} ranks, zigzag, {what}"
         found.append(Call(name, timed(simulate, seconds)))
-    asked = CAUSAL, 2**16, 8
-    choose(*asked, machine=machine)
-    known = partial(choose, *asked, machine=machine)
+    return found + measure_choices(seconds)
+
+
+def measure_choices(seconds: float) -> list[Call]:
+    """The first choice of a strategy on 8 ranks, from nothing, and a known one."""
+    machine, found = as_machine("h100"), []
+    known = partial(choose, CAUSAL, 2**16, 8, machine=machine)
+
+    def first(mask: Mask) -> Strategy:
+        clear()
+        chosen_strategy.clear()
+        return choose(mask, 2**16, 8, machine=machine)
+
+    for mask, what in ((CAUSAL, "causal"), (Mask.sliding(4096), "window of 4,096")):
+        found.append(Call(f"choose: 8 ranks, {what}", timed(partial(first, mask), seconds)))
+    known()
     return [*found, Call("choose: 8 ranks, asked before", timed(known, seconds))]
 
 

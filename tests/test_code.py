@@ -243,6 +243,9 @@ TABLES |= {"FILLED", "LATE", "SAME", "SHAPED", "SHAPES", "TOKENS_TO_BATCH", "BAT
 TABLES |= {"BATCH_TO_LSE", "LSE_TO_BATCH", "NAMES", "UNUSED", "KINDS", "TESTED", "HEADS"}
 TABLES |= {"HEAD_DIM", "MATRIX", "ADDED", "FORMATS", "BY_DTYPE", "STAND_INS", "SCANS"}
 TABLES |= {"_LABORATORY", "_PASSES"}
+# Options of the command line.
+TABLES |= {"JSON", "STRATEGY", "ATTENTION", "SCHEDULE", "COMPARE", "STEP", "ESTIMATE", "SIMULATE"}
+TABLES |= {"CALIBRATE", "SERVE", "DOCTOR", "COMMANDS"}
 """Module-level dicts, sets and lists that are read only."""
 
 

@@ -18,6 +18,7 @@ from dtensor_ring.compute.kernels import Scores, available_kernels, kernel_for, 
 from dtensor_ring.dtensor.attention import ring_attention
 from dtensor_ring.dtensor.axis import SequenceAxis
 from dtensor_ring.dtensor.sequence import shard_sequence, unshard_sequence
+from dtensor_ring.lab.calibrate.stopwatch import Stopwatch
 from dtensor_ring.lab.ranks import Ranks, connected
 from dtensor_ring.lab.report import Finding, show, versions, written
 from dtensor_ring.ops.options import default_scale
@@ -59,7 +60,7 @@ def doctor(kernel: str | None = None, as_json: bool = False) -> int:
     else:
         findings.append(Finding("ring", "not tested", f"to test it: {LAUNCH}"))
     if is_first:
-        _print(findings, as_json)
+        print(written(findings)) if as_json else show(findings)
     if not is_launched:
         print(
             f"no ring was tested, as there are no other ranks; start it by: {LAUNCH}",
@@ -102,7 +103,9 @@ def overlap(ranks: Ranks, kernel: str | None, layout: str) -> Finding:
     ring = _run_ring(shard, mine, kernel)
     ring(again)  # records the messages, and warms up
     calls = [lambda: ring(transport), lambda: ring(NullTransport()), again.send]
-    whole, kernels, messages = _milliseconds(calls, device)
+    watch = Stopwatch(device)
+    turns = [[1e3 * watch.laps(call)[0] for call in calls] for _ in range(REPEATS)]
+    whole, kernels, messages = map(median, zip(*turns, strict=True))
     found = f"{whole:.1f} ms; {kernels:.1f} without messages, which take {messages:.1f} alone"
     exposed = max(0.0, whole - kernels)
     if exposed < messages / 2:
@@ -117,25 +120,6 @@ def _run_ring(shard: list[Tensor], mine: Plan, kernel: str | None) -> Callable[[
     facts = query.dtype, SHAPE[3], SHAPE[3], scores.scale, 0.0, False, False, False, False
     chosen = kernel_for(kernel, query.device.type, *facts)
     return lambda transport: ring_forward(query, (key, value), mine, chosen, scores, transport)
-
-
-def _milliseconds(calls: list[Callable[[], object]], device: torch.device) -> list[float]:
-    """Return the median time of each call; calls are timed in turns, each after a barrier."""
-    seconds: list[list[float]] = [[] for _ in calls]
-    for _ in range(REPEATS):
-        for times, call in zip(seconds, calls, strict=True):
-            dist.barrier()
-            begin = _now(device)
-            call()
-            times.append(_now(device) - begin)
-    return [1000 * median(times) for times in seconds]
-
-
-def _now(device: torch.device) -> float:
-    """Wait for the device, and return the time."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
 
 
 def _advice(device: torch.device) -> str:
@@ -233,13 +217,6 @@ PREBUILT = "hub:kernels-community/flash-attn2"
 LAUNCH = "torchrun --nproc-per-node 2 -m dtensor_ring doctor"
 
 
-def _print(findings: list[Finding], with_json: bool) -> None:
-    if with_json:
-        print(written(findings))
-    else:
-        show(findings)
-
-
 def _kernels(asked: str | None) -> list[Finding]:
     """Report each kernel, and why it does not run; that is bad only for the kernel asked for."""
     found = available_kernels()
@@ -251,7 +228,8 @@ def _kernels(asked: str | None) -> list[Finding]:
     findings = [_of_kernel(name, reason, name == asked) for name, reason in found.items()]
     findings += [Finding(f"paged kernel {x.name}", x.missing() or "runs") for x in PAGED]
     findings.append(Finding(f"kernel of lists {LISTED.name}", LISTED.missing() or "runs"))
-    if torch.cuda.is_available() and not _is_fast(found):
+    is_fast = any(x is None for name, x in found.items() if name not in CPU_KERNELS)
+    if torch.cuda.is_available() and not is_fast:
         advice = "pip install flash-attn, or test a prebuilt one: --kernel " + PREBUILT
         findings.append(Finding("kernels for this GPU", "only the slow reference", advice))
     return findings
@@ -267,8 +245,3 @@ def _of_kernel(name: str, reason: str | None, is_asked: bool) -> Finding:
         how = "prefer_measured takes it where files of calibrate say that it is the fastest"
         return Finding(what, found, f'kernel="{name}" asks for it; {how}')
     return Finding(what, "runs")
-
-
-def _is_fast(found: dict[str, str | None]) -> bool:
-    """Return whether a GPU kernel runs."""
-    return any(reason is None for name, reason in found.items() if name not in CPU_KERNELS)

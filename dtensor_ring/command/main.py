@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
@@ -18,16 +17,18 @@ from dtensor_ring.dtensor.meta_model import LoadModel
 from dtensor_ring.lab.calibrate.calibrate import calibrate
 from dtensor_ring.lab.choose import choose
 from dtensor_ring.lab.comparison import compare_strategies
-from dtensor_ring.lab.machine import Machine
-from dtensor_ring.lab.pictures import drawing
+from dtensor_ring.lab.pictures import drawing, page
 from dtensor_ring.lab.presets import as_machine
-from dtensor_ring.lab.schedule import Schedule, describe_schedule
+from dtensor_ring.lab.report import refused
+from dtensor_ring.lab.schedule import describe_schedule
 from dtensor_ring.lab.training.layer_states import hybrid_of
 from dtensor_ring.lab.training.model_shape import ModelShape
-from dtensor_ring.lab.training.simulate import ReadConfig, config_file, simulate
-from dtensor_ring.planning.mask import Mask
+from dtensor_ring.lab.training.simulate import ReadConfig, config_file, drawn_by, simulate
 from dtensor_ring.planning.strategy import AUTO
 from dtensor_ring.states.hybrid import Hybrid, HybridComparison, compare_hybrid_layouts
+
+# Bytes of a number between layers, and of one in a map.
+BFLOAT16, FLOAT32 = 2, 4
 
 
 def main(
@@ -51,8 +52,8 @@ def main(
     options = parse(arguments)
     commands: dict[str, Callable[..., int]] = {
         "doctor": doctor,
-        "schedule": partial(schedule, read),
-        "compare": partial(compare, read),
+        "schedule": partial(_printed, schedule, read),
+        "compare": partial(_printed, compare, read),
         "estimate": partial(estimate_or_longest, load, read),
         "simulate": partial(simulate, read),
         "calibrate": calibrate,
@@ -62,165 +63,84 @@ def main(
     return commands[options.pop("command")](**options)
 
 
-def schedule(
+# A table, and what JSON has of it.
+Told = tuple[object, Any]
+
+
+def _printed(
+    tell: Callable[..., Told],
     read: ReadConfig,
-    seq_len: int,
-    world_size: int,
-    layout: str | None,
-    mask: Mask,
-    cu_seqlens: Sequence[int] | None,
-    strategy: str,
     hybrid: tuple[int, ...] | str | None,
     as_json: bool,
-    html: Path | None = None,
-    png: Path | None = None,
-    heads: tuple[int, int] = (32, 8),
-    head_dim: int = 128,
-    machine: str | None = None,
+    **options: Any,
 ) -> int:
-    """Print the work of each rank at each step, draw it, and return the exit status."""
+    """Print a table, and a comparison of layouts if one is asked for; return the exit status.
+
+    Args:
+        tell: takes the options.
+        read: reads a config.
+        hybrid: numbers of a model with layers with a state, see `option_values`, or the name of its
+            config, which says its heads.
+        as_json: whether to print JSON.
+        options: others of the command.
+    """
     try:
-        if strategy == AUTO:
-            device = as_machine(machine or DEFAULT_MACHINE)
-            strategy = choose(
-                mask=mask,
-                seq_len=seq_len,
-                world_size=world_size,
-                heads=heads,
-                head_dim=head_dim,
-                cu_seqlens=cu_seqlens,
-                layout=layout or "zigzag",
-                dtype=device.dtype_like("bfloat16"),
-                machine=device,
-            ).spec
-        found = describe_schedule(
-            layout=layout or "zigzag",
-            mask=mask,
-            seq_len=seq_len,
-            world_size=world_size,
-            cu_seqlens=cu_seqlens,
-            strategy=strategy,
-        )
-        layouts = _layouts(read, hybrid, mask, seq_len, world_size, heads, head_dim)
-        _save(found, html, png)
+        layouts = None if hybrid is None else _layouts(read, hybrid, **options)
+        table, entries = tell(**options)
     except (ImportError, OSError, TypeError, ValueError) as error:
-        print(error, file=sys.stderr)
-        return 2
-    names = "areas", "received", "imbalance", "makespan"
-    _print(found, {name: getattr(found, name) for name in names}, layouts, as_json)
+        return refused(error)
+    if not as_json:
+        print(table, *([layouts] if layouts else []), sep="\n")
+        return 0
+    if layouts is not None:
+        entries = entries if isinstance(entries, dict) else {"strategies": entries}
+        entries |= {"layouts": [asdict(row) for row in layouts.rows]}
+    print(json.dumps(entries))
     return 0
 
 
 def _layouts(
     read: ReadConfig,
-    hybrid: tuple[int, ...] | str | None,
-    mask: Mask,
+    hybrid: tuple[int, ...] | str,
+    mask: Any,
     seq_len: int,
     world_size: int,
     heads: tuple[int, int],
     head_dim: int,
-) -> HybridComparison | None:
-    """Compare the layouts of a model with layers with a state, if one is given.
-
-    Args:
-        read: reads a config.
-        hybrid: its numbers, see `option_values`, or the name of its config, which says its heads.
-        mask: of the attention.
-        seq_len: tokens of a sequence.
-        world_size: ranks of the axis.
-        heads: of queries, and of keys.
-        head_dim: numbers of a head.
-    """
-    if hybrid is None:
-        return None
+    **others: Any,
+) -> HybridComparison:
+    """Compare the layouts of a model with layers with a state."""
     if isinstance(hybrid, str):
         of_model = hybrid_of(ModelShape.of(read(hybrid)), BFLOAT16)
     else:
         stateful, attention, hidden_size, *of_map = hybrid
         maps = (FLOAT32 * stateful * of_map[0], 0) if of_map else None
-        of_model = Hybrid(
-            stateful, attention, hidden_size, heads=heads, head_dim=head_dim, maps=maps
-        )
+        layers = stateful, attention, hidden_size
+        of_model = Hybrid(*layers, heads=heads, head_dim=head_dim, maps=maps)
     return compare_hybrid_layouts(of_model, mask, seq_len, world_size)
 
 
-# Bytes of a number between layers, and of one in a map.
-BFLOAT16, FLOAT32 = 2, 4
-
-
-def _print(found: object, entries: Any, layouts: HybridComparison | None, as_json: bool) -> None:
-    """Print a table or its entries as JSON, with a comparison of layouts if there is one."""
-    if not as_json:
-        print(found, *([layouts] if layouts else []), sep="\n")
-        return
-    if layouts is not None:
-        entries |= {"layouts": [asdict(row) for row in layouts.rows]}
-    print(json.dumps(entries))
-
-
-def _save(found: Schedule, html: Path | None, png: Path | None) -> None:
-    """Save the pictures that are asked for.
-
-    Raises:
-        ImportError: if the package that draws one is not installed.
-        OSError: if a file cannot be written.
-    """
-    for path, suffix, package in ((html, "html", "plotly"), (png, "png", "matplotlib")):
-        if path is None:
-            continue
-        try:
-            _draw(found, path, suffix)
-        except ModuleNotFoundError as error:
-            raise ImportError(
-                f"--{suffix} draws with {package}, which is not installed: pip install {package}"
-            ) from error
-
-
-def _draw(found: Schedule, path: Path, suffix: str) -> None:
-    # Imported here, as plotly and matplotlib are optional.
-    if suffix == "html":
-        from dtensor_ring.lab.pictures import page
-
-        path.write_text(page(drawing(found)))
-    else:
-        from dtensor_ring.lab.pictures import save_picture
-
-        save_picture(drawing(found), path)
-
-
-def compare(
-    read: ReadConfig,
-    seq_len: int,
-    world_size: int,
-    layout: str | None,
-    mask: Mask,
-    cu_seqlens: Sequence[int] | None,
+def schedule(
+    strategy: str,
+    machine: str | None,
     heads: tuple[int, int],
     head_dim: int,
-    max_held: int | None,
-    machine: Machine | None,
-    chosen: tuple[int, ...] | str | None,
-    hybrid: tuple[int, ...] | str | None,
-    as_json: bool,
-) -> int:
-    """Print what each strategy costs, see `compare_strategies`, and return the exit status."""
-    try:
-        layouts = _layouts(read, hybrid, mask, seq_len, world_size, heads, head_dim)
-        found = compare_strategies(
-            mask,
-            seq_len,
-            world_size,
-            heads,
-            head_dim,
-            cu_seqlens,
-            layout=layout or "zigzag",
-            max_held=max_held,
-            machine=machine,
-            chosen=chosen,
-        )
-    except (TypeError, ValueError) as error:
-        print(error, file=sys.stderr)
-        return 2
-    rows = [asdict(row) for row in found.rows]
-    _print(found, rows if layouts is None else {"strategies": rows}, layouts, as_json)
-    return 0
+    html: Path | None,
+    **attention: Any,
+) -> Told:
+    """Return the work of each rank at each step, and draw it."""
+    if strategy == AUTO:
+        device = as_machine(machine or DEFAULT_MACHINE)
+        how = {"dtype": device.dtype_like("bfloat16"), "machine": device}
+        strategy = choose(heads=heads, head_dim=head_dim, **attention, **how).spec
+    found = describe_schedule(strategy=strategy, **attention)
+    if html is not None:
+        html.write_text(drawn_by("html", lambda: page(drawing(found))))
+    names = "areas", "received", "imbalance", "makespan"
+    return found, {name: getattr(found, name) for name in names}
+
+
+def compare(**options: Any) -> Told:
+    """Return what each strategy costs, see `compare_strategies`."""
+    found = compare_strategies(**options)
+    return found, [asdict(row) for row in found.rows]

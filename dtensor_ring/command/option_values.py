@@ -1,8 +1,8 @@
-"""Parses what options of the command line are given."""
+"""Parses what options of the command line are given, or raises `ArgumentTypeError`."""
 
 from __future__ import annotations
 
-import argparse
+from argparse import ArgumentTypeError
 from typing import TYPE_CHECKING
 
 from dtensor_ring.lab.machine import Machine
@@ -16,10 +16,7 @@ if TYPE_CHECKING:
 
 
 def number(text: str) -> int:
-    """Parse a positive number, which may have separators: 131072 or 131_072.
-
-    Raises:
-        ArgumentTypeError: if the text is not a positive number, or more than `MAX_TOKENS`.
+    """Parse a positive number, which may have separators.
 
     >>> number("131_072")
     131072
@@ -29,15 +26,12 @@ def number(text: str) -> int:
     except ValueError:
         found = 0
     if not 1 <= found <= MAX_TOKENS:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number up to {MAX_TOKENS:,}")
+        raise ArgumentTypeError(f"{text!r} is not a positive number up to {MAX_TOKENS:,}")
     return found
 
 
 def gibibytes(text: str) -> float:
     """Parse a positive number of GiB.
-
-    Raises:
-        ArgumentTypeError: if the text is no such number.
 
     >>> gibibytes("79.6")
     79.6
@@ -47,27 +41,20 @@ def gibibytes(text: str) -> float:
     except ValueError:
         found = 0.0
     if not 0.0 < found < 2**30:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of GiB: 80")
+        raise ArgumentTypeError(f"{text!r} is not a number of GiB: 80")
     return found
 
 
 def machine_of(text: str) -> Machine:
-    """Parse a machine: the name of a preset, or a file.
-
-    Raises:
-        ArgumentTypeError: if there is no such machine, or the file cannot be read as one.
-    """
+    """Parse a machine: the name of a preset, or a file."""
     try:
         return as_machine(text)
     except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+        raise ArgumentTypeError(str(error)) from None
 
 
 def mask_of(text: str) -> Mask:
     """Parse a mask: the name of its builder, and its number of tokens.
-
-    Raises:
-        ArgumentTypeError: if the text is not a mask.
 
     >>> mask_of("sliding:4096").left
     4096
@@ -81,7 +68,7 @@ def mask_of(text: str) -> Mask:
             return Mask.sliding(number(size))
         case ["chunked", size]:
             return Mask.chunked(number(size))
-    raise argparse.ArgumentTypeError(
+    raise ArgumentTypeError(
         f"{text!r} is not a mask: causal, full, sliding:<tokens before a query that it sees> or "
         "chunked:<tokens of a chunk>"
     )
@@ -90,16 +77,13 @@ def mask_of(text: str) -> Mask:
 def numbers(text: str) -> list[int]:
     """Parse numbers that are separated by commas.
 
-    Raises:
-        ArgumentTypeError: if a part is not a number.
-
     >>> numbers("0,1000,8192")
     [0, 1000, 8192]
     """
     try:
         return [int(part) for part in text.split(",")]
     except ValueError:
-        raise argparse.ArgumentTypeError(
+        raise ArgumentTypeError(
             f"{text!r} are not numbers with commas between them: 0,1000,8192"
         ) from None
 
@@ -109,9 +93,6 @@ def hybrid_of(text: str) -> tuple[int, ...] | str:
 
     The last one may be left out. What is no numbers is the path of a config.
 
-    Raises:
-        ArgumentTypeError: if these are not three or four numbers, each 0 or more.
-
     >>> hybrid_of("36,12,2048"), hybrid_of("36,12,2048,1000")
     ((36, 12, 2048), (36, 12, 2048, 1000))
     """
@@ -120,7 +101,7 @@ def hybrid_of(text: str) -> tuple[int, ...] | str:
     found = numbers(text)
     if len(found) in (3, 4) and min(found) >= 0:
         return tuple(found)
-    raise argparse.ArgumentTypeError(
+    raise ArgumentTypeError(
         f"{text!r} are not layers with a state, layers with attention, numbers of a token, and of "
         "a map of a layer: 36,12,2048,1048576; or give a config.json"
     )
@@ -138,23 +119,17 @@ def chosen_of(text: str) -> tuple[int, ...] | str:
 def heads_of(text: str) -> tuple[int, int]:
     """Parse the number of query heads, and of key and value heads.
 
-    Raises:
-        ArgumentTypeError: if these are not two numbers.
-
     >>> heads_of("32,8")
     (32, 8)
     """
     match numbers(text):
         case [queries, keys] if min(queries, keys) > 0:
             return queries, keys
-    raise argparse.ArgumentTypeError(f"{text!r} are not heads of queries and of keys: 32,8")
+    raise ArgumentTypeError(f"{text!r} are not heads of queries and of keys: 32,8")
 
 
 def mesh_of(text: str) -> dict[str, int]:
     """Parse the axes of a mesh, and the number of ranks along each; "dp" is "dp_shard".
-
-    Raises:
-        ArgumentTypeError: if these are not known axes with numbers, each once.
 
     >>> mesh_of("dp=4,cp=8")
     {'dp_shard': 4, 'cp': 8}
@@ -165,7 +140,7 @@ def mesh_of(text: str) -> dict[str, int]:
         name = "dp_shard" if given == "dp" else given
         is_size = size.isascii() and size.isdigit() and 0 < int(size) <= MAX_RANKS
         if name in axes or name not in MESH_AXES or not is_size:
-            raise argparse.ArgumentTypeError(
+            raise ArgumentTypeError(
                 f"{text!r} is not a mesh, such as cp=8 or dp=4,cp=8: axes are "
                 f"{', '.join(MESH_AXES)} and dp, which is dp_shard, each once with its number of "
                 f"ranks, {MAX_RANKS:,} at most"
@@ -177,9 +152,6 @@ def mesh_of(text: str) -> dict[str, int]:
 def dtype_of(text: str) -> torch.dtype:
     """Parse the name of a floating dtype.
 
-    Raises:
-        ArgumentTypeError: if no floating dtype has that name.
-
     >>> dtype_of("bfloat16")
     torch.bfloat16
     """
@@ -187,15 +159,12 @@ def dtype_of(text: str) -> torch.dtype:
 
     found = getattr(torch, text, None)
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a floating dtype: bfloat16, float32")
+        raise ArgumentTypeError(f"{text!r} is not a floating dtype: bfloat16, float32")
     return found
 
 
 def format_of(text: str) -> str:
     """Return the name of a format of eight bits.
-
-    Raises:
-        ArgumentTypeError: if no format has that name.
 
     >>> format_of("int8")
     'int8'
@@ -203,5 +172,5 @@ def format_of(text: str) -> str:
     from dtensor_ring.quantised.block_scales import FORMATS  # imports torch
 
     if text not in FORMATS:
-        raise argparse.ArgumentTypeError(f"{text!r} is not one of {', '.join(FORMATS)}")
+        raise ArgumentTypeError(f"{text!r} is not one of {', '.join(FORMATS)}")
     return text

@@ -34,7 +34,18 @@ def parse(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     Raises:
         SystemExit: with status 2 if they cannot be parsed, and 0 after help.
     """
-    return vars(_parser().parse_args(arguments))
+    parser = _Parser(
+        prog="python -m dtensor_ring", description="Context parallelism for PyTorch by annotation."
+    )
+    parser.add_argument("--version", action="version", version=f"dtensor-ring {_version()}")
+    commands = parser.add_subparsers(required=True, metavar="command")
+    for name, (text, options) in COMMANDS.items():
+        command = commands.add_parser(name, help=text, description=text)
+        command.set_defaults(command=name)
+        for option, how in options.items():
+            flag = option if option == "path" else f"--{option.replace('_', '-')}"
+            command.add_argument(flag, **how)
+    return vars(parser.parse_args(arguments))
 
 
 class _Parser(argparse.ArgumentParser):
@@ -51,22 +62,6 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message}; {self.prog} --help lists what there is\n")
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
-        prog="python -m dtensor_ring", description="Context parallelism for PyTorch by annotation."
-    )
-    parser.add_argument("--version", action="version", version=f"dtensor-ring {_version()}")
-    commands = parser.add_subparsers(required=True, metavar="command")
-    _add_doctor(commands)
-    _add_schedule(commands)
-    _add_compare(commands)
-    _add_estimate(commands)
-    _add_simulate(commands)
-    _add_calibrate(commands)
-    _add_serve(commands)
-    return parser
-
-
 def _version() -> str:
     # From the package's metadata: modules import downwards only, and `__version__` is above.
     try:
@@ -75,244 +70,203 @@ def _version() -> str:
         return "that is not installed"
 
 
-def _command(
-    commands: argparse._SubParsersAction[Any], name: str, text: str
-) -> argparse.ArgumentParser:
-    """Add a command, whose name is found again in what is parsed."""
-    command: argparse.ArgumentParser = commands.add_parser(name, help=text, description=text)
-    command.set_defaults(command=name)
-    return command
+# An option: what `add_argument` takes of it.
+How = dict[str, Any]
 
 
-def _add_doctor(commands: argparse._SubParsersAction[Any]) -> None:
-    text = "check whether it works here: versions, kernels and, under torchrun, a ring of all ranks"
-    command = _command(commands, "doctor", text)
-    command.add_argument("--kernel", help="test the ring with this kernel")
-    command.add_argument("--json", action="store_true", dest="as_json", help="print JSON")
+def _option(text: str, type: Any = None, **how: Any) -> How:
+    """Return an option that takes a value, by default a text."""
+    return {"help": text, "type": type, **how}
 
 
-def _add_schedule(commands: argparse._SubParsersAction[Any]) -> None:
-    text = "show the part of the work that each rank does at each step"
-    command = _command(commands, "schedule", text)
-    _add_attention(command)
-    _add_heads(command)
-    _add_strategy(command)
-    _add_hybrid(command)
-    command.add_argument("--html", type=Path, help="write a page with pictures of it to this file")
-    command.add_argument("--png", type=Path, help="write a picture of it to this file")
+def _flag(text: str, **how: Any) -> How:
+    """Return an option that is there or not."""
+    return {"help": text, "action": "store_true", **how}
 
 
-def _add_compare(commands: argparse._SubParsersAction[Any]) -> None:
-    text = "show what each strategy sends, holds and launches, and what it takes on a machine"
-    command = _command(commands, "compare", text)
-    _add_attention(command)
-    _add_heads(command)
-    _add_hybrid(command)
-    command.add_argument("--max-held", type=number, help="bytes that a rank may hold of others")
-    command.add_argument(
-        "--chosen",
-        type=chosen_of,
-        help="of attention that chooses its keys: keys of a query, numbers of an index key, and of "
-        "a token that is chosen, or a config.json that has them: 2048,128,576",
-    )
-    text = "also simulate seconds: the name of a data sheet, such as h100, or a file of calibrate"
-    command.add_argument("--machine", type=machine_of, help=text)
+def _listed(text: str) -> list[str]:
+    return text.split(",")
 
 
-def _add_hybrid(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
-        "--hybrid",
-        type=hybrid_of,
-        help="also show what layouts cost a model with layers that carry a state: a config.json, "
-        "or the numbers of these layers, of layers with attention, of numbers of a token, and of a "
-        "map of a layer: 36,12,2048,1048576",
-    )
-
-
-def _add_heads(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
-        "--heads", type=heads_of, default="32,8", help="of queries, and of keys: 32,8"
-    )
-    command.add_argument("--head-dim", type=number, default=128, help="of queries, keys and values")
-
-
-def _add_estimate(commands: argparse._SubParsersAction[Any]) -> None:
-    text = "estimate what a training step of a model takes on one rank: memory, messages and hops"
-    command = _command(commands, "estimate", text)
-    command.add_argument(
-        "--model", required=True, help="a config.json, its folder, or module:function of torchtitan"
-    )
-    command.add_argument("--seq-len", type=number, help="tokens of a sequence")
-    command.add_argument(
-        "--mesh", type=mesh_of, required=True, help="cp=8, or with more replicas: dp=4,cp=8"
-    )
-    command.add_argument("--batch", type=number, default=1, help="sequences of a step and cp axis")
-    command.add_argument("--layout", help="how tokens are sharded")
-    _add_strategy(command)
-    command.add_argument(
-        "--dtype", type=dtype_of, default="bfloat16", help="of the layers: bfloat16, float32"
-    )
-    command.add_argument("--json", action="store_true", dest="as_json", help="print JSON")
-    _add_settings(command)
-    _add_longest(command)
-
-
-def _add_settings(command: argparse.ArgumentParser) -> None:
-    """Add what one step does, which `--longest` tries out instead."""
-    command.add_argument(
-        "--checkpoint",
-        choices=CHECKPOINTS,
-        help="full: each layer keeps its input only, and its backward computes the forward again; "
+LAYOUT: str = "zigzag"
+JSON = {"json": _flag("print JSON", dest="as_json")}
+STRATEGY = {
+    "strategy": _option(
+        "ring, all_gather, ulysses:4, ...; auto for the fastest", default=Strategy.default
+    ),
+    "machine": _option("what auto simulates: a file, or h100, a100, ..."),
+}
+ATTENTION = {
+    "seq_len": _option("tokens of the sequence", number, required=True),
+    "world_size": _option("ranks on the axis", number, required=True),
+    "layout": _option("how tokens are sharded", default=LAYOUT),
+    "mask": _option("causal, full, sliding:4096 or chunked:8192", mask_of, default="causal"),
+    "cu_seqlens": _option("boundaries of packed documents: 0,1000,8192", numbers),
+    **JSON,
+    "heads": _option("of queries, and of keys: 32,8", heads_of, default="32,8"),
+    "head_dim": _option("of queries, keys and values", number, default=128),
+    "hybrid": _option(
+        "also show what layouts cost a model with layers that carry a state: a config.json, or the "
+        "numbers of these layers, of layers with attention, of numbers of a token, and of a map of "
+        "a layer: 36,12,2048,1048576",
+        hybrid_of,
+    ),
+}
+SCHEDULE = {
+    **ATTENTION,
+    **STRATEGY,
+    "html": _option("write a page with pictures of it to this file", Path),
+}
+COMPARE = {
+    **ATTENTION,
+    "max_held": _option("bytes that a rank may hold of others", number),
+    "chosen": _option(
+        "of attention that chooses its keys: keys of a query, numbers of an index key, and of a "
+        "token that is chosen, or a config.json that has them: 2048,128,576",
+        chosen_of,
+    ),
+    "machine": _option(
+        "also simulate seconds: the name of a data sheet, such as h100, or a file of calibrate",
+        machine_of,
+    ),
+}
+# Of a step of a model.
+STEP = {
+    "model": _option("a config.json, its folder, or module:function of torchtitan", required=True),
+    "seq_len": _option("tokens of a sequence", number),
+    "mesh": _option("cp=8, or with more replicas: dp=4,cp=8", mesh_of, required=True),
+    "batch": _option("sequences of a step and cp axis", number, default=1),
+    "layout": _option("how tokens are sharded"),
+    **STRATEGY,
+    "dtype": _option("of the layers: bfloat16, float32", dtype_of, default="bfloat16"),
+    "checkpoint": _option(
+        "full: each layer keeps its input only, and its backward computes the forward again; "
         "attention: what its attention returns is kept, too",
-    )
-    command.add_argument(
-        "--offload",
-        type=lambda text: text.split(","),
-        help="what is on the host: checkpoints, optimizer, or both with a comma between them; "
-        "optimizer is parameters, gradients and states, as CPUOffloadPolicy of FSDP2 has it",
-    )
-    command.add_argument(
-        "--unsharded",
-        action="store_true",
-        help="parameters are whole on each rank; else FSDP2 shards them over dp_shard and cp",
-    )
-    command.add_argument(
-        "--kv-dtype", type=format_of, help="the dtype in which keys and values travel: int8, fp8"
-    )
-    command.add_argument(
-        "--cache-dtype",
-        type=lambda text: text if text == "own" else format_of(text),
-        help="also what a cache of the sequence takes for generate, in its own dtype (own), or in "
-        "int8 or fp8",
-    )
-
-
-def _add_longest(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
-        "--longest",
-        action="store_true",
-        help="instead, a table of the longest sequence by setting: what backward computes again, "
-        "tiles of MLPs, what is on the host; parameters are float32, and "
-        "--dtype is that of matrix products; with --seq-len also the first setting that reaches it",
-    )
-    command.add_argument(
-        "--memory",
-        type=gibibytes,
-        help="GiB of a device, of which 95 %% are taken: 80, 141, 192; by default those of "
-        "--machine, and without one of h100",
-    )
-
-
-def _add_strategy(command: argparse.ArgumentParser) -> None:
-    """Add the options that choose a strategy."""
-    text = "ring, all_gather, ulysses:4, ...; auto for the fastest"
-    command.add_argument("--strategy", default=Strategy.default, help=text)
-    command.add_argument("--machine", help="what auto simulates: a file, or h100, a100, ...")
-
-
-def _add_simulate(commands: argparse._SubParsersAction[Any]) -> None:
-    text = "simulate a training step of a model on a machine: milliseconds by part, MFU and memory"
-    command = _command(commands, "simulate", text)
-    command.add_argument(
-        "--model", required=True, help="a config.json, its folder, or a name in transformers: llama"
-    )
-    command.add_argument("--seq-len", type=number, required=True, help="tokens of a sequence")
-    command.add_argument(
-        "--mesh",
-        type=mesh_of,
-        required=True,
-        help="dp=4,cp=8,tp=2; dp, or dp_shard, and dp_replicate, of FSDP2",
-    )
-    command.add_argument("--world-size", type=number, help="ranks that the mesh must have")
-    command.add_argument("--machine", default="h100", help="the name of a preset, or a file")
-    command.add_argument("--batch", type=number, default=1, help="sequences of a step and cp axis")
-    command.add_argument("--layout", help="how tokens are sharded")
-    command.add_argument(
-        "--strategy", default=Strategy.default, help="ring, all_gather, ulysses:4, ..."
-    )
-    command.add_argument(
-        "--dtype", default="bfloat16", help="of matrix products: bfloat16, float8_e4m3fn, ..."
-    )
-    command.add_argument(
-        "--checkpoint",
+        choices=CHECKPOINTS,
+    ),
+    **JSON,
+}
+ESTIMATE = {
+    **STEP,
+    "offload": _option(
+        "what is on the host: checkpoints, optimizer, or both with a comma between them; optimizer "
+        "is parameters, gradients and states, as CPUOffloadPolicy of FSDP2 has it",
+        _listed,
+    ),
+    "unsharded": _flag(
+        "parameters are whole on each rank; else FSDP2 shards them over dp_shard and cp"
+    ),
+    "kv_dtype": _option("the dtype in which keys and values travel: int8, fp8", format_of),
+    "cache_dtype": _option(
+        "also what a cache of the sequence takes for generate, in its own dtype (own), or in int8 "
+        "or fp8",
+        lambda text: text if text == "own" else format_of(text),
+    ),
+    "longest": _flag(
+        "instead, a table of the longest sequence by setting: what backward computes again, tiles "
+        "of MLPs, what is on the host; parameters are float32, and --dtype is that of matrix "
+        "products; with --seq-len also the first setting that reaches it"
+    ),
+    "memory": _option(
+        "GiB of a device, of which 95 %% are taken: 80, 141, 192; by default those of --machine, "
+        "and without one of h100",
+        gibibytes,
+    ),
+}
+SIMULATE = {
+    **STEP,
+    "model": _option("a config.json, its folder, or a name in transformers: llama", required=True),
+    "seq_len": _option("tokens of a sequence", number, required=True),
+    "mesh": _option(
+        "dp=4,cp=8,tp=2; dp, or dp_shard, and dp_replicate, of FSDP2", mesh_of, required=True
+    ),
+    "world_size": _option("ranks that the mesh must have", number),
+    "machine": _option("the name of a preset, or a file", default="h100"),
+    "strategy": _option("ring, all_gather, ulysses:4, ...", default=Strategy.default),
+    "dtype": _option("of matrix products: bfloat16, float8_e4m3fn, ...", default="bfloat16"),
+    "checkpoint": _option(
+        "what backward computes again: full layers, or with attention all of a layer but its "
+        "attention, whose output is kept",
         choices=CHECKPOINTS,
         default="none",
-        help="what backward computes again: full layers, or with attention all of a layer but its "
-        "attention, whose output is kept",
-    )
-    command.add_argument(
-        "--compiled",
-        action="store_true",
-        help="kernels that only read and write memory are fused, as torch.compile does it",
-    )
-    command.add_argument("--kernel", help="of attention, as the machine names it")
-    command.add_argument(
-        "--cu-seqlens", type=numbers, help="boundaries of packed documents: 0,1000,8192"
-    )
-    command.add_argument(
-        "--sweep", nargs="+", metavar="NAME=VALUES", help="a table: cp=1,2,4,8 strategy=all"
-    )
-    command.add_argument("--json", action="store_true", dest="as_json", help="print JSON")
-    command.add_argument("--html", type=Path, help="write a page with pictures to this file")
-    command.add_argument(
-        "--png", type=Path, help="write a picture of a sweep: which strategy wins where"
-    )
-    command.add_argument("--trace", type=Path, help="write a trace for Perfetto to this file")
-
-
-def _add_calibrate(commands: argparse._SubParsersAction[Any]) -> None:
-    text = "measure kernels and links of this machine, alone or under torchrun, into a file"
-    command = _command(commands, "calibrate", text)
-    command.add_argument("path", type=Path, nargs="?", help="the file: machine.json")
-    acts = command.add_mutually_exclusive_group()
-    acts.add_argument("--show", action="store_true", help="print what the file has")
-    acts.add_argument("--compare", nargs=2, metavar="FILE", help="print two files side by side")
-    command.add_argument("--kernel", help="measure, or show, this kernel")
-    command.add_argument("--heads", type=heads_of, help="of queries, and of keys: 32,8")
-    command.add_argument("--head-dim", type=number, help="this one; else, on a GPU, 64 to 256")
-    command.add_argument("--dtype", type=dtype_of, help="of queries, keys and values: bfloat16")
-    command.add_argument("--quick", action="store_true", help="measure a few sizes, in seconds")
-
-
-def _add_serve(commands: argparse._SubParsersAction[Any]) -> None:
-    text = "serve a model of transformers over HTTP, as OpenAI's clients expect it"
-    command = _command(commands, "serve", text)
-    command.add_argument("--model", required=True, help="its folder, with its tokenizer")
-    command.add_argument("--mesh", type=mesh_of, required=True, help="ranks of a sequence: cp=4")
-    text = "the address to listen on, 127.0.0.1 if not given; there is no password"
-    command.add_argument("--host", default="127.0.0.1", help=text)
-    command.add_argument("--port", type=int, default=8000, help="8000; 0 for any that is free")
-    command.add_argument("--name", help="of the model for clients; else what --model says")
-    command.add_argument("--dtype", type=dtype_of, help="of the parameters; else the checkpoint's")
-    command.add_argument("--layout", help="how tokens of prompts are sharded")
-    command.add_argument("--cache-dtype", type=format_of, help="of full blocks: int8 or fp8")
-    text = "tokens whose keys and values all ranks hold together: 65536"
-    command.add_argument("--cache-tokens", type=number, default=65536, help=text)
-    text = "tokens of a block: 64 on CPUs, 256 on GPUs"
-    command.add_argument("--page-size", type=number, help=text)
-    text = "the largest number of tokens of a step: 2048"
-    command.add_argument("--max-batch-tokens", type=number, default=2048, help=text)
-    text = "answers that are generated at a time, at most: 64"
-    command.add_argument("--max-requests", type=number, default=64, help=text)
-    text = "answers that are open, with those that wait: 256 at most, others are told to come later"
-    command.add_argument("--max-open", type=number, default=256, help=text)
-    text = "seconds that open answers may take after SIGTERM: 30"
-    command.add_argument("--drain-seconds", type=float, default=30.0, help=text)
-    text = "seconds that a rank waits for another one, longer than any step: 120"
-    command.add_argument("--rank-timeout", type=float, default=120.0, help=text)
-    text = "of the first answer that samples without one of its own"
-    command.add_argument("--seed", type=number, help=text)
-
-
-def _add_attention(command: argparse.ArgumentParser) -> None:
-    """Add the options that describe the attention."""
-    command.add_argument("--seq-len", type=number, required=True, help="tokens of the sequence")
-    command.add_argument("--world-size", type=number, required=True, help="ranks on the axis")
-    command.add_argument("--layout", help="how tokens are sharded")
-    command.add_argument(
-        "--mask", type=mask_of, default="causal", help="causal, full, sliding:4096 or chunked:8192"
-    )
-    command.add_argument(
-        "--cu-seqlens", type=numbers, help="boundaries of packed documents: 0,1000,8192"
-    )
-    command.add_argument("--json", action="store_true", dest="as_json", help="print JSON")
+    ),
+    "compiled": _flag(
+        "kernels that only read and write memory are fused, as torch.compile does it"
+    ),
+    "kernel": _option("of attention, as the machine names it"),
+    "cu_seqlens": ATTENTION["cu_seqlens"],
+    "sweep": _option("a table: cp=1,2,4,8 strategy=all", nargs="+", metavar="NAME=VALUES"),
+    "html": _option("write a page with pictures to this file", Path),
+    "png": _option("write a picture of a sweep: which strategy wins where", Path),
+    "trace": _option("write a trace for Perfetto to this file", Path),
+}
+CALIBRATE = {
+    "path": _option("the file: machine.json", Path, nargs="?"),
+    "show": _flag("print what the file has"),
+    "compare": _option("print two files side by side", nargs=2, metavar="FILE"),
+    "kernel": _option("measure, or show, this kernel"),
+    "heads": _option("of queries, and of keys: 32,8", heads_of),
+    "head_dim": _option("this one; else, on a GPU, 64 to 256", number),
+    "dtype": _option("of queries, keys and values: bfloat16", dtype_of),
+    "quick": _flag("measure a few sizes, in seconds"),
+}
+SERVE = {
+    "model": _option("its folder, with its tokenizer", required=True),
+    "mesh": _option("ranks of a sequence: cp=4", mesh_of, required=True),
+    "host": _option(
+        "the address to listen on, 127.0.0.1 if not given; there is no password",
+        default="127.0.0.1",
+    ),
+    "port": _option("8000; 0 for any that is free", int, default=8000),
+    "name": _option("of the model for clients; else what --model says"),
+    "dtype": _option("of the parameters; else the checkpoint's", dtype_of),
+    "layout": _option("how tokens of prompts are sharded"),
+    "cache_dtype": _option("of full blocks: int8 or fp8", format_of),
+    "cache_tokens": _option(
+        "tokens whose keys and values all ranks hold together: 65536", number, default=65536
+    ),
+    "page_size": _option("tokens of a block: 64 on CPUs, 256 on GPUs", number),
+    "max_batch_tokens": _option(
+        "the largest number of tokens of a step: 2048", number, default=2048
+    ),
+    "max_requests": _option(
+        "answers that are generated at a time, at most: 64", number, default=64
+    ),
+    "max_open": _option(
+        "answers that are open, with those that wait: 256 at most, others are told to come later",
+        number,
+        default=256,
+    ),
+    "drain_seconds": _option(
+        "seconds that open answers may take after SIGTERM: 30", float, default=30.0
+    ),
+    "rank_timeout": _option(
+        "seconds that a rank waits for another one, longer than any step: 120", float, default=120.0
+    ),
+    "seed": _option("of the first answer that samples without one of its own", number),
+}
+DOCTOR = {"kernel": _option("test the ring with this kernel"), **JSON}
+COMMANDS: dict[str, tuple[str, dict[str, How]]] = {
+    "doctor": (
+        "check whether it works here: versions, kernels and, under torchrun, a ring of all ranks",
+        DOCTOR,
+    ),
+    "schedule": ("show the part of the work that each rank does at each step", SCHEDULE),
+    "compare": (
+        "show what each strategy sends, holds and launches, and what it takes on a machine",
+        COMPARE,
+    ),
+    "estimate": (
+        "estimate what a training step of a model takes on one rank: memory, messages and hops",
+        ESTIMATE,
+    ),
+    "simulate": (
+        "simulate a training step of a model on a machine: milliseconds by part, MFU and memory",
+        SIMULATE,
+    ),
+    "calibrate": (
+        "measure kernels and links of this machine, alone or under torchrun, into a file",
+        CALIBRATE,
+    ),
+    "serve": ("serve a model of transformers over HTTP, as OpenAI's clients expect it", SERVE),
+}

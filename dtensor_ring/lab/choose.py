@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
+from heapq import heappop, heappush
 from math import inf
 from os import PathLike
+from typing import Any
 
 import torch
+from typing_extensions import Unpack
 
 from dtensor_ring.balanced.balanced import WHOLE
 from dtensor_ring.lab.machine import Machine
 from dtensor_ring.lab.presets import as_machine
-from dtensor_ring.lab.problem import SimulatedProblem, problem_of
+from dtensor_ring.lab.problem import ProblemOptions, SimulatedProblem, problem_of
 from dtensor_ring.lab.simulated_attention import Simulation, timeline_of
 from dtensor_ring.planning.layout import Layout
 from dtensor_ring.planning.lru import cached_bytes
@@ -20,7 +23,6 @@ from dtensor_ring.planning.mask import Boundaries, Mask
 from dtensor_ring.planning.plan import layout_of_groups
 from dtensor_ring.planning.ranges import MAX_RANKS, as_count
 from dtensor_ring.planning.route import ROUTES, Route
-from dtensor_ring.planning.slices import Slices
 from dtensor_ring.planning.strategy import AUTO, Strategy, as_strategy, every_strategy, why_not
 from dtensor_ring.transport.transport import DEFAULT_POLICY, TransferPolicy
 
@@ -37,50 +39,22 @@ def choose(
     head_dim: int = 128,
     cu_seqlens: Boundaries | None = None,
     *,
-    slices: Slices | None = None,
-    layout: Layout | str = "zigzag",
-    batch: int = 1,
-    dtype: torch.dtype | str = torch.bfloat16,
-    policy: TransferPolicy = DEFAULT_POLICY,
-    kernel: str | None = None,
     machine: Machine | str | PathLike[str] = "h100",
     strategies: Sequence[Strategy] | None = None,
+    **options: Unpack[ProblemOptions],
 ) -> Strategy:
     """Return the strategy whose forward and backward take least time together.
 
     It is a function of its arguments alone, so ranks that have the same ones choose alike. A second
     call takes microseconds. Of strategies that take the same time, the first one is chosen, in the
-    order of `every_strategy`.
-
-    Args:
-        mask: which keys a query sees; `None` where `slices` say it.
-        seq_len: global length, in tokens.
-        world_size: ranks of the axis.
-        heads: of queries, and of keys and values; with tensor parallelism, those of a rank.
-        head_dim: of queries, keys and values.
-        cu_seqlens: boundaries of documents, `(D+1,)` or `(B, D+1)`; a tensor or a sequence.
-        slices: what queries see, in place of mask and boundaries.
-        layout: a layout or its name.
-        batch: rows of the batch, if boundaries do not say it by row.
-        dtype: of query, key and value, or its name.
-        policy: the dtypes in which messages travel.
-        kernel: a registered kernel's name; by default the first one that the machine has.
-        machine: a preset's name, a file of `python -m dtensor_ring calibrate`, or a `Machine`.
-        strategies: those to choose from; by default all that fit the axis.
+    order of `every_strategy`. Arguments are those of `simulate_attention`, but for `strategies`:
+    those to choose from, by default all that fit the axis.
 
     Raises:
         TypeError: if an argument is of another type.
         ValueError: if no strategy can run the attention, or `simulate_attention` raises it.
     """
-    problem = problem_of(
-        *(mask, seq_len, world_size, heads, head_dim, cu_seqlens),
-        slices=slices,
-        layout=layout,
-        batch=batch,
-        dtype=dtype,
-        policy=policy,
-        kernel=kernel,
-    )
+    problem = problem_of(mask, seq_len, world_size, heads, head_dim, cu_seqlens, **options)
     listed = None if strategies is None else tuple(strategies)
     return chosen_strategy(problem, as_machine(machine), listed)
 
@@ -95,20 +69,36 @@ def chosen_strategy(
     Raises:
         ValueError: if no strategy can run the problem, or the machine lacks the kernel.
     """
-    able, totals = list(_able(problem, strategies)), dict[Strategy, float]()
-    # Those with fewest steps first: what cannot be as fast as they are is not run to its end.
-    for strategy in sorted(able, key=lambda x: -x.heads):
-        simulation, most = Simulation(problem, strategy, machine), min(totals.values(), default=inf)
-        if all(least <= most * (1 + 3 * TIE) for least in simulation.bounds()):
-            totals[strategy] = simulation.timeline().total
-    if not totals:
+    able = list(_able(problem, strategies))
+    if not able:
         listed = ", ".join(x.spec for x in strategies or ()) or "no strategies"
         raise ValueError(f"none of {listed} can run an attention of {problem.sizes.heads} heads")
-    best, *others = [x for x in able if x in totals]
-    for strategy in others:
-        if totals[strategy] < totals[best] * (1 - TIE):
-            best = strategy
-    return best
+    known: dict[Hashable, Any] = {}
+    simulations = [Simulation(problem, x, machine, known=known) for x in able]
+    totals = _least_totals([x.bounds() for x in simulations])
+    best, *others = sorted(totals)
+    for number in others:
+        if totals[number] < totals[best] * (1 - TIE):
+            best = number
+    return able[best]
+
+
+def _least_totals(bounds: Sequence[Iterator[float]]) -> dict[int, float]:
+    """Return the least of the last bounds by their numbers, and those that are as good as equal.
+
+    Args:
+        bounds: each yields higher ones, and last what it takes. The lowest is asked on, so most
+            are not asked to their ends.
+    """
+    totals, most, known = dict[int, float](), inf, [(0.0, x) for x in range(len(bounds))]
+    while known and known[0][0] <= most * (1 + 3 * TIE):
+        least, number = heappop(known)
+        higher = next(bounds[number], None)
+        if higher is None:
+            totals[number], most = least, min(least, most)
+        else:
+            heappush(known, (higher, number))
+    return totals
 
 
 def _able(problem: SimulatedProblem, strategies: Sequence[Strategy] | None) -> Iterator[Strategy]:
@@ -187,12 +177,11 @@ def choose_layout(
     counted = _counted(masks)
     length = max(x.padded_length(as_count("seq_len", seq_len), num_ranks) for x in WHOLE)
     sizes = heads, head_dim, cu_seqlens
-    how = {"batch": batch, "dtype": dtype, "policy": policy}
+    how: ProblemOptions = {"batch": batch, "dtype": dtype, "policy": policy}
 
     def seconds(layout: Layout, mask: Mask) -> float:
         """Return the time of a layer, forward and backward."""
-        asked = mask, length, num_ranks, *sizes
-        problem = problem_of(*asked, slices=None, layout=layout, kernel=None, **how)
+        problem = problem_of(mask, length, num_ranks, *sizes, layout=layout, **how)
         chosen = (
             chosen_strategy(problem, device)
             if strategy == AUTO

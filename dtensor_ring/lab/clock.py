@@ -79,8 +79,6 @@ class Clock:
 
     def run(self, what: str, seconds: np.ndarray, active: np.ndarray) -> None:
         """Run a kernel on active ranks."""
-        if not active.any():
-            return
         self._host = self._host + self._machine.launch * active
         begins = np.maximum(self.free, self._host)
         self.free = np.where(active, begins + seconds, self.free)

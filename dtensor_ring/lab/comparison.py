@@ -7,14 +7,14 @@ from dataclasses import dataclass, field, replace
 from os import PathLike
 from typing import Any
 
-import torch
+from typing_extensions import Unpack
 
 from dtensor_ring.all_to_all.plan import AllToAllPlan, all_to_all_plan
 from dtensor_ring.compute.execute import launches
 from dtensor_ring.lab.chosen_keys import SEEN, ChosenKeys, chosen_keys, index_cost, moved_costs
 from dtensor_ring.lab.machine import Machine
 from dtensor_ring.lab.presets import as_machine
-from dtensor_ring.lab.problem import SimulatedProblem, TensorSizes, problem_of
+from dtensor_ring.lab.problem import ProblemOptions, SimulatedProblem, TensorSizes, problem_of
 from dtensor_ring.lab.recorded import Cost, RankAttention, by_field, no_content, recorded_costs
 from dtensor_ring.lab.schedule import Schedule, describe_schedule
 from dtensor_ring.lab.simulated_attention import timeline_of
@@ -23,7 +23,6 @@ from dtensor_ring.planning.layout import Layout, WholeBlocks
 from dtensor_ring.planning.mask import Boundaries, Mask
 from dtensor_ring.planning.plan import Plan, layout_of_groups
 from dtensor_ring.planning.ranges import MAX_RANKS, as_count
-from dtensor_ring.planning.slices import Slices
 from dtensor_ring.planning.strategy import Strategy, as_strategy, every_strategy, why_not
 from dtensor_ring.selected.plan import key_positions
 from dtensor_ring.transport.transport import DEFAULT_POLICY, TransferPolicy
@@ -118,15 +117,11 @@ def compare_strategies(
     head_dim: int = 128,
     cu_seqlens: Boundaries | None = None,
     *,
-    slices: Slices | None = None,
-    layout: Layout | str = "zigzag",
-    batch: int = 1,
-    dtype: torch.dtype = torch.bfloat16,
-    policy: TransferPolicy = DEFAULT_POLICY,
     strategies: Sequence[str] | None = None,
     max_held: int | None = None,
     machine: Machine | str | PathLike[str] | None = None,
     chosen: Any = None,
+    **options: Unpack[ProblemOptions],
 ) -> StrategyComparison:
     """Count what one attention costs by each strategy, from the plans of all ranks.
 
@@ -137,11 +132,6 @@ def compare_strategies(
         heads: of queries, and of keys and values; with tensor parallelism, those of a rank.
         head_dim: of queries, keys and values.
         cu_seqlens: boundaries of documents, `(D+1,)` or `(B, D+1)`; a tensor or a sequence.
-        slices: what queries see, in place of mask and boundaries.
-        layout: a layout or its name.
-        batch: rows of the batch, if boundaries do not say it by row.
-        dtype: of query, key and value.
-        policy: the dtypes in which messages travel.
         strategies: specs, see `SequenceAxis`; by default every route, and "ulysses" over groups
             of each size that divides the axis.
         max_held: bytes that a rank may hold of others at a time, forward or backward. A strategy
@@ -153,6 +143,7 @@ def compare_strategies(
             takes it. Strategies are then routes of the index keys, and
             bytes those of a batch in which each key that a rank sees is chosen by one of its
             queries, which is the most. Heads and head dim are not used.
+        options: `slices`, `layout`, `batch`, `dtype` and `policy`, see `simulate_attention`.
 
     Returns:
         A `StrategyComparison`; print it. Bytes and messages are those of the busiest rank.
@@ -172,34 +163,21 @@ def compare_strategies(
     allowed = None if max_held is None else as_count("max_held", max_held)
     timed_on = None if machine is None else as_machine(machine)
     choice = None if chosen is None else chosen_keys(chosen)
+    policy = options.get("policy", DEFAULT_POLICY)
+    problem = problem_of(mask, seq_len, num_ranks, heads, head_dim, cu_seqlens, **options)
     if choice or timed_on:
         policy.refuse_order("a comparison by seconds, or of chosen keys,")
     if choice and timed_on:
         raise ValueError(
             "seconds of an attention that chooses its keys are not simulated; leave machine out"
         )
-    problem = problem_of(
-        *(mask, seq_len, num_ranks, heads, head_dim, cu_seqlens),
-        slices=slices,
-        layout=layout,
-        batch=batch,
-        dtype=dtype,
-        policy=policy,
-    )
-    sizes, rows = problem.sizes, []
+    rows = []
     for strategy in _strategies(strategies, num_ranks):
-        reason = _why_not(strategy, sizes, choice)
+        reason = _why_not(strategy, problem.sizes, choice)
         if reason is not None:
             rows.append(StrategyCost(strategy.spec, reason))
             continue
-        # The layout of the problem, as one that belongs to a batch takes time to make.
-        block, there = _blocks(problem, policy, strategy)
-        asked = there, mask, seq_len, num_ranks, cu_seqlens, slices, strategy.spec
-        schedule = describe_schedule(*asked, block)
-        cost = _cost(schedule, problem.layout, strategy, sizes)
-        if choice:
-            seen = describe_schedule(*asked[:-1], SEEN)
-            cost = _choosing(cost, schedule, seen, sizes, choice)
+        cost = _cost(problem, policy, strategy, choice)
         if timed_on is not None:
             times = timeline_of(problem, strategy, timed_on)
             cost = replace(cost, seconds=times.seconds, exposed=times.exposed)
@@ -277,22 +255,27 @@ def _strategies(given: Sequence[str] | None, world_size: int) -> list[Strategy]:
 
 
 def _cost(
-    schedule: Schedule, layout: Layout, strategy: Strategy, sizes: TensorSizes
+    problem: SimulatedProblem, policy: TransferPolicy, strategy: Strategy, choice: ChosenKeys | None
 ) -> StrategyCost:
-    """Return the cost of a strategy on the busiest rank, for shards of a layout."""
-    there, size, seq_len = schedule.layout, len(schedule.plans), schedule.seq_len
+    """Return the cost of a strategy on the busiest rank."""
+    size, seq_len, sizes = problem.world_size, problem.seq_len, problem.sizes
+    # The layout of the problem, as one that belongs to a batch takes time to make.
+    block, there = _blocks(problem, policy, strategy)
+    asked = there, problem.mask, seq_len, size, problem.documents, problem.slices
+    schedule = describe_schedule(*asked, strategy.spec, block)
     all_to_alls: list[AllToAllPlan | None] = [None] * size
-    if strategy.heads > 1 or there != layout:  # else there is no all-to-all
+    if strategy.heads > 1 or there != problem.layout:  # else there is no all-to-all
         all_to_alls = [
-            all_to_all_plan(layout, there, strategy.heads, rank, size, seq_len)
+            all_to_all_plan(problem.layout, there, strategy.heads, rank, size, seq_len)
             for rank in range(size)
         ]
     pairs = list(zip(schedule.plans, all_to_alls, strict=True))
     recorded = recorded_costs([RankAttention(*pair, sizes) for pair in pairs])
     forward, backward = (by_field(max, side) for side in zip(*recorded, strict=True))
-    heads = [sizes.heads_after(all_to_all)[0] for all_to_all in all_to_alls]
+    shards = [None if x is None else x.head_shard(x.rank, sizes.heads[1]) for x in all_to_alls]
+    heads = [sizes.heads_of(x)[0] for x in shards]
     work = [sum(steps) * count for steps, count in zip(schedule.areas, heads, strict=True)]
-    return StrategyCost(
+    cost = StrategyCost(
         strategy.spec,
         None,
         forward,
@@ -303,6 +286,9 @@ def _cost(
         counted=len(recorded),
         ranks=size,
     )
+    if choice is None:
+        return cost
+    return _choosing(cost, schedule, describe_schedule(*asked, SEEN), sizes, choice)
 
 
 def _num_launches(plan: Plan, batch: int) -> Iterator[int]:

@@ -6,7 +6,7 @@ A field says its range beside its type, as in `Annotated[int, Range(1, 4096)]`.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from math import inf
 from pathlib import Path
@@ -35,34 +35,24 @@ class Range(NamedTuple):
 
 
 def check_ranges(one: Any, where: str) -> None:
-    """Check the numbers of a dataclass, as it is made.
-
-    Args:
-        one: an instance.
-        where: what errors call it, such as "a machine".
+    """Check the numbers of a dataclass, as it is made; `where` is what errors call it.
 
     Raises:
         ValueError: if one is out of the range of its field.
     """
     for name, hint in hints_of(type(one)).items():
-        for what, allowed, number in _ranged(hint, getattr(one, name), name):
-            if not allowed.has(number):
+        value, args = getattr(one, name), get_args(hint)
+        numbers = {name: (hint, value)}
+        if get_origin(hint) is Mapping:
+            numbers = {f"{name} {key}": (args[1], x) for key, x in value.items()}
+        for what, (kind, number) in numbers.items():
+            if get_origin(kind) is Annotated and not (allowed := get_args(kind)[1]).has(number):
                 raise ValueError(f"{what} of {where} must be {allowed}, got {number}")
 
 
 def hints_of(kind: type) -> dict[str, Any]:
     """Return the types of the fields of a dataclass, with their ranges."""
     return get_type_hints(kind, include_extras=True)
-
-
-def _ranged(hint: Any, value: Any, name: str) -> Iterator[tuple[str, Range, float]]:
-    """Yield the numbers that have a range: their names, ranges and values."""
-    origin, args = get_origin(hint), get_args(hint)
-    if origin is Annotated:
-        yield name, args[1], value
-    elif origin is Mapping:
-        for key, x in value.items():
-            yield from _ranged(args[1], x, f"{name} {key}")
 
 
 def checked(expected: Any, content: Any, where: str) -> Any:
@@ -81,9 +71,10 @@ def checked(expected: Any, content: Any, where: str) -> Any:
     """
     if is_dataclass(expected):
         return _checked_fields(expected, content, where)
+    allowed = None
+    if get_origin(expected) is Annotated:
+        expected, allowed = get_args(expected)
     origin, args = get_origin(expected), get_args(expected)
-    if origin is Annotated:
-        return _checked_number(args[0], args[1], content, where)
     if origin in (Union, UnionType):
         if content is None and NoneType in args:
             return None
@@ -91,24 +82,19 @@ def checked(expected: Any, content: Any, where: str) -> Any:
         kinds = [x for x in args if x is not NoneType]
         fitting = [x for x in kinds if (get_origin(x) is tuple) == is_list]
         return checked((fitting or kinds)[0], content, where)
-    kind = {tuple: list, Mapping: dict, float: (int, float)}.get(origin or expected, expected)
+    named = {tuple: list, Mapping: dict, float: (int, float)}
+    kind = named.get(origin or expected, expected)
     is_bool = isinstance(content, bool)  # which is an int, too
+    fits = expected is Any or (isinstance(content, kind) and is_bool == (expected is bool))
+    if not fits or (allowed and not allowed.has(content)):
+        of = "" if allowed is None else f" of {allowed}" if allowed.most == inf else f" {allowed}"
+        raise ValueError(f"{where} must be {_named(expected)}{of}, got {content!r:.60}")
     found: Any = content
-    if expected is not Any and (not isinstance(content, kind) or is_bool != (expected is bool)):
-        raise ValueError(f"{where} must be {_named(expected)}, got {content!r:.60}")
     if origin is tuple:
         return tuple(checked(args[0], x, f"an entry of {where}") for x in found)
     if origin is Mapping:
         return {key: checked(args[1], x, f"{key} of {where}") for key, x in found.items()}
     return float(found) if expected is float else found
-
-
-def _checked_number(kind: type, allowed: Range, content: Any, where: str) -> Any:
-    is_number = isinstance(content, int | kind) and not isinstance(content, bool)
-    if not is_number or not allowed.has(content):
-        of = "of " if allowed.most == inf else ""
-        raise ValueError(f"{where} must be {_named(kind)} {of}{allowed}, got {content!r:.60}")
-    return kind(content)
 
 
 def _named(expected: Any) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from math import log2
 from typing import Annotated, Any
@@ -108,8 +108,7 @@ class KernelSpeed:
         head_dim: of queries and keys.
         form: the shape of the tile: "full", "causal" (one edge of a band cuts it) or "window" (both
             do).
-        forward: seconds by FLOPs of a forward.
-        backward: seconds by FLOPs of a backward.
+        forward, backward: seconds by FLOPs.
         heads: query heads that were measured; 0 where only FLOPs count. Of two launches with the
             same FLOPs, the one with fewer heads has larger tiles, which some kernels are faster at.
     """
@@ -129,9 +128,7 @@ class Links:
 
     Attributes:
         p2p: one message, by its bytes; each rank sends and receives at the same time.
-        all_to_all: all messages of a rank, by the bytes that it sends.
-        all_gather: likewise.
-        reduce_scatter: likewise.
+        all_to_all, all_gather, reduce_scatter: all messages of a rank, by the bytes that it sends.
     """
 
     p2p: Curve
@@ -211,6 +208,11 @@ class Machine:
     def digest(self) -> str:
         """Sixteen hexadecimal digits that differ if any field does."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
+
+    @cached_property
+    def unslowed(self) -> Machine:
+        """The same machine, if no kernel slowed its messages."""
+        return replace(self, beside_kernel=1.0)
 
     @property
     def label(self) -> str:
@@ -295,10 +297,8 @@ class Machine:
     def kernel_for(self, dtype: str, is_banded: bool) -> str | None:
         """Return the first kernel that serves an attention, `None` if no speed is known.
 
-        Args:
-            dtype: of query, key and value, such as "bfloat16".
-            is_banded: whether there are windows or documents. They need a kernel with rows of
-                "window" tiles, if any kernel has some: cuDNN, for one, takes neither.
+        Windows and documents need a kernel with rows of "window" tiles, if any kernel has some:
+        cuDNN, for one, takes neither.
         """
         known = self._of_dtype(dtype)
         banded = [x for x in known if x.form == FORMS[0]]
@@ -310,11 +310,6 @@ class Machine:
         return [x for x in self.kernels if x.dtype in alike]
 
     def dtype_like(self, dtype: str) -> str:
-        """Return a dtype whose speed is known: this one, one as fast, or that of the first kernel.
-
-        Args:
-            dtype: name of a dtype, such as "float32".
-        """
-        alike = next((types for types in SAME_SPEED if dtype in types), {dtype})
-        known = [x.dtype for x in self.kernels]
-        return dtype if not known or alike & {*known} else known[0]
+        """Return a dtype whose speed is known: this one, or that of the first kernel."""
+        is_known = self._of_dtype(dtype) or not self.kernels
+        return dtype if is_known else self.kernels[0].dtype

@@ -1,11 +1,10 @@
-"""Draw a schedule as a page in one file, and as an image."""
+"""Draw a schedule as a page in one file; a button on each picture saves it as an image."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from html import escape
 from pathlib import Path
-from textwrap import wrap
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,7 +15,6 @@ from dtensor_ring.lab.schedule import Schedule, step_begins
 from dtensor_ring.planning.demand import Cols
 from dtensor_ring.planning.layout import Layout
 from dtensor_ring.planning.plan import Plan, Step, layout_of_groups
-from dtensor_ring.planning.route import Transfer
 from dtensor_ring.planning.strategy import Strategy
 from dtensor_ring.planning.tile import Tile
 
@@ -29,17 +27,7 @@ COLORS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#bb
 
 
 class Bar(NamedTuple):
-    """A step of a rank on a time line; the unit of time is the mean work of a rank.
-
-    Attributes:
-        rank: the rank that computes.
-        step: number of the step.
-        begin: time at which the step begins.
-        end: time at which the step ends.
-        source: the rank whose keys the step works on.
-        tiles: number of tiles of the step.
-        pairs: number of visible (query, key) pairs of the step.
-    """
+    """A step of a rank on a time line; the unit of time is the mean work of a rank."""
 
     rank: int
     step: int
@@ -176,30 +164,20 @@ def _seen(tile: Tile, rows: np.ndarray, cols: np.ndarray) -> np.ndarray:
 
 def _bars(schedule: Schedule, areas: list[list[int]]) -> list[Bar]:
     mean = max(1, sum(map(sum, areas))) / len(areas)
-    begins = step_begins(schedule.plans, areas)
-    return [
-        Bar(
-            rank=plan.rank,
-            step=step.number,
-            begin=begins[step.number][plan.rank] / mean,
-            end=(begins[step.number][plan.rank] + areas[plan.rank][step.number]) / mean,
-            source=step.source,
-            tiles=len(step.tiles),
-            pairs=areas[plan.rank][step.number],
-        )
-        for plan in schedule.plans
-        for step in plan.steps
-    ]
+    begins, bars = step_begins(schedule.plans, areas), list[Bar]()
+    for plan, of_rank in zip(schedule.plans, areas, strict=True):
+        for step in plan.steps:
+            begin, pairs = begins[step.number][plan.rank], of_rank[step.number]
+            times = begin / mean, (begin + pairs) / mean
+            bars.append(Bar(plan.rank, step.number, *times, step.source, len(step.tiles), pairs))
+    return bars
 
 
-def _moves(plan: Plan) -> list[Move]:
-    def moves(step: int, side: tuple[Transfer, ...], is_sent: bool) -> list[Move]:
-        return [Move(plan.rank, step, x.peer, x.source, len(x.cols), is_sent) for x in side]
-
-    hops = enumerate(plan.shards)
-    return [
-        x for i, hop in hops for x in (*moves(i, hop.sends, True), *moves(i, hop.receives, False))
-    ]
+def _moves(plan: Plan) -> Iterator[Move]:
+    for step, hop in enumerate(plan.shards):
+        for side in (hop.sends, hop.receives):
+            for x in side:
+                yield Move(plan.rank, step, x.peer, x.source, len(x.cols), side is hop.sends)
 
 
 def _held(plan: Plan) -> int:
@@ -273,45 +251,47 @@ def _fragment(figure: Any, name: str, with_code: bool) -> str:
     return to_html(figure, config={"displaylogo": False, "responsive": True}, **how)
 
 
-def _mask_figure(drawn: Drawing) -> Any:
-    from plotly import graph_objects as go
+def _ranks(count: int) -> list[str]:
+    return [f"rank {rank}" for rank in range(count)]
 
+
+def _color(rank: int) -> str:
+    return COLORS[rank % len(COLORS)]
+
+
+def _mask_figure(drawn: Drawing) -> dict[str, Any]:
     number, size = len(drawn.areas[0]), len(drawn.areas)
-    owners = np.broadcast_to(drawn.owners[:, None], drawn.steps.shape)
+    owners: Any = np.broadcast_to(drawn.owners[:, None], drawn.steps.shape)
     labels = [str(x) for x in drawn.positions.tolist()]
-    hover = "query %{y}, key %{x}<br>rank %{z}, step %{customdata}<extra></extra>"
-    figure = go.Figure()
-    for step in (None, *range(number)):
-        is_drawn = drawn.steps >= 0 if step is None else drawn.steps == step
-        figure.add_heatmap(
-            z=[
-                [owner if here else None for owner, here in zip(*row, strict=True)]
-                for row in zip(owners.tolist(), is_drawn.tolist(), strict=True)
-            ],
-            customdata=drawn.steps.tolist(),
-            x=labels,
-            y=labels,
-            visible=step is None,
-            hovertemplate=hover,
-            zmin=-0.5,
-            zmax=size - 0.5,
-            colorscale=_scale(size),
-            colorbar={"title": "rank", "tickvals": [*range(size)]},
-            hoverongaps=False,
+    maps = [
+        {
+            "type": "heatmap",
+            "z": np.ma.array(owners, mask=~is_drawn).tolist(),  # `None` where it is masked
+            "customdata": drawn.steps.tolist(),
+            "x": labels,
+            "y": labels,
+            "visible": not step,
+            "hovertemplate": "query %{y}, key %{x}<br>rank %{z}, step %{customdata}<extra></extra>",
+            "zmin": -0.5,
+            "zmax": size - 0.5,
+            # A band of one colour for each rank.
+            "colorscale": [(edge / size, _color(i)) for i in range(size) for edge in (i, i + 1)],
+            "colorbar": {"title": "rank", "tickvals": [*range(size)]},
+            "hoverongaps": False,
+        }
+        for step, is_drawn in enumerate(
+            [drawn.steps >= 0, *(drawn.steps == step for step in range(number))]
         )
-    names = ["all", *map(str, range(number))]
-    figure.update_layout(sliders=[_slider("step", names)], height=640, plot_bgcolor=LIGHT)
-    figure.update_xaxes(title="key", showgrid=False, type="category", nticks=9)
-    figure.update_yaxes(
-        title="query", showgrid=False, type="category", nticks=9, autorange="reversed"
-    )
-    return figure
-
-
-def _scale(size: int) -> list[tuple[float, str]]:
-    """Return a colour scale with a band of one colour for each rank."""
-    bands = [(i / size, (i + 1) / size, COLORS[i % len(COLORS)]) for i in range(size)]
-    return [(edge, color) for begin, end, color in bands for edge in (begin, end)]
+    ]
+    axis = {"showgrid": False, "type": "category", "nticks": 9}
+    layout = {
+        "sliders": [_slider("step", ["all", *map(str, range(number))])],
+        "height": 640,
+        "plot_bgcolor": LIGHT,
+        "xaxis": axis | {"title": "key"},
+        "yaxis": axis | {"title": "query", "autorange": "reversed"},
+    }
+    return {"data": maps, "layout": layout}
 
 
 def _slider(name: str, values: list[str]) -> dict[str, Any]:
@@ -327,112 +307,97 @@ def _slider(name: str, values: list[str]) -> dict[str, Any]:
     return {"currentvalue": {"prefix": f"{name}: "}, "pad": {"t": 50}, "steps": steps}
 
 
-def _time_figure(drawn: Drawing) -> Any:
-    from plotly import graph_objects as go
+def _time_figure(drawn: Drawing) -> dict[str, Any]:
+    bars = [x for x in drawn.bars if x.end > x.begin]
+    trace = {
+        "type": "bar",
+        "base": [x.begin for x in bars],
+        "x": [x.end - x.begin for x in bars],
+        "y": [f"rank {x.rank}" for x in bars],
+        "text": [str(x.source) for x in bars],
+        "customdata": [[x.step, x.source, x.tiles, f"{x.pairs:,}"] for x in bars],
+        "hovertemplate": "step %{customdata[0]}, keys of rank %{customdata[1]}<br>"
+        "%{customdata[2]} tiles, %{customdata[3]} pairs<extra>%{y}</extra>",
+        "orientation": "h",
+        "marker": {"color": [_color(x.rank) for x in bars], "line": {"color": "white", "width": 1}},
+        "insidetextanchor": "middle",
+        "textangle": 0,
+    }
+    layout = {
+        "height": 140 + 34 * len(drawn.areas),
+        "barmode": "overlay",
+        "xaxis": {"title": "time, in the mean work of a rank", "rangemode": "tozero"},
+        "yaxis": {"autorange": "reversed"},
+    }
+    return {"data": [trace], "layout": layout}
 
-    figure = go.Figure()
-    for rank in range(len(drawn.areas)):
-        bars = [x for x in drawn.bars if x.rank == rank and x.end > x.begin]
-        figure.add_bar(
-            base=[x.begin for x in bars],
-            x=[x.end - x.begin for x in bars],
-            y=[f"rank {rank}"] * len(bars),
-            text=[str(x.source) for x in bars],
-            customdata=[[x.step, x.source, x.tiles, f"{x.pairs:,}"] for x in bars],
-            hovertemplate="step %{customdata[0]}, keys of rank %{customdata[1]}<br>"
-            "%{customdata[2]} tiles, %{customdata[3]} pairs<extra>%{y}</extra>",
-            orientation="h",
-            marker={"color": COLORS[rank % len(COLORS)], "line": {"color": "white", "width": 1}},
-            insidetextanchor="middle",
-            textangle=0,
-        )
-    figure.update_layout(showlegend=False, height=140 + 34 * len(drawn.areas), barmode="overlay")
-    figure.update_xaxes(title="time, in the mean work of a rank", rangemode="tozero")
-    figure.update_yaxes(autorange="reversed")
-    return figure
 
-
-def _work_figure(drawn: Drawing) -> Any:
-    from plotly import graph_objects as go
-
+def _work_figure(drawn: Drawing) -> dict[str, Any]:
     whole = max(1, sum(map(sum, drawn.areas)))
     shares = [[100 * area / whole for area in row] for row in drawn.areas]
-    figure = go.Figure()
-    figure.add_heatmap(
-        z=[[*row, sum(row)] for row in shares],
-        x=[*(f"step {i}" for i in range(len(shares[0]))), "all"],
-        y=[f"rank {i}" for i in range(len(shares))],
-        texttemplate="%{z:.2f}" if len(shares[0]) <= 16 else None,
-        hovertemplate="%{y}, %{x}: %{z:.3f} %<extra></extra>",
-        colorscale="Blues",
-        zmin=0,
-        colorbar={"title": "%"},
-    )
-    figure.update_layout(height=140 + 34 * len(shares))
-    figure.update_yaxes(autorange="reversed")
-    return figure
+    steps = len(shares[0])
+    trace = {
+        "type": "heatmap",
+        "z": [[*row, sum(row)] for row in shares],
+        "x": [*(f"step {i}" for i in range(steps)), "all"],
+        "y": _ranks(len(shares)),
+        "texttemplate": "%{z:.2f}" if steps <= 16 else None,
+        "hovertemplate": "%{y}, %{x}: %{z:.3f} %<extra></extra>",
+        "colorscale": "Blues",
+        "zmin": 0,
+        "colorbar": {"title": "%"},
+    }
+    layout = {"height": 140 + 34 * len(shares), "yaxis": {"autorange": "reversed"}}
+    return {"data": [trace], "layout": layout}
 
 
-def _moves_figure(drawn: Drawing) -> Any:
-    from plotly import graph_objects as go
-
-    figure, size = go.Figure(), len(drawn.areas)
+def _moves_figure(drawn: Drawing) -> dict[str, Any]:
+    size, traces = len(drawn.areas), []
     for rank in range(size):
         moves = [x for x in drawn.moves if x.rank == rank]
-        figure.add_bar(
-            x=[x.step for x in moves],
-            y=[-x.tokens if x.is_sent else x.tokens for x in moves],
-            customdata=[
-                [f"to rank {x.peer}" if x.is_sent else f"from rank {x.peer}", x.tokens, x.source]
+        trace = {
+            "type": "bar",
+            "x": [x.step for x in moves],
+            "y": [-x.tokens if x.is_sent else x.tokens for x in moves],
+            "customdata": [
+                [f"{'to' if x.is_sent else 'from'} rank {x.peer}", x.tokens, x.source]
                 for x in moves
             ],
-            hovertemplate="step %{x}: %{customdata[1]:,} tokens of rank %{customdata[2]} "
+            "hovertemplate": "step %{x}: %{customdata[1]:,} tokens of rank %{customdata[2]} "
             "%{customdata[0]}<extra></extra>",
-            marker={"color": [COLORS[x.source % len(COLORS)] for x in moves]},
-            visible=rank == 0,
+            "marker": {"color": [_color(x.source) for x in moves]},
+            "visible": rank == 0,
+        }
+        traces.append(trace)
+    layout = {
+        "sliders": [_slider("rank", [*map(str, range(size))])],
+        "barmode": "relative",
+        "height": 420,
+        "xaxis": {"title": "step", "dtick": 1, "range": [-0.5, len(drawn.areas[0]) - 0.5]},
+        "yaxis": {"title": "tokens"},
+    }
+    return {"data": traces, "layout": layout}
+
+
+def _memory(drawn: Drawing) -> dict[str, Any]:
+    traces = [
+        {
+            "type": "bar",
+            "name": name,
+            "x": _ranks(len(tokens)),
+            "y": tokens,
+            "marker": {"color": color},
+            "hovertemplate": "%{x}: %{y:,} tokens<extra>" + name + "</extra>",
+        }
+        for name, tokens, color in (
+            ("its own", drawn.own, COLORS[0]),
+            ("room for messages", drawn.held, COLORS[1]),
         )
-    figure.update_layout(
-        sliders=[_slider("rank", [*map(str, range(size))])], barmode="relative", height=420
-    )
-    figure.update_xaxes(title="step", dtick=1, range=[-0.5, len(drawn.areas[0]) - 0.5])
-    figure.update_yaxes(title="tokens")
-    return figure
-
-
-def _memory(drawn: Drawing) -> Any:
-    from plotly import graph_objects as go
-
-    ranks = [f"rank {i}" for i in range(len(drawn.own))]
-    figure = go.Figure()
-    for name, tokens, color in (
-        ("its own", drawn.own, COLORS[0]),
-        ("room for messages", drawn.held, COLORS[1]),
-    ):
-        figure.add_bar(
-            name=name,
-            x=ranks,
-            y=tokens,
-            marker={"color": color},
-            hovertemplate="%{x}: %{y:,} tokens<extra>" + name + "</extra>",
-        )
-    figure.update_layout(barmode="stack", height=320)
-    figure.update_yaxes(title="tokens")
-    return figure
-
-
-def save_picture(drawn: Drawing, path: Path) -> None:
-    """Draw the mask, the time line and the work of each step to a PNG file."""
-
-    def draw(figure: Any) -> None:
-        mask, (time, work) = _panels(figure)
-        _draw_mask(mask, drawn)
-        _draw_time(time, drawn)
-        _draw_work(work, drawn)
-        figure.suptitle(drawn.title)
-        if drawn.note:
-            figure.supxlabel("\n".join(wrap(drawn.note, 150)), fontsize="small")
-
-    save_figure(draw, path)
+    ]
+    return {
+        "data": traces,
+        "layout": {"barmode": "stack", "height": 320, "yaxis": {"title": "tokens"}},
+    }
 
 
 def save_figure(draw: Callable[[Any], None], path: Path) -> None:
@@ -444,45 +409,3 @@ def save_figure(draw: Callable[[Any], None], path: Path) -> None:
     FigureCanvasAgg(figure)  # no window opens, whatever the user's backend is
     draw(figure)
     figure.savefig(path, dpi=130, format="png")
-
-
-def _panels(figure: Any) -> tuple[Any, tuple[Any, Any]]:
-    grid = figure.add_gridspec(2, 2, width_ratios=(1, 1.1))
-    return figure.add_subplot(grid[:, 0]), tuple(figure.add_subplot(grid[i, 1]) for i in (0, 1))
-
-
-def _draw_mask(axes: Any, drawn: Drawing) -> None:
-    """Draw the queries of each rank in its colour, and later steps lighter."""
-    from matplotlib.colors import to_rgb
-
-    rgb = np.array([to_rgb(color) for color in COLORS])[drawn.owners % len(COLORS)]
-    number = max(1, len(drawn.areas[0]))
-    lightness = 0.75 * np.maximum(drawn.steps, 0) / number
-    shades = rgb[:, None] + (1 - rgb[:, None]) * lightness[..., None]
-    shades[drawn.steps < 0] = 0.96
-    last = int(drawn.positions[-1]) + 1 if len(drawn.positions) else 1
-    axes.imshow(shades, extent=(0, last, last, 0), interpolation="nearest")
-    axes.set(xlabel="key", ylabel="query", title="rank by colour, later steps lighter")
-
-
-def _draw_time(axes: Any, drawn: Drawing) -> None:
-    for bar in drawn.bars:
-        if bar.end > bar.begin:
-            color = COLORS[bar.rank % len(COLORS)]
-            size = bar.end - bar.begin
-            axes.barh(bar.rank, size, left=bar.begin, color=color, edgecolor="white", height=0.8)
-            if size > 0.05:
-                where = bar.begin + size / 2, bar.rank
-                axes.text(*where, str(bar.source), ha="center", va="center", color="white")
-    axes.invert_yaxis()
-    axes.set(xlabel="time, in the mean work of a rank", ylabel="rank")
-    axes.set(yticks=range(len(drawn.own)), title="steps, by the rank whose keys they are about")
-
-
-def _draw_work(axes: Any, drawn: Drawing) -> None:
-    whole = max(1, sum(map(sum, drawn.areas)))
-    shares = 100 * np.array(drawn.areas, dtype=float) / whole
-    image = axes.imshow(shares, cmap="Blues", vmin=0, aspect="auto")
-    axes.figure.colorbar(image, ax=axes, label="% of all work")
-    axes.set(xlabel="step", ylabel="rank", yticks=range(len(shares)), title="balance")
-    axes.set(xticks=range(0, shares.shape[1], -(-shares.shape[1] // 16)))

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from typing_extensions import TypedDict
 
-from dtensor_ring.all_to_all.plan import AllToAllPlan, HeadShard
+from dtensor_ring.all_to_all.plan import HeadShard
 from dtensor_ring.balanced.balanced import check_seen, layout_for
 from dtensor_ring.lab.fields import read_json
 from dtensor_ring.planning.layout import Layout
@@ -18,7 +19,10 @@ from dtensor_ring.planning.ranges import MAX_RANKS, as_count, length
 from dtensor_ring.planning.slices import Slices
 from dtensor_ring.planning.strategy import Strategy, as_strategy, why_not
 from dtensor_ring.planning.tile import FULL
-from dtensor_ring.transport.transport import TransferPolicy
+from dtensor_ring.transport.transport import DEFAULT_POLICY, TransferPolicy
+
+# Pairs of query and key of a rank, over all heads, whose number fits 64 bits.
+MAX_PAIRS = 2**62
 
 
 class SimulatedProblem(NamedTuple):
@@ -101,28 +105,14 @@ class TensorSizes(NamedTuple):
         return self.dtype.itemsize
 
     @property
-    def kv_itemsize(self) -> int:
-        """Bytes of a number of keys and values in messages, without scales."""
-        return self.kv_dtype.itemsize
-
-    @property
-    def sum_itemsize(self) -> int:
-        """Bytes of a number of key and value gradient sums in messages."""
-        return self.sum_dtype.itemsize
-
-    @property
     def wide_itemsize(self) -> int:
         """Bytes of a number that results are merged in: float32 or wider."""
         return max(4, self.itemsize)
 
-    def heads_after(self, all_to_all: AllToAllPlan | None) -> tuple[int, int]:
-        """Return the query and key heads of a rank after an all-to-all; without one, all heads."""
-        if all_to_all is None:
+    def heads_of(self, shard: HeadShard | None) -> tuple[int, int]:
+        """Return the query and key heads of a shard of the heads; all of them without one."""
+        if shard is None:
             return self.heads
-        return self.heads_of(all_to_all.head_shard(all_to_all.rank, self.heads[1]))
-
-    def heads_of(self, shard: HeadShard) -> tuple[int, int]:
-        """Return the number of query and key heads of a shard of the heads."""
         query, key = (length(shard.span(count, self.heads[1])) for count in self.heads)
         return query, key
 
@@ -196,8 +186,15 @@ def config_json(path: Path) -> Any:
     return read_json(path, f"config {path}")
 
 
-# Pairs of query and key of a rank, over all heads, whose number fits 64 bits.
-MAX_PAIRS = 2**62
+class ProblemOptions(TypedDict, total=False, closed=True):
+    """Options of an attention whose time is asked for; `simulate_attention` explains them."""
+
+    slices: Slices | None
+    layout: Layout | str
+    batch: int
+    dtype: torch.dtype | str
+    policy: TransferPolicy
+    kernel: str | None
 
 
 def problem_of(
@@ -208,11 +205,11 @@ def problem_of(
     head_dim: Any,
     cu_seqlens: Boundaries | None,
     *,
-    slices: Slices | None,
-    layout: Layout | str,
-    batch: Any,
-    dtype: Any,
-    policy: TransferPolicy,
+    slices: Slices | None = None,
+    layout: Layout | str = "zigzag",
+    batch: Any = 1,
+    dtype: Any = torch.bfloat16,
+    policy: TransferPolicy = DEFAULT_POLICY,
     kernel: str | None = None,
 ) -> SimulatedProblem:
     """Check the arguments of an attention, see `simulate_attention`.

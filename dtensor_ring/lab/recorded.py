@@ -289,8 +289,9 @@ class RankAttention(NamedTuple):
 
     def costs(self) -> tuple[Cost, Cost]:
         """Return what its forward and its backward send and hold."""
+        # A rank's own message in eight bits is a buffer on a CPU, and memory like it on a GPU.
         idle = self._replace(plan=unlaunched(self.plan))
-        run = idle.directions(lambda _: ShapeKernel(), on_gpu=True)
+        run = idle.directions(lambda _: ShapeKernel(), on_gpu=False)
         forward, backward = (replace(x.cost, held=x.cost.held + held) for x, held in run)
         return forward, backward
 
@@ -343,7 +344,7 @@ class RankAttention(NamedTuple):
     def moved(self) -> tuple[int, int, int, int]:
         """What its ring sends and receives: columns forward and backward, times their bytes."""
         sizes, plan = self.sizes, self.plan
-        loops = (plan.shards, sizes.kv_itemsize), (plan.sums, sizes.sum_itemsize)
+        loops = (plan.shards, sizes.kv_dtype.itemsize), (plan.sums, sizes.sum_dtype.itemsize)
         (out, coming), (sums, home) = (
             [
                 size * sum(len(x.cols) for hop in hops for x in side(hop))

@@ -7,8 +7,9 @@ nearest of those.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
@@ -27,8 +28,34 @@ MAX_RECORDED = 32
 MAX_STEPS, FEWEST = 4096, 4
 
 
+class StandIns(NamedTuple):
+    """The ranks of an axis, and who stands for each of them.
+
+    Attributes:
+        heads: consecutive ranks of a group of an all-to-all.
+        ranks: the rank that was recorded for each rank, `(W,)`.
+        kinds: the number of its recording, `(W,)`.
+    """
+
+    heads: int
+    ranks: np.ndarray
+    kinds: np.ndarray
+
+
+class _Alike(NamedTuple):
+    """A rank, for all that do the same.
+
+    Attributes:
+        attention: of this rank.
+        content: what the attentions of all of them have in common.
+    """
+
+    attention: RankAttention
+    content: Hashable
+
+
 class RecordedRanks:
-    """What ranks of an axis do in one attention.
+    """What ranks of an axis do in one attention; loops run when they are asked for.
 
     Args:
         problem: the attention.
@@ -38,75 +65,84 @@ class RecordedRanks:
 
     Attributes:
         heads: consecutive ranks of a group of an all-to-all.
+        size: ranks of the axis.
+        last_rank: the last one that is looked at.
+        content_of_last: what it has in common with ranks that do the same.
     """
 
     def __init__(
         self, problem: SimulatedProblem, strategy: Strategy, has_segments: bool, on_gpu: bool
     ) -> None:
-        self.heads = strategy.heads
+        self.heads, self.size = strategy.heads, problem.world_size
         self._asked, self._how = (problem, strategy), (has_segments, on_gpu)
-        self._runs = [rank_attention(problem, strategy, 0).recordings(*self._how)]
+        self._nearest = looked_at(self.size, self.heads)
+        self.last_rank = int(self._nearest.max())
+        attention, content = _alike(problem, strategy, [self.last_rank])[self.last_rank]
+        self._last, self.content_of_last = attention.recordings(*self._how), content
 
     @cached_property
-    def first(self) -> Recording:
-        """The recording of the forward of rank 0; no other rank is planned for it."""
-        return next(self._runs[0])
+    def last(self) -> Recording:
+        """The recording of its forward; no other rank is planned for it."""
+        return next(self._last)
 
     @cached_property
-    def _looked_at(self) -> tuple[dict[int, RankAttention], np.ndarray]:
-        """The attentions of the ranks that are looked at, and which of these is each rank's."""
-        problem, strategy = self._asked
-        nearest = looked_at(problem.world_size, strategy.heads)
-        return _alike(problem, strategy, np.unique(nearest).tolist()), nearest
+    def last_backward(self) -> Recording:
+        """The recording of its backward."""
+        assert self.last, "it comes first"
+        return next(self._last)
+
+    @cached_property
+    def _looked_at(self) -> dict[int, _Alike]:
+        """The ranks that are looked at; the last one is the first, so nobody stands for it."""
+        return _alike(*self._asked, np.unique(self._nearest)[::-1].tolist())
 
     @property
     def num_planned(self) -> int:
         """Ranks that were looked at; others are taken to be like the nearest of those."""
-        return len(self._looked_at[0])
+        return len(self._looked_at)
+
+    @property
+    def content(self) -> Hashable:
+        """What strategies have in common whose ranks do the same."""
+        return tuple(x.content for x in self._looked_at.values())
 
     @cached_property
-    def ranks(self) -> np.ndarray:
-        """The rank that was recorded for each rank, `(W,)`."""
-        found, nearest = self._looked_at
-        return np.array([found[x].plan.rank for x in nearest.tolist()])
+    def stand_ins(self) -> StandIns:
+        """Who stands for each rank."""
+        alike = [self._looked_at[x].attention.plan.rank for x in self._nearest.tolist()]
+        return StandIns(self.heads, np.array(alike), np.unique(alike, return_inverse=True)[1])
 
     @cached_property
-    def kinds(self) -> np.ndarray:
-        """The number of the recording that stands for each rank, `(W,)`."""
-        numbers = {rank: number for number, rank in enumerate(dict.fromkeys(self.ranks.tolist()))}
-        return np.array([numbers[x] for x in self.ranks.tolist()])
+    def _others(self) -> list[Iterator[Recording]]:
+        """The recordings of all ranks that are recorded but the last."""
+        alike = {x.attention.plan.rank: x.attention for x in self._looked_at.values()}
+        return [alike[rank].recordings(*self._how) for rank in sorted(alike)[:-1]]
 
     @cached_property
     def forward(self) -> list[Recording]:
         """The recordings of the forward."""
-        found = self._looked_at[0]
-        # Rank 0 is looked at first, so nobody stands for it.
-        alike = list({x.plan.rank: x for x in found.values()}.values())
-        self._runs += [x.recordings(*self._how) for x in alike[1:]]
-        return [self.first, *(next(x) for x in self._runs[1:])]
+        return [*map(next, self._others), self.last]
 
     @cached_property
     def backward(self) -> list[Recording]:
-        """The recordings of the backward, which is run when it is asked for."""
+        """The recordings of the backward."""
         assert self.forward, "it comes first"
-        return [next(x) for x in self._runs]
+        return [*map(next, self._others), self.last_backward]
 
 
-def _alike(
-    problem: SimulatedProblem, strategy: Strategy, ranks: list[int]
-) -> dict[int, RankAttention]:
-    """Return for each rank its attention, or that of a rank that does the same."""
-    found: dict[int, RankAttention] = {}
-    members, alike = dict[Hashable, RankAttention](), dict[Hashable, RankAttention]()
+def _alike(problem: SimulatedProblem, strategy: Strategy, ranks: list[int]) -> dict[int, _Alike]:
+    """Return for each rank the first that does the same."""
+    found: dict[int, _Alike] = {}
+    members, alike = dict[Hashable, _Alike](), dict[Hashable, _Alike]()
     for rank in ranks:
         # Ranks of a group have the same ring, and so the same plan.
         exchange = _exchange(problem, strategy, rank)
-        trade = _exchange_content(exchange, problem.sizes)
+        trade = strategy.heads, _exchange_content(exchange, problem.sizes)
         member = rank // strategy.heads, trade
         if member not in members:
             attention = _rank_attention(problem, strategy, rank, exchange)
             content = trade, _plan_content(attention.plan, problem.world_size)
-            members[member] = alike.setdefault(content, attention)
+            members[member] = alike.setdefault(content, _Alike(attention, content))
         found[rank] = members[member]
     return found
 
@@ -183,7 +219,7 @@ def _exchange_content(exchange: AllToAllPlan | None, sizes: TensorSizes) -> Hash
     rank, heads, key_heads = exchange.rank, exchange.heads, sizes.heads[1]
     shards = [exchange.head_shard(rank + x, key_heads) for x in range(heads)]
     # Blocks are counted in the shards of their owners, and copies of a head summed in their order.
-    if sizes.kv_itemsize == 1 or any(shard.num_parts > 1 for shard in shards):
+    if sizes.kv_dtype.itemsize == 1 or any(shard.num_parts > 1 for shard in shards):
         return rank
     arrived = tuple(sorted(((x.peer - rank) % heads, len(x.cols)) for x in exchange.receives))
     # What stays here is copied twice if it does not lie side by side.

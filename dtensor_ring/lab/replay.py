@@ -25,7 +25,8 @@ from dtensor_ring.lab.recorded import (
     Recording,
     form_and_heads,
 )
-from dtensor_ring.lab.recorded_ranks import RecordedRanks
+from dtensor_ring.lab.recorded_ranks import RecordedRanks, StandIns
+from dtensor_ring.planning.ranges import differing
 
 # What labels call what a rank does; sums that arrived are added by a merge.
 _NAMES = "tile", "pack", "pack", "unpack", "merge", "merge"
@@ -73,6 +74,15 @@ class KernelSeconds(NamedTuple):
             return speed.forward(4.0 * self.head_dim * pairs)
         return speed.backward(10.0 * self.head_dim * pairs)
 
+    def of_tiles(self, does: np.ndarray, is_forward: bool) -> np.ndarray:
+        """Return the seconds of the launches among the columns of `Recording.does`, else 0."""
+        _, what, numbers, extra = does
+        seconds, tiles = np.zeros(len(what)), what == TILE
+        for form in {*extra[tiles].tolist()}:
+            where = tiles & (extra == form)
+            seconds[where] = self.of(numbers[where], form, is_forward)
+        return seconds
+
 
 def replayed(
     ranks: RecordedRanks, kernels: KernelSeconds, is_forward: bool, keeps_spans: bool = False
@@ -86,20 +96,25 @@ def replayed(
         keeps_spans: whether to keep what each rank does when.
     """
     recordings = ranks.forward if is_forward else ranks.backward
-    work = _Work(recordings, kernels, is_forward)
-    sends = _Sends(recordings, ranks, kernels.machine)
-    return _Replay(ranks, work, sends, kernels.machine, keeps_spans).direction()
+    return _Replay(ranks.stand_ins, recordings, kernels, is_forward, keeps_spans).direction()
 
 
-def least_backward(ranks: RecordedRanks, kernels: KernelSeconds) -> float:
-    """Return what a backward takes at least: its tiles, which are those of the forward."""
-    return float(_Work(ranks.forward, kernels, is_forward=False).tiles.sum(0).max())
+def least_tiles(ranks: RecordedRanks, kernels: KernelSeconds) -> float:
+    """Return what both directions take at least: the tiles of the last rank."""
+    both = (kernels.of_tiles(ranks.last.does.T, x) for x in (True, False))
+    return sum(float(seconds.sum()) for seconds in both)
 
 
-def least_of_first(ranks: RecordedRanks, kernels: KernelSeconds) -> float:
-    """Return what both directions take at least: the tiles of rank 0."""
-    both = (_Work([ranks.first], kernels, is_forward) for is_forward in (True, False))
-    return sum(float(work.tiles.sum()) for work in both)
+def least_alone(ranks: RecordedRanks, kernels: KernelSeconds, is_forward: bool) -> float:
+    """Return what a direction takes at least: the last rank, if all others only wait for it."""
+    found = ranks.last if is_forward else ranks.last_backward
+    waiting = found._replace(does=found.does[:0], sends=found.sends[:0])
+    is_last = (np.arange(ranks.size) == ranks.last_rank).astype(np.int64)
+    alone = StandIns(ranks.heads, is_last * ranks.last_rank, is_last)
+    # What arrives is not counted, so how much its messages slow each other is not known.
+    unslowed = kernels._replace(machine=kernels.machine.unslowed)
+    how = [waiting, found][-ranks.size :], unslowed, is_forward, False
+    return float(_Replay(alone, *how).direction().ends[ranks.last_rank])
 
 
 class _Phase(NamedTuple):
@@ -131,12 +146,10 @@ class _Work:
         self.labels = [x.labels for x in recordings]
         self.num_phases, self._num_kinds = len(self.labels[0]), len(recordings)
         assert all(len(x) == self.num_phases for x in self.labels), "all ranks have the same steps"
-        kinds, (phases, what, numbers, extra) = _joined([x.does for x in recordings])
-        seconds = np.zeros(len(what))
-        machine, tiles = kernels.machine, what == TILE
-        for form in np.unique(extra[tiles]).tolist():
-            where = tiles & (extra == form)
-            seconds[where] = kernels.of(numbers[where], form, is_forward)
+        kinds, does = _joined([x.does for x in recordings])
+        phases, what, numbers, _ = does
+        machine, of_tiles = kernels.machine, kernels.of_tiles(does, is_forward)
+        seconds = of_tiles.copy()
         for curve, where in (
             (machine.pack, (what >= PACKET) & (what <= UNPACK)),
             (machine.merge, (what >= MERGE) & (what < WAIT)),
@@ -144,12 +157,11 @@ class _Work:
             seconds[where] = curve(numbers[where].astype(float))
         # Seconds of the tiles of each phase alone, `(P, K)`.
         shape = self.num_phases, self._num_kinds
-        of_tiles, at = np.where(tiles, seconds, 0.0), phases * shape[1] + kinds
+        at = phases * shape[1] + kinds
         self.tiles = np.bincount(at, of_tiles, shape[0] * shape[1]).reshape(shape)
         # What a rank does in a phase is in order, side by side.
-        is_first = np.diff(kinds * shape[0] + phases, prepend=-1) != 0
-        begins = np.flatnonzero(is_first)
-        self._places = np.arange(len(what)) - np.repeat(begins, np.diff(begins, append=len(what)))
+        places = np.arange(len(what))
+        self._places = places - np.maximum.accumulate(np.where(differing(at), places, 0))
         self._order = np.argsort(phases, kind="stable")
         self._bounds = np.searchsorted(phases[self._order], np.arange(shape[0] + 1))
         self._columns = kinds, what, seconds, numbers
@@ -188,14 +200,11 @@ class _Sends:
         machine: has the links.
     """
 
-    def __init__(
-        self, recordings: Sequence[Recording], ranks: RecordedRanks, machine: Machine
-    ) -> None:
+    def __init__(self, recordings: Sequence[Recording], ranks: StandIns, machine: Machine) -> None:
         self._ranks, self._machine, self.size = ranks, machine, len(ranks.kinds)
         kinds, (phases, peers, num_bytes) = _joined([x.sends for x in recordings])
         # What a rank sends to one peer in one phase, such as key and value, follows one another.
-        columns = phases, peers, kinds
-        first = np.flatnonzero(np.any([np.diff(x, prepend=-1) for x in columns], axis=0))
+        first = np.flatnonzero(differing((phases * self.size + peers) * len(recordings) + kinds))
         order = first[np.argsort(phases[first], kind="stable")]
         totals = np.zeros((3, len(num_bytes)))  # bytes, and seconds within a host and between two
         totals[0] = num_bytes
@@ -277,23 +286,24 @@ class _Replay:
 
     Args:
         ranks: which recorded rank stands for each rank.
-        work: what recorded ranks do.
-        sends: the messages of all ranks.
-        machine: what each part takes.
+        recordings: of the recorded ranks.
+        kernels: what tiles take, and the machine.
+        is_forward: the direction.
         keeps_spans: whether to keep what each rank does when.
     """
 
     def __init__(
         self,
-        ranks: RecordedRanks,
-        work: _Work,
-        sends: _Sends,
-        machine: Machine,
+        ranks: StandIns,
+        recordings: Sequence[Recording],
+        kernels: KernelSeconds,
+        is_forward: bool,
         keeps_spans: bool,
     ) -> None:
-        self._ranks, self._work, self._sends, self._machine = ranks, work, sends, machine
-        self._clock = Clock(machine, len(ranks.kinds), keeps_spans)
-        self._keeps_spans = keeps_spans
+        self._ranks, self._machine, self._keeps_spans = ranks, kernels.machine, keeps_spans
+        self._work = _Work(recordings, kernels, is_forward)
+        self._sends = _Sends(recordings, ranks, kernels.machine)
+        self._clock = Clock(kernels.machine, len(ranks.kinds), keeps_spans)
         self._are_all = bool((ranks.ranks == np.arange(len(ranks.ranks))).all())
         # When the messages of each phase are done, by rank, and what labels call them.
         self._done: dict[int, np.ndarray] = {}
@@ -322,24 +332,23 @@ class _Replay:
 
     def _run(self, phase: _Phase, slow: np.ndarray | None) -> None:
         """Let ranks do the first of each, then the second, and so on."""
-        for what, seconds, started in zip(*map(self._of_ranks, phase), strict=True):
-            if slow is not None:
-                seconds = np.where(what == TILE, seconds * slow, seconds)
-            for name, active in self._named(what):
-                self._clock.run(name, seconds, active)
-            waits = what == WAIT
-            if waits.any():
-                self._wait(np.where(waits, started, -1))
+        what, seconds, started = map(self._of_ranks, phase)
+        if slow is not None:
+            seconds = np.where(what == TILE, seconds * slow, seconds)
+        waits = what == WAIT
+        runs, started = (what >= 0) & ~waits, np.where(waits, started, -1)
+        for row, (one_runs, one_waits) in enumerate(zip(runs.any(1), waits.any(1), strict=True)):
+            for name, active in self._named(what[row], runs[row]) if one_runs else ():
+                self._clock.run(name, seconds[row], active)
+            if one_waits:
+                self._wait(started[row])
 
     def _of_ranks(self, of_kinds: np.ndarray) -> np.ndarray:
         """Return what is of recorded ranks for all ranks, `(n, W)`."""
         return of_kinds if self._are_all else of_kinds[:, self._ranks.kinds]
 
-    def _named(self, what: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
+    def _named(self, what: np.ndarray, runs: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
         """Yield what ranks run and who does; without spans, names do not matter."""
-        runs = (what >= 0) & (what < WAIT)
-        if not runs.any():
-            return
         if not self._keeps_spans:
             yield "", runs
             return
@@ -359,7 +368,7 @@ class _Replay:
         moves, sends, size = self._sends.moves(number), self._sends, self._sends.size
         active = np.zeros(size, dtype=bool)
         active[moves.senders] = active[moves.receivers] = True
-        after = self._work.has_kernels(number)
+        after = self._keeps_spans and self._work.has_kernels(number)
         self._waits[number] = "wait for sums" if after else "wait"
         posted = self._clock.post("send sums" if after else "send", active)
         if not sends.is_exchange[number]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from dtensor_ring.balanced.balanced import check_seen, layout_for, layouts_for
 from dtensor_ring.planning.layout import Layout
@@ -144,17 +143,23 @@ def describe_schedule(
         keys and values: 4 tokens, at most 4 to a rank
     """
     asked = _checked(mask, seq_len, world_size, cu_seqlens, slices)
-    chosen = layout_for(layout, *asked)
+    _, length, num_ranks, documents, _ = asked
+    chosen, spelled = layout_for(layout, *asked), as_strategy(strategy, num_ranks)
+
+    def planned(rank: int) -> Plan:
+        where = rank, num_ranks, length, documents
+        how = {"strategy": spelled, "slices": slices, "block": block}
+        return plan(chosen, FULL if mask is None else mask, *where, **how)
+
     # The plan of rank 0 shows how many steps all plans have.
-    spelled = as_strategy(strategy, asked.world_size)
-    num_steps = asked.plan(chosen, 0, spelled, block).num_steps * asked.world_size
+    num_steps = planned(0).num_steps * num_ranks
     if num_steps > MAX_STEPS:
         raise ValueError(
             f"a schedule shows all steps of all ranks, which are {num_steps:,} for world_size "
             f"{world_size}, at most {MAX_STEPS:,} can be described; describe fewer ranks"
         )
-    plans = tuple(asked.plan(chosen, rank, spelled, block) for rank in range(asked.world_size))
-    return Schedule(chosen, mask, asked.seq_len, asked.documents, plans, slices, spelled)
+    plans = tuple(map(planned, range(num_ranks)))
+    return Schedule(chosen, mask, length, documents, plans, slices, spelled)
 
 
 def compare_layouts(
@@ -166,12 +171,7 @@ def compare_layouts(
 ) -> LayoutComparison:
     """Compare how evenly "balanced" and the layouts without parameters shard an attention.
 
-    Args:
-        mask: which keys a query sees; `None` where `slices` say it.
-        seq_len: global length, in tokens.
-        world_size: ranks on the ring.
-        cu_seqlens: boundaries of documents, `(D+1,)` or `(B, D+1)`; a tensor or a sequence.
-        slices: what queries see, in place of mask and boundaries.
+    Arguments are those of `describe_schedule`.
 
     Returns:
         A `LayoutComparison`; print it. A layout that cannot shard the length is left out.
@@ -189,7 +189,7 @@ def compare_layouts(
         {
             layout.name: describe_schedule(layout, *asked).imbalance
             for layout in layouts_for(*asked)
-            if _can_shard(layout, asked.world_size, asked.seq_len)
+            if _can_shard(layout, asked[2], asked[1])
         }
     )
 
@@ -203,36 +203,20 @@ def _can_shard(layout: Layout, world_size: int, seq_len: int) -> bool:
     return True
 
 
-class _ScheduleRequest(NamedTuple):
-    """The attention to describe."""
-
-    mask: Mask | None
-    seq_len: int
-    world_size: int
-    documents: Documents | None
-    slices: Slices | None
-
-    def plan(self, layout: Layout, rank: int, strategy: Strategy, block: int | None) -> Plan:
-        """Return the plan of a rank."""
-        mask = FULL if self.mask is None else self.mask
-        where = rank, self.world_size, self.seq_len, self.documents
-        return plan(layout, mask, *where, strategy=strategy, slices=self.slices, block=block)
-
-
 def _checked(
     mask: Mask | None,
     seq_len: int,
     world_size: int,
     cu_seqlens: Boundaries | None,
     slices: Slices | None,
-) -> _ScheduleRequest:
+) -> tuple[Mask | None, int, int, Documents | None, Slices | None]:
     """Check the arguments, and make numbers integers: they are cache keys, and 8.0 equals 8."""
     check_seen(mask, slices)
     num_ranks = as_count("world_size", world_size, 1, MAX_RANKS)
     documents = as_documents(cu_seqlens)
     length = as_count("seq_len", seq_len)
     check_documents(num_ranks, length, documents)
-    return _ScheduleRequest(mask, length, num_ranks, documents, slices)
+    return mask, length, num_ranks, documents, slices
 
 
 def _imbalance(areas: list[list[int]]) -> float:

@@ -3,33 +3,24 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Hashable, Iterator
 from dataclasses import dataclass, field
-from functools import cached_property
 from os import PathLike
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
+from typing_extensions import Unpack
 
 from dtensor_ring.compute.kernels.registry import KERNELS
 from dtensor_ring.lab.clock import Spans
 from dtensor_ring.lab.machine import FORMS, Machine
 from dtensor_ring.lab.presets import as_machine
-from dtensor_ring.lab.problem import SimulatedProblem, problem_of
+from dtensor_ring.lab.problem import ProblemOptions, SimulatedProblem, problem_of
 from dtensor_ring.lab.recorded_ranks import RecordedRanks
-from dtensor_ring.lab.replay import (
-    Direction,
-    KernelSeconds,
-    least_backward,
-    least_of_first,
-    replayed,
-)
-from dtensor_ring.planning.layout import Layout
+from dtensor_ring.lab.replay import Direction, KernelSeconds, least_alone, least_tiles, replayed
 from dtensor_ring.planning.mask import Boundaries, Mask
-from dtensor_ring.planning.slices import Slices
 from dtensor_ring.planning.strategy import Strategy
-from dtensor_ring.transport.transport import DEFAULT_POLICY, TransferPolicy
+from dtensor_ring.transport.transport import TransferPolicy
 
 # The rows of a rank in a picture, in this order.
 STREAMS = ("host", "compute", "send", "receive")
@@ -169,14 +160,9 @@ def simulate_attention(
     head_dim: int = 128,
     cu_seqlens: Boundaries | None = None,
     *,
-    slices: Slices | None = None,
-    layout: Layout | str = "zigzag",
     strategy: Strategy | str = Strategy.default,
-    batch: int = 1,
-    dtype: torch.dtype | str = torch.bfloat16,
-    policy: TransferPolicy = DEFAULT_POLICY,
-    kernel: str | None = None,
     machine: Machine | str | PathLike[str] = "h100",
+    **options: Unpack[ProblemOptions],
 ) -> Timeline:
     """Simulate the forward and the backward of one attention on a machine, without running it.
 
@@ -190,15 +176,14 @@ def simulate_attention(
         heads: of queries, and of keys and values; with tensor parallelism, those of a rank.
         head_dim: of queries, keys and values.
         cu_seqlens: boundaries of documents, `(D+1,)` or `(B, D+1)`; a tensor or a sequence.
-        slices: what queries see, in place of mask and boundaries.
-        layout: a layout or its name.
         strategy: how the attention is made parallel, see `SequenceAxis`.
-        batch: rows of the batch, if boundaries do not say it by row.
-        dtype: of query, key and value, or its name.
-        policy: the dtypes in which messages travel.
-        kernel: a registered kernel's name; by default the first one that the machine has.
         machine: a preset's name, such as "h100", a file that `python -m dtensor_ring calibrate`
             wrote, or a `Machine`.
+        options: `slices`, what queries see in place of mask and boundaries; `layout`, a layout or
+            its name, by default "zigzag"; `batch`, rows of the batch, if boundaries do not say it;
+            `dtype` of query, key and value, or its name, by default bfloat16; `policy`, the dtypes
+            in which messages travel; `kernel`, the name of a registered one, by default the first
+            that the machine has.
 
     Returns:
         A `Timeline`; print it, or save its `chrome_trace()`.
@@ -219,17 +204,9 @@ def simulate_attention(
         >>> [round(1e3 * seconds, 2) for seconds in found.seconds]
         [9.33, 23.81]
     """
-    if isinstance(policy, TransferPolicy):
+    if isinstance(policy := options.get("policy"), TransferPolicy):
         policy.refuse_order("simulate_attention")
-    problem = problem_of(
-        *(mask, seq_len, world_size, heads, head_dim, cu_seqlens),
-        slices=slices,
-        layout=layout,
-        batch=batch,
-        dtype=dtype,
-        policy=policy,
-        kernel=kernel,
-    )
+    problem = problem_of(mask, seq_len, world_size, heads, head_dim, cu_seqlens, **options)
     return timeline_of(problem, problem.able(strategy), as_machine(machine), keeps_spans=True)
 
 
@@ -241,6 +218,7 @@ class Simulation:
         strategy: how it is made parallel.
         machine: what each part takes.
         keeps_spans: whether to keep what each rank does when.
+        known: what was simulated of this problem, by content; strategies may do the same.
 
     Raises:
         ValueError: if the machine lacks the kernel or the dtype.
@@ -252,33 +230,42 @@ class Simulation:
         strategy: Strategy,
         machine: Machine,
         keeps_spans: bool = False,
+        known: dict[Hashable, Any] | None = None,
     ) -> None:
         self._names, self._keeps_spans = (machine.name, strategy.spec), keeps_spans
+        self._known: dict[Hashable, Any] = {} if known is None else known
         # All tiles of an attention have one kernel.
         kernel = problem.kernel or machine.kernel_for(problem.dtype, problem.is_banded)
         self._kernels = KernelSeconds(machine, problem.dtype, problem.sizes.head_dims[0], kernel)
-        known = machine.speed(*self._kernels[1:3], FORMS[-1], kernel).kernel
+        of_kernel = machine.speed(*self._kernels[1:3], FORMS[-1], kernel).kernel
         on_gpu = not machine.host_waits
-        self._ranks = RecordedRanks(problem, strategy, has_segments(known), on_gpu)
+        self._ranks = RecordedRanks(problem, strategy, has_segments(of_kernel), on_gpu)
 
-    @cached_property
-    def forward(self) -> Direction:
-        """The times of the forward."""
-        return replayed(self._ranks, self._kernels, True, self._keeps_spans)
+    def direction(self, is_forward: bool) -> Direction:
+        """Return the times of the forward, or of the backward."""
+        what = replayed, self._ranks.content, is_forward
+        if what not in self._known:
+            self._known[what] = replayed(self._ranks, self._kernels, is_forward, self._keeps_spans)
+        return self._known[what]
 
-    @cached_property
-    def backward(self) -> Direction:
-        """The times of the backward."""
-        return replayed(self._ranks, self._kernels, False, self._keeps_spans)
+    def _least(self, is_forward: bool) -> float:
+        """Return what a direction takes at least."""
+        what = least_alone, self._ranks.content_of_last, is_forward
+        if what not in self._known:
+            self._known[what] = least_alone(self._ranks, self._kernels, is_forward)
+        return self._known[what]
 
     def bounds(self) -> Iterator[float]:
-        """Yield what it takes at least: by one rank's kernels, then without a backward."""
-        yield least_of_first(self._ranks, self._kernels)
-        yield float(self.forward.ends.max()) + least_backward(self._ranks, self._kernels)
+        """Yield what it takes at least, with ever more of it simulated, and last what it takes."""
+        yield least_tiles(self._ranks, self._kernels)
+        yield self._least(True) + self._least(False)
+        yield float(self.direction(True).ends.max()) + self._least(False)
+        yield self.timeline().total
 
     def timeline(self) -> Timeline:
         """Return the times of both directions."""
-        return Timeline(*self._names, self.forward, self.backward, self._ranks.num_planned)
+        forward, backward = self.direction(True), self.direction(False)
+        return Timeline(*self._names, forward, backward, self._ranks.num_planned)
 
 
 def has_segments(kernel: str) -> bool:

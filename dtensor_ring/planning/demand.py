@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dtensor_ring.planning.ranges import Span, length, moved, numbered, topmost, united
+from dtensor_ring.planning.ranges import Span, differing, length, moved, numbered, topmost, united
 from dtensor_ring.planning.run_table import ShardTable
 from dtensor_ring.planning.slice_tables import stacked
 from dtensor_ring.planning.slices import Slices
@@ -104,7 +104,7 @@ def cols_by(ids: np.ndarray, firsts: np.ndarray, ends: np.ndarray) -> dict[int, 
     """Return the columns of each id; entries must be sorted by id and already united."""
     spans = list(zip(firsts.tolist(), ends.tolist(), strict=True))
     # Entries are sorted: an id begins where it differs from the one before.
-    begins = np.flatnonzero(np.diff(ids, prepend=-1))
+    begins = np.flatnonzero(differing(ids))
     bounds = pairwise([*begins.tolist(), len(spans)])
     return {
         number: Cols(tuple(spans[begin:end]))

@@ -44,6 +44,17 @@ def expanded(first: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarray
     return whose, number + first[whose]
 
 
+def differing(numbers: np.ndarray) -> np.ndarray:
+    """Return where a number is not the one before it, as booleans; the first is not.
+
+    >>> differing(np.array([2, 2, 5, 2])).tolist()
+    [True, False, True, True]
+    """
+    found = np.ones(len(numbers), dtype=bool)
+    np.not_equal(numbers[1:], numbers[:-1], out=found[1:])
+    return found
+
+
 def united(
     ids: np.ndarray, firsts: np.ndarray, ends: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -55,9 +66,10 @@ def united(
     order = np.argsort(firsts, kind="stable")
     firsts, ends = firsts[order], np.maximum.accumulate((ends + ids * line)[order])
     # A span begins where all earlier ones have ended, which is also where the previous one ends.
-    is_new = np.ones(len(firsts), dtype=bool)
+    is_new, is_last = np.ones((2, len(firsts)), dtype=bool)
     is_new[1:] = firsts[1:] > ends[:-1]
-    firsts, ends = firsts[is_new], ends[np.roll(is_new, -1)]
+    is_last[:-1] = is_new[1:]
+    firsts, ends = firsts[is_new], ends[is_last]
     ids = firsts // line
     return ids, firsts - ids * line, ends - ids * line
 

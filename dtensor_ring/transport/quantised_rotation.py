@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dtensor_ring.compute.execute import Pair
 from dtensor_ring.compute.memory import TOKEN_MAJOR, Numbers, listed, pack, strides
-from dtensor_ring.compute.trace import Label, note_pass
+from dtensor_ring.compute.trace import Label, note_pass, stands_for_gpu
 from dtensor_ring.planning.demand import Cols
 from dtensor_ring.planning.lru import cached_bytes
 from dtensor_ring.planning.plan import KeyOwners, Plan, Step
@@ -198,13 +198,17 @@ class QuantisedPacket(Packet):
         """
         key, value = shard
         cols, blocks = Cols.union([(0, key.shape[2])]), ScaleBlocks(BLOCK_SIZE)
-        if not has_pair_kernel(key, value, BLOCK_SIZE):
+        is_dry = key.is_meta and stands_for_gpu()
+        if not (is_dry or has_pair_kernel(key, value, BLOCK_SIZE)):
             return cls(source, cols, quantised_pair(shard, dtype), blocks)
         batch, heads, num_tokens, head_dim = key.shape
         size = packet_size(dtype, batch, heads, (head_dim, value.shape[3])).of_shard(num_tokens)
         memory = torch.empty(size, dtype=torch.uint8, device=key.device)
         found = cls.lying_in(memory, source, shard, dtype, blocks)
-        quantise_pair(key, value, BY_DTYPE[dtype], BLOCK_SIZE, found._parts)
+        if is_dry:
+            note_pass("pack", key.nbytes + value.nbytes + found.num_bytes)
+        else:
+            quantise_pair(key, value, BY_DTYPE[dtype], BLOCK_SIZE, found._parts)
         return found
 
     @classmethod

@@ -20,7 +20,6 @@ from dtensor_ring.lab.calibrate import stopwatch
 from dtensor_ring.lab.calibrate.calibrate import curves_of, mesh_of_hosts, numbers_of
 from dtensor_ring.lab.calibrate.calibrate_kernels import (
     CalibratedProblem,
-    TileTensors,
     kernel_points,
     kernel_speeds,
     mask_of_form,
@@ -173,7 +172,7 @@ def bad_files(folder: Path) -> dict[str, Path]:
         ("{none} --dtype int8", "not a floating dtype"),
         ("{none} --heads 8", "heads of queries and of keys"),
         ("{none} --heads 8,3", "must be a multiple"),
-        ("{good} --show --compare {good} {good}", "not allowed with"),
+        ("{good} --show --compare {good} {good}", "--show or --compare, not both"),
     ],
 )
 def test_bad_input_is_one_line(
@@ -240,7 +239,7 @@ def test_head_dims_that_kernels_have(monkeypatch: pytest.MonkeyPatch) -> None:
     dims = [x.head_dims for x in problem.with_other_dims(device)]
     assert dims == [(64, 64), (96, 96), (192, 128), (256, 256)]
     latent = problem.with_other_dims(device)[2]
-    assert [x.shape[3] for x in TileTensors.random(latent, 4, device)] == [192, 128, 192, 128]
+    assert [x.shape[3] for x in latent.tensors(4, device)] == [192, 128, 192, 128]
     series = [*kernel_points(problem, [latent], device)]
     assert series[-1] == "reference window 2 heads of 192/128 backward"
     times = dict.fromkeys(series, Series((1.0, 2.0), ((1.0,), (2.0,))))
@@ -262,8 +261,8 @@ def test_flops_of_tiles(value_dim: int | None) -> None:
             seen = seen.tril(mask.right)
         if mask.left is not None:
             seen = seen.triu(-mask.left)
-        tensors = TileTensors.random(problem, 64, torch.device("cpu"))
-        tile = tile_calls(problem, Reference(), form, 64, tensors)
+        tensors = problem.tensors(64, torch.device("cpu"))
+        tile = tile_calls(problem, Reference(), form, tensors)
         numbers = 2 * sum(problem.head_dims)
         assert tile.flops == numbers * int(seen.sum()) * 2, form
 

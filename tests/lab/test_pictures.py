@@ -69,13 +69,10 @@ def test_what_travels_and_when() -> None:
     assert drawn.own == [1024] * 4
 
 
-def test_png(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("matplotlib")
-    path = tmp_path / "schedule.png"
-    assert main(load, [*COMMAND, "--png", str(path)]) == 0
-    assert path.read_bytes().startswith(b"\x89PNG")
-    assert main(load, [*COMMAND, "--png", str(tmp_path / "no" / "folder.png")]) == 2
-    assert "no/folder.png" in capsys.readouterr().err
+def test_a_page_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("plotly")
+    assert main(load, [*COMMAND, "--html", str(tmp_path / "no" / "page.html")]) == 2
+    assert "no/page.html" in capsys.readouterr().err
 
 
 @pytest.fixture(scope="module")

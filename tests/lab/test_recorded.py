@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import cycle
+from threading import get_ident
 from typing import Any
 from unittest.mock import patch
 
@@ -14,16 +15,21 @@ import torch.distributed as dist
 from dtensor_ring import Mask, compare_strategies
 from dtensor_ring.all_to_all.plan import all_to_all_plan
 from dtensor_ring.all_to_all.ulysses import ulysses_attention
+from dtensor_ring.compute.trace import Label
 from dtensor_ring.decode.run import MERGES, Combine
 from dtensor_ring.lab import recorded
 from dtensor_ring.lab.problem import TensorSizes
-from dtensor_ring.lab.recorded import Cost, RankAttention, Recorder
+from dtensor_ring.lab.recorded import PACK, PACKET, Cost, RankAttention, Recorder
+from dtensor_ring.planning.plan import Plan
 from dtensor_ring.planning.route import ROUTES
 from dtensor_ring.planning.run_table import as_layout
 from dtensor_ring.planning.strategy import as_strategy
-from dtensor_ring.transport import rotation
+from dtensor_ring.quantised.block_scales import BLOCK_SIZE
+from dtensor_ring.transport import quantised_rotation, rotation
+from dtensor_ring.transport.quantised_rotation import QuantisedPacket, QuantisedRotation
 from dtensor_ring.transport.transport import ProcessGroupTransport, TransferPolicy
 from tests.lab.counted import counted
+from tests.played import PlayedTransport, play
 from tests.pool import Pool
 from tests.rings import Case, Ring
 
@@ -132,6 +138,57 @@ def _of_rings(rank: int) -> list[list[Cost]]:
 
 def _ulysses(case: Case) -> Any:
     return lambda *inputs: ulysses_attention(*inputs, case.call(), with_lse=False)
+
+
+@pytest.mark.parametrize("has_kernel", [True, False])
+@pytest.mark.parametrize("mask", [Mask.full(), Mask.sliding(11)])
+def test_a_gpu_rounds_its_own_shard_into_its_message(mask: Mask, has_kernel: bool) -> None:
+    """So that one launch reads both tensors and writes what is sent, if all of it is.
+
+    A real rotation, whose kernel is played, copies as many packets as the dry run counts.
+    """
+    plans = Ring(as_layout("contiguous"), WORLD_SIZE, SEQ_LEN, mask).plans()
+    sizes = TensorSizes(HEADS, HEAD_DIMS, BATCH, DTYPE, torch.int8, torch.float32)
+    real = _copied(plans, sizes, has_kernel)
+    for plan, (written, copied) in zip(plans, real, strict=True):
+        dry = next(RankAttention(plan, None, sizes).recordings(True, has_kernel)).does.tolist()
+        assert len([x for x in dry if x[1] == PACKET]) == copied, plan.rank
+        columns = BATCH * HEADS[1] * SEQ_LEN // WORLD_SIZE
+        both_ways = 2 * (columns * sum(HEAD_DIMS) * DTYPE.itemsize + written)
+        assert not has_kernel or dry[0][1:3] == [PACK, both_ways], "rounded, and back"
+
+
+def _copied(plans: list[Plan], sizes: TensorSizes, has_kernel: bool) -> list[tuple[int, int]]:
+    """Bytes that each rank's launch writes into its own message, and packets that it copies."""
+    shapes = [(BATCH, sizes.heads[1], SEQ_LEN // WORLD_SIZE, x) for x in HEAD_DIMS]
+    take, round_pair = QuantisedPacket.take, quantised_rotation.quantise_pair
+
+    def run(rank: int, transport: PlayedTransport) -> tuple[int, int]:
+        pair: Any = tuple(torch.randn(x, dtype=DTYPE) for x in shapes)
+        with QuantisedRotation(transport, plans[rank], pair, torch.int8) as rotation:
+            for step in plans[rank].steps:
+                label = Label("forward", step.number, step.source)
+                rotation.begin_step(step, label)
+                rotation.end_step(step, label)
+        return rotation._own.num_bytes, takers.count(get_ident())
+
+    def taken(packet: QuantisedPacket, whole: QuantisedPacket) -> None:
+        takers.append(get_ident())
+        take(packet, whole)
+
+    def rounded(key: Any, value: Any, form: Any, size: int = BLOCK_SIZE, into: Any = ()) -> Any:
+        found = round_pair(key, value, form, size)
+        for to, x in zip(into, found, strict=False):
+            to.data.copy_(x.data)
+        return found
+
+    takers = list[int]()
+    with (
+        patch.object(QuantisedPacket, "take", taken),
+        patch.object(quantised_rotation, "has_pair_kernel", lambda *_: has_kernel),
+        patch.object(quantised_rotation, "quantise_pair", rounded),
+    ):
+        return play(WORLD_SIZE, run)
 
 
 def test_of_many_ranks_those_that_move_most_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:

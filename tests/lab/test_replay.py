@@ -14,7 +14,7 @@ from dtensor_ring import Mask, Slices, TransferPolicy
 from dtensor_ring.lab.machine import FORMS, Curve, KernelSpeed, Links, Machine
 from dtensor_ring.lab.problem import SimulatedProblem, problem_of
 from dtensor_ring.lab.recorded_ranks import RecordedRanks, looked_at, rank_attention
-from dtensor_ring.lab.replay import KernelSeconds, least_backward, replayed
+from dtensor_ring.lab.replay import KernelSeconds, least_alone, least_tiles, replayed
 from dtensor_ring.lab.simulated_attention import has_segments, timeline_of
 from dtensor_ring.planning.strategy import Strategy, as_strategy, every_strategy, why_not
 from tests.lab.clocks import Clocks
@@ -108,6 +108,7 @@ def check(seed: int, largest: int) -> None:
         list(rank_attention(asked, strategy, x).recordings(segments, not found.host_waits))
         for x in range(asked.world_size)
     ]
+    times, alone = list[float](), list[float]()
     for is_forward in (True, False):
         told = replayed(ranks, kernels, is_forward)
         recordings = [x[not is_forward] for x in each]
@@ -119,7 +120,10 @@ def check(seed: int, largest: int) -> None:
             assert most < 1e-9, f"seed {seed}, {name}: {values} and {expected}"
         sent = [x.sends[:, 2].sum() for x in recordings]
         assert told.sent.tolist() == sent, f"seed {seed}"
-    assert least_backward(ranks, kernels) <= told.ends.max() * (1 + 1e-12)
+        times.append(told.ends.max() * (1 + 1e-12))
+        alone.append(least_alone(ranks, kernels, is_forward))
+    assert least_tiles(ranks, kernels) <= sum(times), f"seed {seed}"
+    assert all(x <= y for x, y in zip(alone, times, strict=True)), f"seed {seed}"
 
 
 def test_replayed_as_clocks_of_each_rank_tell(request: pytest.FixtureRequest) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +17,7 @@ from dtensor_ring.lab.calibrate.stopwatch import FULL_EFFORT, QUICK_EFFORT, Effo
 from dtensor_ring.lab.machine import Curve, Machine
 from dtensor_ring.lab.presets import as_machine, is_machine_file
 from dtensor_ring.lab.ranks import connected
-from dtensor_ring.lab.report import print_table, tracked, untracked
+from dtensor_ring.lab.report import print_table, refused, tracked, untracked
 from dtensor_ring.transport.transport import axis_group_options
 
 # What is measured on a CPU and on a GPU unless options say otherwise: heads, and head dim.
@@ -27,42 +26,38 @@ HEAD_DIM = 64, 128
 
 
 def calibrate(
-    path: Path | None,
-    show: bool,
-    compare: tuple[str, str] | None,
-    kernel: str | None,
-    heads: tuple[int, int] | None,
-    head_dim: int | None,
-    dtype: torch.dtype | None,
-    quick: bool,
+    path: Path | None, show: bool, compare: tuple[str, str] | None, quick: bool, **asked: Any
 ) -> int:
     """Measure this machine into a file, or show a file, or compare two.
+
+    Args:
+        path: the file.
+        show: whether to show it.
+        compare: two machines to compare.
+        quick: whether to measure a few sizes.
+        asked: `kernel`, `heads`, `head_dim` and `dtype`, each `None` for what is usual.
 
     Returns:
         The exit status: 2 if something that was given cannot be used, which is said in one line.
     """
     try:
+        if compare and show:
+            raise ValueError("calibrate takes --show or --compare, not both")
         if compare:
             _compare_machines(*(as_machine(x) for x in compare))
         elif path is None:
             raise ValueError("calibrate needs the file that it writes, or shows with --show")
         elif show:
-            _show_machine(_of_kernel(as_machine(path), kernel))
+            _show_machine(_of_kernel(as_machine(path), asked["kernel"]))
         else:
-            _measure(path, kernel, heads, head_dim, dtype, QUICK_EFFORT if quick else FULL_EFFORT)
+            _measure(path, QUICK_EFFORT if quick else FULL_EFFORT, **asked)
     except (OSError, ValueError) as error:
-        if dist.get_node_local_rank(0) == 0:
-            print(error, file=sys.stderr)
-        return 2
+        return refused(error) if dist.get_node_local_rank(0) == 0 else 2
     return 0
 
 
 def _of_kernel(machine: Machine, kernel: str | None) -> Machine:
-    """Return a machine with the rows of one kernel; all of them for `None`.
-
-    Raises:
-        ValueError: if it has none of this kernel.
-    """
+    """Return a machine with the rows of one kernel; all of them for `None`."""
     rows = tuple(x for x in machine.kernels if kernel in (None, x.kernel))
     if not rows:
         known = ", ".join(sorted({x.kernel for x in machine.kernels}))
@@ -72,33 +67,27 @@ def _of_kernel(machine: Machine, kernel: str | None) -> Machine:
 
 def _measure(
     path: Path,
+    effort: Effort,
     kernel: str | None,
     heads: tuple[int, int] | None,
     head_dim: int | None,
     dtype: torch.dtype | None,
-    effort: Effort,
 ) -> None:
-    """Measure on all ranks of the launcher, or on this one; rank 0 writes the file and shows it.
-
-    Raises:
-        OSError: if the file cannot be written.
-        ValueError: if there is no folder for it, it is there and no machine's, no kernel serves
-            what is asked for, or hosts have different numbers of ranks.
-    """
+    """Measure on all ranks of the launcher, or on this one; rank 0 writes the file and shows it."""
     with connected(alone=not dist.is_torchelastic_launched()) as ranks:
-        if dist.get_rank() == 0:
+        is_first = dist.get_rank() == 0
+        if is_first:
             _check_writable(path)  # before the measurement
-        kind = ranks.device.type
-        shown = tracked if dist.get_rank() == 0 else untracked
-        watch = Stopwatch(ranks.device, effort, shown)
+        watch = Stopwatch(ranks.device, effort, tracked if is_first else untracked)
         usual = HEADS[watch.on_gpu], HEAD_DIM[watch.on_gpu]
         sizes = heads or usual[0], head_dim or usual[1], dtype or ranks.dtype
         problem = CalibratedProblem(*sizes, kernel)
         # On a CPU all head dims have the rate of one.
         has_others = head_dim is None and watch.on_gpu
         others = problem.with_other_dims(watch.device) if has_others else []
-        machine = measure_machine(path.stem, watch, mesh_of_hosts(kind), problem, others)
-        if dist.get_rank() == 0:
+        hosts = mesh_of_hosts(ranks.device.type)
+        machine = measure_machine(path.stem, watch, hosts, problem, others)
+        if is_first:
             path.write_text(machine.to_json())
             _show_machine(machine)
 
@@ -186,21 +175,6 @@ def numbers_of(machine: Machine) -> dict[str, tuple[float, str]]:
     }
 
 
-def _show_machine(machine: Machine) -> None:
-    """Print what a machine is, its numbers, and the ends of its curves with the last rate."""
-    print_table(_facts(machine))
-    print()
-    print_table((name, in_units(*x)) for name, x in numbers_of(machine).items())
-    print()
-    stand_ins = stand_ins_of(machine)
-    rows = [
-        (name, *_ends(curve, unit))
-        for name, unit, curve in curves_of(machine)
-        if not name.endswith(stand_ins)
-    ]
-    print_table(rows, ("", "smallest", "takes", "largest", "takes", "rate"))
-
-
 # What stands in for links that were not measured, by what a machine file has as their source.
 STAND_INS: Mapping[str, str] = {
     "memory": "not measured: half the rate of memory stands in",
@@ -208,22 +182,27 @@ STAND_INS: Mapping[str, str] = {
 }
 
 
-def stand_ins_of(machine: Machine) -> tuple[str, ...]:
-    """Return the links that were not measured: how the names of their curves end."""
+def _show_machine(machine: Machine) -> None:
+    """Print what a machine is, its numbers, and the ends of its curves with the last rate."""
     sources: Mapping[str, str] = machine.samples.get("links", {})
-    return tuple(f" {where}" for where, source in sources.items() if source in STAND_INS)
-
-
-def _facts(machine: Machine) -> list[tuple[str, str]]:
     facts = {
         "machine": machine.name,
         "device": machine.device,
         "source": f"{machine.source}, {machine.date}",
         "ranks per host": str(machine.ranks_per_host),
     }
-    sources: Mapping[str, str] = machine.samples.get("links", {})
     facts |= {f"links {x}": STAND_INS.get(source, source) for x, source in sources.items()}
-    return [*facts.items(), *machine.versions.items()]
+    print_table([*facts.items(), *machine.versions.items()])
+    print()
+    print_table((name, in_units(*x)) for name, x in numbers_of(machine).items())
+    print()
+    not_measured = tuple(f" {where}" for where, source in sources.items() if source in STAND_INS)
+    rows = [
+        (name, *_ends(curve, unit))
+        for name, unit, curve in curves_of(machine)
+        if not name.endswith(not_measured)
+    ]
+    print_table(rows, ("", "smallest", "takes", "largest", "takes", "rate"))
 
 
 def _ends(curve: Curve, unit: str) -> tuple[str, ...]:
@@ -239,9 +218,6 @@ def _compare_machines(first: Machine, second: Machine) -> None:
 
     Curves are compared at the smallest and the largest size of the first machine. What the
     second lacks has no row.
-
-    Raises:
-        ValueError: if the machines have different devices.
     """
     second.check_device(first.device)
     theirs = numbers_of(second)
@@ -251,9 +227,8 @@ def _compare_machines(first: Machine, second: Machine) -> None:
         for size in (curve.sizes[0], curve.sizes[-1]) if name in others else ():
             at = f"{name}, {in_units(size, unit)}"
             pairs.append((at, (curve(size), "s"), (others[name](size), "s")))
-    rows = [(name, in_units(*x), in_units(*y), _ratio(x[0], y[0])) for name, x, y in pairs]
+    rows = [
+        (name, in_units(*x), in_units(*y), f"{y[0] / x[0]:.2f}" if x[0] else "")
+        for name, x, y in pairs
+    ]
     print_table(rows, ("", first.name, second.name, "second / first"))
-
-
-def _ratio(first: float, second: float) -> str:
-    return f"{second / first:.2f}" if first else ""

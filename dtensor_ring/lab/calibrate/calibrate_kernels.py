@@ -21,16 +21,18 @@ from dtensor_ring.planning.demand import Cols
 from dtensor_ring.planning.mask import Mask
 from dtensor_ring.planning.tile import Tile
 
-# Queries of a tile, and as many keys.
+# Queries of a tile, and as many keys; and those where only the time of the host counts.
 ROWS = (16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
-
-# Queries where only the time of the host counts.
 FEW_ROWS = 8
 
 # FLOPs of a visible pair, for each number of a head: two products forward, five backward (Dao,
 # 2023, arXiv 2307.08691).
 FORWARD_FLOPS, BACKWARD_FLOPS = 4, 10
 DIRECTIONS = "forward", "backward"
+
+# Head dims of models, of queries and keys and of values; 192 and 128 are those of latent attention
+# (DeepSeek-AI, 2024, arXiv 2405.04434).
+HEAD_DIMS = (64, 64), (96, 96), (128, 128), (192, 128), (256, 256)
 
 
 class CalibratedProblem(NamedTuple):
@@ -60,11 +62,6 @@ class CalibratedProblem(NamedTuple):
         """The mean of both, by which FLOPs go: one product has the one, one the other."""
         return sum(self.head_dims) // 2
 
-    @property
-    def dtype_name(self) -> str:
-        """The name of the dtype, such as "bfloat16"."""
-        return str(self.dtype).removeprefix("torch.")
-
     def kernels(self, device: torch.device) -> list[Kernel]:
         """Return the kernels of attentions without a window and with one; often it is one kernel.
 
@@ -84,11 +81,7 @@ class CalibratedProblem(NamedTuple):
         return list(dict.fromkeys(found))
 
     def tiles(self, device: torch.device) -> list[tuple[Kernel, str]]:
-        """Return the forms of tiles that each kernel serves, the preferred kernel first.
-
-        Raises:
-            ValueError: if the kernel is unknown, or does not serve this problem here.
-        """
+        """Return the forms of tiles that each kernel serves, the preferred kernel first."""
         *plain, windowed = self.kernels(device)
         # The others have no windows: the kernel of windows would not be a second one if they had.
         forms = [(kernel, form) for kernel in plain for form in reversed(FORMS[1:])]
@@ -111,29 +104,22 @@ class CalibratedProblem(NamedTuple):
         except ValueError:
             return False
 
-    def random(
-        self, device: torch.device, num_rows: int, is_key: bool = False, is_value: bool = False
-    ) -> Tensor:
-        """Return a random tensor `(1, N, R, H)` in the memory order of projections."""
-        return self.zeros(device, num_rows, is_key, is_value).normal_()
-
     def zeros(
         self, device: torch.device, num_rows: int, is_key: bool = False, is_value: bool = False
     ) -> Tensor:
-        """Return such a tensor that is 0; `is_value` gives it the head dim of values."""
+        """Return a tensor `(1, N, R, H)` in the memory order of projections."""
         shape = 1, self.heads[is_key], num_rows, self.head_dims[is_value]
         like = torch.empty(0, device=device, dtype=self.dtype)
         return empty(like, shape, TOKEN_MAJOR).zero_()
 
+    def tensors(self, num_rows: int, device: torch.device) -> tuple[Tensor, ...]:
+        """Return a random query, gradient of the output, key and value of a square tile."""
+        sides = (False, False), (False, True), (True, False), (True, True)
+        return tuple(self.zeros(device, num_rows, *side).normal_() for side in sides)
+
 
 class TileCalls(NamedTuple):
-    """A tile, and calls of a kernel for it.
-
-    Attributes:
-        flops: of a forward.
-        forward: computes the output.
-        backward: computes the gradients.
-    """
+    """A tile, with the FLOPs of a forward, and calls of a kernel for it."""
 
     flops: float
     forward: Call
@@ -150,54 +136,28 @@ def mask_of_form(form: str, num_rows: int) -> Mask:
     return {"full": Mask.full(), "causal": Mask.causal(), "window": windowed}[form]
 
 
-class TileTensors(NamedTuple):
-    """Tensors of a square tile: query and gradient of the output, key and value."""
-
-    query: Tensor
-    grad_out: Tensor
-    key: Tensor
-    value: Tensor
-
-    @classmethod
-    def random(cls, problem: CalibratedProblem, num_rows: int, device: torch.device) -> TileTensors:
-        """Return random tensors with `num_rows` queries and as many keys."""
-        sides = (False, False), (False, True), (True, False), (True, True)
-        return cls(*(problem.random(device, num_rows, *side) for side in sides))
-
-
 def tile_calls(
-    problem: CalibratedProblem, kernel: Kernel, form: str, num_rows: int, tensors: TileTensors
+    problem: CalibratedProblem, kernel: Kernel, form: str, tensors: tuple[Tensor, ...]
 ) -> TileCalls:
     """Return a square tile of a form."""
-    mask, (query, grad_out, *kv) = mask_of_form(form, num_rows), tensors
+    query, grad_out, key, value = tensors
+    num_rows = query.shape[2]
+    mask = mask_of_form(form, num_rows)
     launch, scores = Launch(WHOLE, WHOLE, mask), Scores(mask, default_scale(problem.head_dim))
 
     def forward() -> tuple[Tensor, Tensor]:
-        return kernel.forward(query, kv[0], kv[1], launch, scores)
+        return kernel.forward(query, key, value, launch, scores)
 
     kept: list[Saved] = []
 
     def backward() -> object:
         if not kept:
             kept.append(Saved(grad_out, *forward()))
-        return kernel.backward(kept[0], query, kv[0], kv[1], launch, scores)
+        return kernel.backward(kept[0], query, key, value, launch, scores)
 
     area = Tile((0, num_rows), (0, num_rows), mask).area
     flops = FORWARD_FLOPS * area * problem.heads[0] * problem.mean_dim
     return TileCalls(float(flops), forward, backward)
-
-
-def full_tile(
-    problem: CalibratedProblem, kernel: Kernel, num_rows: int, device: torch.device
-) -> TileCalls:
-    """Return a full tile of random tensors."""
-    tensors = TileTensors.random(problem, num_rows, device)
-    return tile_calls(problem, kernel, "full", num_rows, tensors)
-
-
-# Head dims of models, of queries and keys and of values; 192 and 128 are those of latent attention
-# (DeepSeek-AI, 2024, arXiv 2405.04434).
-HEAD_DIMS = (64, 64), (96, 96), (128, 128), (192, 128), (256, 256)
 
 
 class _Speed(NamedTuple):
@@ -237,11 +197,11 @@ def kernel_points(
         ValueError: if no kernel serves the problem.
     """
     # All forms and directions share the tensors of a size.
-    tensors = cache(partial(TileTensors.random, device=device))
+    tensors = cache(partial(CalibratedProblem.tensors, device=device))
 
     def tiles(asked: CalibratedProblem, kernel: Kernel, form: str, direction: str) -> Points:
         for num_rows in ROWS:
-            tile = tile_calls(asked, kernel, form, num_rows, tensors(asked, num_rows))
+            tile = tile_calls(asked, kernel, form, tensors(asked, num_rows))
             if direction == DIRECTIONS[0]:
                 yield tile.flops, tile.forward
             else:
@@ -258,29 +218,27 @@ def kernel_speeds(
     times: Mapping[str, Series],
     launch: float,
 ) -> tuple[KernelSpeed, ...]:
-    """Return what `kernel_points` took, the preferred kernel first.
-
-    Args:
-        problem: the attention.
-        others: attentions with other head dims.
-        device: where it ran.
-        times: what was measured, by name.
-        launch: seconds of the host that are part of each time, and not of the speeds.
-    """
+    """Return what `kernel_points` took by name, without the host's seconds of a launch in it."""
     return tuple(
         KernelSpeed(
-            *(speed.kernel.name, problem.dtype_name, speed.problem.mean_dim, speed.form),
+            *(kernel.name, name_of(asked.dtype), asked.mean_dim, form),
             *(times[speed.series(direction)].curve(launch) for direction in DIRECTIONS),
-            heads=speed.problem.heads[0],
+            heads=asked.heads[0],
         )
         for speed in _speeds(problem, others, device)
+        for asked, kernel, form in [speed]
     )
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """Return the name of a dtype, such as "bfloat16"."""
+    return str(dtype).removeprefix("torch.")
 
 
 def launch_seconds(watch: Stopwatch, problem: CalibratedProblem) -> float:
     """Return the time of the host for a launch that computes next to nothing."""
-    kernel = problem.kernels(watch.device)[0]
-    return watch.host_seconds(full_tile(problem, kernel, FEW_ROWS, watch.device).forward)
+    kernel, tensors = problem.kernels(watch.device)[0], problem.tensors(FEW_ROWS, watch.device)
+    return watch.host_seconds(tile_calls(problem, kernel, "full", tensors).forward)
 
 
 # Bytes that calls in turn read and write, so that caches keep nothing of the last time, and the
@@ -288,18 +246,14 @@ def launch_seconds(watch: Stopwatch, problem: CalibratedProblem) -> float:
 FOOTPRINT, MAX_TURNS = 2**26, 32
 
 
-def in_turns(make: Callable[[], Call], num_bytes: int) -> Call:
-    """Return a call that makes several equal calls in turn, each with tensors of its own.
+def in_turns(make: Callable[[], Call], num_bytes: int) -> tuple[float, Call]:
+    """Return bytes that are read and written, and equal calls in turn, each with its own tensors.
 
     What an attention merges and copies was mostly written long before, or by another rank.
-
-    Args:
-        make: makes one of the calls.
-        num_bytes: bytes that a call reads and writes.
     """
     count = min(max(1, FOOTPRINT // num_bytes), MAX_TURNS)
     calls = cycle([make() for _ in range(count)])
-    return lambda: next(calls)()
+    return float(num_bytes), lambda: next(calls)()
 
 
 def merge_points(problem: CalibratedProblem, device: torch.device) -> Points:
@@ -318,11 +272,11 @@ def merge_points(problem: CalibratedProblem, device: torch.device) -> Points:
 
         return call
 
+    # Two outputs are read, and one is written that is at least float32.
+    of_number = 2 * problem.dtype.itemsize + max(4, problem.dtype.itemsize)
     for num_rows in ROWS:
-        numel = problem.heads[0] * num_rows * problem.head_dim
-        # Two outputs are read, and one is written that is at least float32.
-        num_bytes = numel * (2 * problem.dtype.itemsize + max(4, problem.dtype.itemsize))
-        yield float(num_bytes), in_turns(partial(merge, num_rows), num_bytes)
+        num_bytes = problem.heads[0] * num_rows * problem.head_dim * of_number
+        yield in_turns(partial(merge, num_rows), num_bytes)
 
 
 def pack_points(problem: CalibratedProblem, device: torch.device) -> Points:
@@ -332,12 +286,11 @@ def pack_points(problem: CalibratedProblem, device: torch.device) -> Points:
         half = num_rows // 2
         # A column between the ranges is left out, so that they do not join.
         x, cols = problem.zeros(device, num_rows + 1), [(0, half), (half + 1, num_rows + 1)]
-        packed = problem.zeros(device, num_rows)
-        return partial(pack, packed, x, Cols.union(cols))
+        return partial(pack, problem.zeros(device, num_rows), x, Cols.union(cols))
 
     for num_rows in ROWS:
         num_bytes = 2 * problem.heads[0] * num_rows * problem.head_dim * problem.dtype.itemsize
-        yield float(num_bytes), in_turns(partial(copy, num_rows), num_bytes)
+        yield in_turns(partial(copy, num_rows), num_bytes)
 
 
 # Rows and columns of the matrices that are multiplied, and bytes of those that are added, on a CPU
@@ -352,16 +305,14 @@ def measure_matrices(watch: Stopwatch, dtypes: list[torch.dtype]) -> dict[str, f
     for dtype in dict.fromkeys(dtypes):
         a, b, out = (torch.randn(size, size, device=watch.device).to(dtype) for _ in range(3))
         seconds = watch.seconds(lambda a=a, b=b, out=out: torch.mm(a, b, out=out))
-        found[str(dtype).removeprefix("torch.")] = 2.0 * size**3 / seconds
+        found[name_of(dtype)] = 2.0 * size**3 / seconds
     return found
 
 
 def measure_elements(watch: Stopwatch) -> float:
     """Return the numbers per second of a product that looks them up, as dtypes differ."""
-    numel = ADDED[watch.on_gpu] // 4
-    a, b = (
-        torch.ones(numel, device=watch.device, dtype=x) for x in (torch.bfloat16, torch.float32)
-    )
+    numel, of = ADDED[watch.on_gpu] // 4, (torch.bfloat16, torch.float32)
+    a, b = (torch.ones(numel, device=watch.device, dtype=x) for x in of)
     out = torch.empty_like(b)
     return numel / watch.seconds(lambda: torch.mul(a, b, out=out))
 

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, fields, is_dataclass
+from dataclasses import asdict, fields
 from datetime import date
 from functools import partial
 from statistics import median
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from dtensor_ring.compute.kernels import Kernel
 from dtensor_ring.lab.calibrate.calibrate_kernels import (
     CalibratedProblem,
-    full_tile,
     kernel_points,
     kernel_speeds,
     launch_seconds,
@@ -27,6 +26,7 @@ from dtensor_ring.lab.calibrate.calibrate_kernels import (
     measure_memory,
     merge_points,
     pack_points,
+    tile_calls,
 )
 from dtensor_ring.lab.calibrate.stopwatch import Call, Points, Series, Stopwatch
 from dtensor_ring.lab.machine import Curve, Links, Machine
@@ -40,8 +40,15 @@ BYTES = (2**10, *(4**n for n in range(7, 15)))
 # Starts the messages of a hop.
 Start = Callable[[], Sequence[Work]]
 
+# The axes of the mesh: hosts, and the ranks of each host.
+BETWEEN, INSIDE = "between", "inside"
+
 # The largest slowdown of a transfer; a kernel that stops it makes the quotient infinite.
 MOST = 100.0
+
+# The longest transfer that kernels run beside, in seconds, and rows of the tiles of these kernels,
+# on a CPU and on a GPU.
+BESIDE_SECONDS, BESIDE_ROWS = 0.1, (512, 4096)
 
 
 def measure_machine(
@@ -69,33 +76,34 @@ def measure_machine(
     Raises:
         ValueError: if no kernel serves the problem.
     """
-    launch, rate = launch_seconds(watch, problem), measure_memory(watch)
+    launch, rate, device = launch_seconds(watch, problem), measure_memory(watch), watch.device
     axes = {
-        axis: TimedMessages(mesh.get_group(axis), watch.device)
+        axis: TimedMessages(mesh.get_group(axis), device)
         for axis in (BETWEEN, INSIDE)
         if mesh[axis].size() > 1
     }
-    times = _measured(watch, problem, others, axes)
+    points = kernel_points(problem, others, device)
+    points |= {"merge": merge_points(problem, device), "pack": pack_points(problem, device)}
+    cold = {f"{kind} {x}": of for x in axes for kind, of in link_points(axes[x]).items()}
+    times = watch.measure(points | cold, cold)
     host_waits = not watch.on_gpu
     # Only where the host waits are its seconds part of what was measured.
     in_launch = launch if host_waits else 0.0
-    measured = {
-        axis: _measured_links(watch, messages, problem, axis, times)
-        for axis, messages in axes.items()
-    }
-    device = device_name(watch.device)
-    links, sources = _all_links(measured, device, rate)
-    facts: dict[str, Any] = {"heads": problem.heads, "hosts": mesh[BETWEEN].size()}
-    facts |= {"links": sources, "beside": {axis: x.beside for axis, x in measured.items()}}
+    measured = {x: _measured_links(watch, axes[x], problem, x, times) for x in axes}
+    name_here = torch.cuda.get_device_name(device) if watch.on_gpu else device.type
+    links, sources = _all_links(measured, name_here, rate)
+    facts = {"heads": problem.heads, "hosts": mesh[BETWEEN].size(), "links": sources}
+    facts |= {"beside": {axis: x.beside for axis, x in measured.items()}}
+    facts |= {"threads": torch.get_num_threads(), **times}
     # An axis over several hosts waits for the messages between them.
     slowest = next(iter(measured.values()), None)
     return Machine(
         name=name,
-        device=device,
+        device=name_here,
         source="measured",
         ranks_per_host=mesh[INSIDE].size(),
-        memory=_memory(watch.device, mesh[INSIDE].size()),
-        kernels=kernel_speeds(problem, others, watch.device, times, in_launch),
+        memory=_memory(device, mesh[INSIDE].size()),
+        kernels=kernel_speeds(problem, others, device, times, in_launch),
         gemm=measure_matrices(watch, [problem.dtype, torch.float32]),
         memory_rate=rate,
         element_rate=measure_elements(watch),
@@ -110,16 +118,14 @@ def measure_machine(
         host_waits=host_waits,
         date=date.today().isoformat(),
         versions={x.what: x.found for x in versions()},
-        samples=_as_json({**facts, "threads": torch.get_num_threads(), **times}),
+        samples=json.loads(json.dumps(facts, default=asdict)),
     )
 
 
 class TimedMessages:
     """The messages of one rank within a group whose ranks all send at the same time.
 
-    Args:
-        group: the ranks.
-        device: where tensors are.
+    A call of a kind takes the bytes that a rank sends.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
@@ -139,11 +145,7 @@ class TimedMessages:
         return partial(self._transport.start, [P2P(received, source)], [P2P(sent, to)])
 
     def all_to_all(self, num_bytes: int) -> Start:
-        """Return a call that starts one message to each other rank, as Ulysses does.
-
-        Args:
-            num_bytes: bytes that a rank sends, to all others together.
-        """
+        """Return a call that starts one message to each other rank, as Ulysses does."""
         others = [rank for rank in range(self.size) if rank != self._rank]
         each = max(1, num_bytes // len(others))
         sends, receives = ([P2P(self.tensor(each), x) for x in others] for _ in range(2))
@@ -161,17 +163,12 @@ class TimedMessages:
 
     def _whole_and_shard(self, num_bytes: int) -> tuple[Tensor, Tensor]:
         numel = max(1, num_bytes // (self.size - 1) // 4)
-        shapes = self.size * numel, numel
-        whole, shard = (torch.zeros(numel, device=self._device) for numel in shapes)
-        return whole, shard
+        whole = torch.zeros(self.size * numel, device=self._device)
+        return whole, torch.zeros(numel, device=self._device)
 
 
 def link_points(messages: TimedMessages) -> dict[str, Points]:
-    """Return messages and collectives by the bytes that a rank sends, for `Stopwatch.measure`.
-
-    Args:
-        messages: those of this rank; all ranks of the group send at once.
-    """
+    """Return messages and collectives by the bytes that a rank sends, for `Stopwatch.measure`."""
 
     def sized(make: Callable[[int], Call]) -> Points:
         for num_bytes in BYTES:
@@ -194,18 +191,6 @@ def wait(works: Sequence[Work]) -> None:
     """Wait for messages."""
     for work in works:
         work.wait()
-
-
-def _hop_seconds(watch: Stopwatch, messages: TimedMessages) -> float:
-    """Return the time of the host to start the messages of a hop."""
-    return watch.host_seconds(messages.shift(1), wait)
-
-
-# The longest transfer that kernels run beside, in seconds.
-BESIDE_SECONDS = 0.1
-
-# Rows of the tiles of these kernels, on a CPU and on a GPU.
-BESIDE_ROWS = 512, 4096
 
 
 class Beside(NamedTuple):
@@ -238,84 +223,14 @@ class Beside(NamedTuple):
         return max(1.0, transfer), max(1.0, self.together / self.kernels)
 
 
-def _measure_beside(
-    watch: Stopwatch,
-    messages: TimedMessages,
-    p2p: Curve,
-    problem: CalibratedProblem,
-    kernel: Kernel,
-) -> tuple[float, float, list[Beside]]:
-    """Time kernels beside a transfer that takes twice as long, and both alone, in turns.
-
-    Returns:
-        `beside_kernel` and `beside_transfer` of `Machine`, and what was measured.
-    """
-    # The largest message that is not too long; at least one of the first two is.
-    size = max([x for x in BYTES if p2p(x) <= BESIDE_SECONDS], default=BYTES[1])
-    tile = full_tile(problem, kernel, BESIDE_ROWS[watch.on_gpu], watch.device)
-    start, works = messages.shift(size), list[Work]()
-    count = max(1, round(p2p(size) / 2 / watch.seconds(tile.forward)))
-
-    def kernels() -> None:
-        for _ in range(count):
-            tile.forward()
-
-    def begin_both() -> None:
-        works[:] = start()
-        kernels()
-
-    def end() -> None:
-        wait(works)
-
-    times = [
-        Beside(*watch.laps(kernels), *watch.laps(waited(start)), *watch.laps(begin_both, end))
-        for _ in range(2 * watch.effort.repeats)
-    ]
-    transfer, kernel_beside = (median(x) for x in zip(*(x.slowdowns for x in times), strict=True))
-    return transfer, kernel_beside, times
-
-
-# The axes of the mesh: hosts, and the ranks of each host.
-BETWEEN, INSIDE = "between", "inside"
-
-
 class MeasuredLinks(NamedTuple):
-    """What was measured between the ranks of a host, or between hosts.
-
-    Attributes:
-        links: seconds by bytes.
-        hop: seconds of the host for a hop.
-        beside_kernel: how many times longer a transfer takes while a kernel runs.
-        beside_transfer: how many times longer a kernel takes while a transfer runs.
-        beside: times of kernels and transfers beside each other.
-    """
+    """What was measured between the ranks of a host, or between hosts; fields as in `Machine`."""
 
     links: Links
     hop: float
     beside_kernel: float
     beside_transfer: float
     beside: list[Beside]
-
-
-def device_name(device: torch.device) -> str:
-    """Return the name of a device, as `Machine.device` has it."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-
-
-def _measured(
-    watch: Stopwatch,
-    problem: CalibratedProblem,
-    others: Sequence[CalibratedProblem],
-    axes: Mapping[str, TimedMessages],
-) -> dict[str, Series]:
-    """Time everything that has a size."""
-    points = kernel_points(problem, others, watch.device)
-    points["merge"] = merge_points(problem, watch.device)
-    points["pack"] = pack_points(problem, watch.device)
-    links: dict[str, Points] = {}
-    for axis, messages in axes.items():
-        links |= {f"{kind} {axis}": of for kind, of in link_points(messages).items()}
-    return watch.measure(points | links, cold=links)
 
 
 def _measured_links(
@@ -325,11 +240,34 @@ def _measured_links(
     axis: str,
     times: Mapping[str, Series],
 ) -> MeasuredLinks:
-    hop = _hop_seconds(watch, messages)
+    """Return the links of an axis; kernels run beside a transfer that takes twice as long."""
+    hop = watch.host_seconds(messages.shift(1), wait)
     in_hop = 0.0 if watch.on_gpu else hop
     curves = {field.name: times[f"{field.name} {axis}"].curve(in_hop) for field in fields(Links)}
-    links, (kernel, *_) = Links(**curves), problem.kernels(watch.device)
-    return MeasuredLinks(links, hop, *_measure_beside(watch, messages, links.p2p, problem, kernel))
+    links, kernel = Links(**curves), problem.kernels(watch.device)[0]
+    # The largest message that is not too long; at least one of the first two is.
+    size = max([x for x in BYTES if links.p2p(x) <= BESIDE_SECONDS], default=BYTES[1])
+    tensors = problem.tensors(BESIDE_ROWS[watch.on_gpu], watch.device)
+    tile = tile_calls(problem, kernel, "full", tensors)
+    start, works = messages.shift(size), list[Work]()
+    count = max(1, round(links.p2p(size) / 2 / watch.seconds(tile.forward)))
+
+    def kernels() -> None:
+        for _ in range(count):
+            tile.forward()
+
+    def begin_both() -> None:
+        works[:] = start()
+        kernels()
+
+    both = begin_both, lambda: wait(works)
+    # Each alone and both together, in turns.
+    beside = [
+        Beside(*watch.laps(kernels), *watch.laps(waited(start)), *watch.laps(*both))
+        for _ in range(2 * watch.effort.repeats)
+    ]
+    transfer, of_kernels = map(median, zip(*(x.slowdowns for x in beside), strict=True))
+    return MeasuredLinks(links, hop, transfer, of_kernels, beside)
 
 
 def _all_links(
@@ -357,12 +295,3 @@ def _memory(device: torch.device, ranks_per_host: int) -> int:
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // ranks_per_host
-
-
-def _as_json(x: Any) -> Any:
-    """Return what JSON makes of dataclasses, tuples and dicts."""
-    if is_dataclass(x) and not isinstance(x, type):
-        return _as_json(asdict(x))
-    if isinstance(x, Mapping):
-        return {key: _as_json(value) for key, value in x.items()}
-    return [_as_json(value) for value in x] if isinstance(x, (tuple, list)) else x

@@ -112,17 +112,18 @@ class Stopwatch:
         them once, and the median does not see it.
 
         Args:
-            points: for each kind, sizes and their calls, ascending; they are made when their turn
-                comes.
+            points: for each kind, ascending sizes and calls, which are made when their turn comes.
             cold: kinds whose calls come after kernels in an attention. On a CPU they find little
                 of their tensors in caches then, and here, too.
         """
+        is_cold = {kind: kind in cold and not self.on_gpu for kind in points}
+        timers = {x: self._timed_cold if is_cold[x] else self._timed for x in points}
         known = {
-            kind: list(self._grown(of, self._timer(kind in cold)))
+            kind: list(self._grown(of, timers[kind]))
             for kind, of in self._track(list(points.items()), "first calls")
         }
         calls = [
-            partial(self._timer(kind in cold), call, count)
+            partial(timers[kind], call, count)
             for kind, of in known.items()
             for _, call, count in of
         ]
@@ -181,10 +182,6 @@ class Stopwatch:
         """Wait for the device."""
         if self.on_gpu:
             torch.cuda.synchronize(self.device)
-
-    def _timer(self, is_cold: bool) -> Timer:
-        """Return what times calls of a kind."""
-        return self._timed_cold if is_cold and not self.on_gpu else self._timed
 
     @cached_property
     def _passed(self) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from math import log2
 from typing import Annotated, Any
@@ -208,11 +208,6 @@ class Machine:
     def digest(self) -> str:
         """Sixteen hexadecimal digits that differ if any field does."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
-
-    @cached_property
-    def unslowed(self) -> Machine:
-        """The same machine, if no kernel slowed its messages."""
-        return replace(self, beside_kernel=1.0)
 
     @property
     def label(self) -> str:

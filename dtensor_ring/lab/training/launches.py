@@ -37,6 +37,8 @@ SCATTERS = ("scatter_add_",)  # they change as much as they are given
 COPIES = "copy_", "_to_copy", "clone", "cat", "slice_backward"
 POINTWISE = torch.Tag.pointwise
 
+GROUPED = "_grouped_mm"  # products of experts, each of its tokens; PyTorch does not count its FLOPs
+
 # Tensors that a launch reads or writes: a number of the storage, and bytes.
 Touched = tuple[tuple[int, int], ...]
 
@@ -98,6 +100,8 @@ class LaunchRecorder(Storages):
         flops = 0
         if func.overloadpacket in flop_registry:
             flops = flop_registry[func.overloadpacket](*args, **kwargs, out_val=result)
+        elif name == GROUPED:
+            flops = 2 * inputs[0].numel() * inputs[1].shape[-1]
         reads, writes = self.touched(inputs), self.touched(results)
         if name in SELECTIONS:
             reads = _at_most(reads, writes[0][1])

@@ -10,7 +10,7 @@ the children of a layer that have matrices: these run on all tokens (Korthikanti
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
@@ -103,9 +103,10 @@ class ModelRunner:
         local = -(-self.shard.tokens // self.shard.tp)
         return x.new_empty(1, local, *x.shape[2:]).requires_grad_()
 
-    def model(self, changes: Iterable[tuple[nn.Module, Callable[..., Any]]]) -> None:
-        """Run the model with other forwards of some modules."""
-        with forwards([*changes]):
+    def model(self, changes: Mapping[nn.Module, Callable[..., Any]]) -> None:
+        """Run the model with other forwards of some modules; other layers return what they get."""
+        same = partial(_same, num_beside(self.source, self.shard.dtype, self.shard.tp))
+        with forwards(dict.fromkeys(self.layers, same) | {**changes}):
             run_module(self.source, self.module, self.shard.tokens, self.attend)
 
     def attend(self, *_: Any, **__: Any) -> Any:
@@ -148,16 +149,16 @@ class LayerRunner(ModelRunner):
         own = layer.forward
 
         def recorded(x: Tensor, *args: Any, **kwargs: Any) -> Any:
-            rest: list[Any] = []
+            rest: list[tuple[Any, ...]] = []
 
             def run(given: Tensor) -> Tensor:
                 with forwards(self._children(layer)):
                     return first_of(own(given, *args, **kwargs), rest)
 
             found.append(self._recorded(run, x))
-            return (x, *rest) if rest else x
+            return (x, *rest[0]) if rest else x
 
-        self.model([(x, recorded if x is layer else _same) for x in self.layers])
+        self.model({layer: recorded})
         return found[0]
 
     def _recorded(self, run: Callable[[Tensor], Tensor], x: Tensor) -> LayerRun:
@@ -177,8 +178,8 @@ class LayerRunner(ModelRunner):
             blocks=self.blocks,
         )
 
-    def _children(self, layer: nn.Module) -> list[tuple[nn.Module, Callable[..., Any]]]:
-        return [(x, partial(self._child, x, x.forward)) for x in layer.children()]
+    def _children(self, layer: nn.Module) -> dict[nn.Module, Callable[..., Any]]:
+        return {x: partial(self._child, x, x.forward) for x in layer.children()}
 
     def _child(
         self, child: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any
@@ -189,16 +190,17 @@ class LayerRunner(ModelRunner):
         self.blocks += is_block
         given, state = _resized(x, self.shard.tokens) if is_block else x, state_of(child)
         if state is not None:
-            return _resized(self._with_state(child, state, given), x.shape[1])
-        beside: list[Any] = []
+            return _resized(self._with_state(child, state, given), x.shape[-2])
+        beside: list[tuple[Any, ...]] = []
 
         def run(part: Tensor) -> Tensor:
-            return first_of(forward(part, *rest, **kwargs), beside)
+            out = first_of(forward(part, *rest, **kwargs), beside)
+            return out.view(part.shape) if out.numel() == part.numel() else out
 
         # What mixes tokens is given a mask.
         size = None if "attention_mask" in kwargs else self.tile
-        found = _resized(tiled(run, given, size, self.recorder), x.shape[1])
-        return (found, *beside) if beside else found
+        found = _resized(tiled(run, given, size, self.recorder), x.shape[-2])
+        return (found, *beside[0]) if beside else found
 
     def _with_state(self, child: nn.Module, state: StateShape, x: Tensor) -> Tensor:
         """Run the products of a layer with a state, and between them what its kernels do.
@@ -283,9 +285,33 @@ class LayerRunner(ModelRunner):
         return opaque(forward, backward, *inputs)
 
 
-def _same(x: Tensor, *_: Any, **__: Any) -> Tensor:
-    """Return what a layer is given."""
-    return x
+def _same(beside: int, x: Tensor, *_: Any, **__: Any) -> Any:
+    """Return what a layer is given, and as many other values as it returns beside."""
+    return (x, *[None] * beside) if beside else x
+
+
+@lru_cache(maxsize=64)
+def num_beside(source: ModelSource, dtype: str, tp: int) -> int:
+    """Return how many values layers return beside tokens, as the first one does on few tokens."""
+    module, rest = meta_module(source, dtype, tp), list[tuple[Any, ...]]()
+    first, *others = layers_of(module)
+    own = first.forward
+
+    def seen(*args: Any, **kwargs: Any) -> Any:
+        output = own(*args, **kwargs)
+        first_of(output, rest)
+        return output
+
+    def later(x: Tensor, *_: Any, **__: Any) -> Any:
+        return _same(len(rest[0]) if rest else 0, x)
+
+    def attend(_: Any, query: Tensor, key: Tensor, value: Tensor, *__: Any, **___: Any) -> Any:
+        batch, heads, tokens, _ = query.shape
+        return query.new_empty(batch, tokens, heads, value.shape[3]), None
+
+    with forwards(dict.fromkeys(others, later) | {first: seen}):
+        run_module(source, module, 2, attend)
+    return len(rest[0]) if rest else 0
 
 
 class HeadRunner(ModelRunner):
@@ -300,11 +326,11 @@ class HeadRunner(ModelRunner):
         """
         after: list[Callable[..., Any]] = []
         last, hidden = self.layers[-1], list[Tensor]()
-        own = {id(x) for x in self.layers}
+        beside = num_beside(self.source, self.shard.dtype, self.shard.tp)
 
-        def ended(x: Tensor, *_: Any, **__: Any) -> Tensor:
+        def ended(x: Tensor, *_: Any, **__: Any) -> Any:
             hidden.append(x)
-            return x
+            return _same(beside, x)
 
         def noted(forward: Callable[..., Any], x: Any = None, *args: Any, **kwargs: Any) -> Any:
             if not hidden:
@@ -312,9 +338,8 @@ class HeadRunner(ModelRunner):
             after.append(forward)
             return x
 
-        children = [x for x in self.module.children() if id(x) not in own]
-        changes = [(x, ended if x is last else _same) for x in self.layers]
-        self.model([*changes, *((x, partial(noted, x.forward)) for x in children)])
+        others = (x for x in self.module.children() if not isinstance(x, nn.ModuleList))
+        self.model({last: ended} | {x: partial(noted, x.forward) for x in others})
         x = self.given(hidden[0])
         weight = x.new_empty(entries, x.shape[-1])
 
@@ -407,12 +432,12 @@ def opaque(
 
 def _resized(x: Tensor, tokens: int) -> Tensor:
     """Return tokens of more or fewer ranks; what moves them is counted elsewhere."""
-    number = x.shape[1]
+    number = x.shape[-2]
     if number == tokens:
         return x
 
     def made(given: Tensor, number: int) -> Tensor:
-        return given.new_empty(given.shape[0], number, *given.shape[2:])
+        return given.new_empty(*given.shape[:-2], number, given.shape[-1])
 
     return opaque(lambda y: (made(y, tokens), ()), lambda _, grad: (made(grad, number),), x)
 
@@ -426,19 +451,19 @@ def tiled(
     """
     if size is None:
         return compute(x)
-    tokens = x.shape[1]
-    number, first = -(-tokens // size), slice(min(size, tokens))
+    tokens = x.shape[-2]
+    number, first = -(-tokens // size), min(size, tokens)
 
     def forward(given: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
         tiles = torch.empty_like(given)  # until they are joined
         with recorder.times(number):
-            compute(given[:, first])
+            compute(given.narrow(-2, 0, first))
         return torch.empty_like(tiles), (given,)
 
     def backward(kept: Sequence[Tensor], grad: Tensor) -> tuple[Tensor, ...]:
-        tiles, part = torch.empty_like(grad), kept[0][:, first].detach().requires_grad_()
+        tiles, part = torch.empty_like(grad), kept[0].narrow(-2, 0, first).detach().requires_grad_()
         with recorder.times(number), torch.enable_grad():
-            torch.autograd.backward(compute(part), grad[:, first])
+            torch.autograd.backward(compute(part), grad.narrow(-2, 0, first))
         return (torch.empty_like(tiles),)
 
     return opaque(forward, backward, x)

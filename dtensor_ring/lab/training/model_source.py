@@ -9,7 +9,7 @@ what that rank computes.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -178,14 +178,14 @@ def layers_of(module: nn.Module) -> list[nn.Module]:
 
 
 @contextmanager
-def forwards(changes: Sequence[tuple[nn.Module, Callable[..., Any]]]) -> Iterator[None]:
+def forwards(changes: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
     """Give modules other forwards."""
-    for module, forward in changes:
+    for module, forward in changes.items():
         module.__dict__["forward"] = forward
     try:
         yield
     finally:
-        for module, _ in changes:
+        for module in changes:
             del module.__dict__["forward"]
 
 
@@ -206,10 +206,12 @@ def run_module(source: ModelSource, module: Any, tokens: int, attend: Attend) ->
         AttentionInterface.register(RECORDED, _no_attention)
 
 
-def first_of(output: Any, rest: list[Any]) -> torch.Tensor:
-    """Return the tensor of tokens among what a module returns, and put what else there is aside."""
-    first, *rest[:] = output if isinstance(output, tuple) else (output,)
-    return first
+def first_of(output: Any, rest: list[tuple[Any, ...]]) -> torch.Tensor:
+    """Return the tensor of tokens that a module returns; if it is in a tuple, put others aside."""
+    if not isinstance(output, tuple):
+        return output
+    rest[:] = [output[1:]]
+    return output[0]
 
 
 def kind_of(config: Any, index: int) -> str | None:

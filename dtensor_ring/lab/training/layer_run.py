@@ -96,6 +96,7 @@ class ModelRunner:
         self.source, self.shard, self.tile = source, shard, tile
         self.module = meta_module(source, shard.dtype, shard.tp)
         self.layers = layers_of(self.module)
+        self.same = partial(_same, num_returned(source, shard.dtype, shard.tp))
         self.recorder = LaunchRecorder()
 
     def given(self, x: Tensor) -> Tensor:
@@ -105,8 +106,7 @@ class ModelRunner:
 
     def model(self, changes: Mapping[nn.Module, Callable[..., Any]]) -> None:
         """Run the model with other forwards of some modules; other layers return what they get."""
-        same = partial(_same, num_beside(self.source, self.shard.dtype, self.shard.tp))
-        with forwards(dict.fromkeys(self.layers, same) | {**changes}):
+        with forwards(dict.fromkeys(self.layers, self.same) | {**changes}):
             run_module(self.source, self.module, self.shard.tokens, self.attend)
 
     def attend(self, *_: Any, **__: Any) -> Any:
@@ -149,14 +149,12 @@ class LayerRunner(ModelRunner):
         own = layer.forward
 
         def recorded(x: Tensor, *args: Any, **kwargs: Any) -> Any:
-            rest: list[tuple[Any, ...]] = []
-
             def run(given: Tensor) -> Tensor:
                 with forwards(self._children(layer)):
-                    return first_of(own(given, *args, **kwargs), rest)
+                    return first_of(own(given, *args, **kwargs), [])
 
             found.append(self._recorded(run, x))
-            return (x, *rest[0]) if rest else x
+            return self.same(x)
 
         self.model({layer: recorded})
         return found[0]
@@ -285,33 +283,37 @@ class LayerRunner(ModelRunner):
         return opaque(forward, backward, *inputs)
 
 
-def _same(beside: int, x: Tensor, *_: Any, **__: Any) -> Any:
-    """Return what a layer is given, and as many other values as it returns beside."""
-    return (x, *[None] * beside) if beside else x
+def _same(number: int, x: Tensor, *_: Any, **__: Any) -> Any:
+    """Return what a layer is given, as one of a number of values; alone if that is 0."""
+    return (x, *[None] * (number - 1)) if number else x
 
 
 @lru_cache(maxsize=64)
-def num_beside(source: ModelSource, dtype: str, tp: int) -> int:
-    """Return how many values layers return beside tokens, as the first one does on few tokens."""
-    module, rest = meta_module(source, dtype, tp), list[tuple[Any, ...]]()
+def num_returned(source: ModelSource, dtype: str, tp: int) -> int:
+    """Return how many values layers return in a tuple, as the first one does; 0 without one."""
+    module, number = meta_module(source, dtype, tp), [0]
     first, *others = layers_of(module)
     own = first.forward
 
     def seen(*args: Any, **kwargs: Any) -> Any:
         output = own(*args, **kwargs)
-        first_of(output, rest)
+        number[0] = len(output) if isinstance(output, tuple) else 0
         return output
 
     def later(x: Tensor, *_: Any, **__: Any) -> Any:
-        return _same(len(rest[0]) if rest else 0, x)
+        return _same(number[0], x)
 
     def attend(_: Any, query: Tensor, key: Tensor, value: Tensor, *__: Any, **___: Any) -> Any:
         batch, heads, tokens, _ = query.shape
         return query.new_empty(batch, tokens, heads, value.shape[3]), None
 
-    with forwards(dict.fromkeys(others, later) | {first: seen}):
+    def passed(*args: Any, **kwargs: Any) -> Any:
+        return args[0] if args else kwargs["hidden_states"]
+
+    states = [x for x in first.children() if state_of(x)]
+    with forwards(dict.fromkeys(others, later) | dict.fromkeys(states, passed) | {first: seen}):
         run_module(source, module, 2, attend)
-    return len(rest[0]) if rest else 0
+    return number[0]
 
 
 class HeadRunner(ModelRunner):
@@ -326,11 +328,10 @@ class HeadRunner(ModelRunner):
         """
         after: list[Callable[..., Any]] = []
         last, hidden = self.layers[-1], list[Tensor]()
-        beside = num_beside(self.source, self.shard.dtype, self.shard.tp)
 
         def ended(x: Tensor, *_: Any, **__: Any) -> Any:
             hidden.append(x)
-            return _same(beside, x)
+            return self.same(x)
 
         def noted(forward: Callable[..., Any], x: Any = None, *args: Any, **kwargs: Any) -> Any:
             if not hidden:

@@ -23,6 +23,7 @@ from dtensor_ring.lab.training.launches import ATTENTION, STATE, LaunchRecorder,
 from dtensor_ring.lab.training.layer_seconds import Shard
 from dtensor_ring.lab.training.model_source import (
     ModelSource,
+    NotSimulated,
     dropped,
     first_of,
     forwards,
@@ -111,7 +112,7 @@ class ModelRunner:
 
     def attend(self, *_: Any, **__: Any) -> Any:
         """Run an attention."""
-        raise ValueError(f"{self.source.name} has an attention outside of its layers")
+        raise NotSimulated(f"{self.source.name} has an attention outside of its layers")
 
 
 class LayerRunner(ModelRunner):
@@ -249,7 +250,7 @@ class LayerRunner(ModelRunner):
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: Any, **how: Any
     ) -> tuple[Tensor, None]:
         if not getattr(module, "is_causal", True):
-            raise ValueError(
+            raise NotSimulated(
                 f"{self.source.name} sees tokens ahead, and only next-token models are simulated"
             )
         heads, dims = (query.shape[1], key.shape[1]), (query.shape[3], value.shape[3])

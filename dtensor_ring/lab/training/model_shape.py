@@ -10,7 +10,13 @@ from torch import nn
 
 from dtensor_ring.lab.training.layer_run import LayerRunner
 from dtensor_ring.lab.training.layer_seconds import Shard
-from dtensor_ring.lab.training.model_source import ModelSource, kind_of, layers_of, meta_module
+from dtensor_ring.lab.training.model_source import (
+    ModelSource,
+    NotSimulated,
+    kind_of,
+    layers_of,
+    meta_module,
+)
 from dtensor_ring.lab.training.state_shape import StateShape, state_of
 from dtensor_ring.planning.mask import Mask
 
@@ -135,9 +141,7 @@ def _shape(source: ModelSource) -> ModelShape:
             found[key] = _layer(source, module.config, index, layer, kind)
         layers.append(found[key])
     if not any(x.heads[0] for x in layers):
-        raise ValueError(
-            f"{source.name} has no attention, so there is nothing to make parallel"
-        )
+        raise NotSimulated(f"{source.name} has no attention, so there is nothing to make parallel")
     tied = bool(getattr(module.config, "tie_word_embeddings", False))
     return ModelShape(source, embedding.shape[1], embedding.shape[0], tied, tuple(layers))
 
@@ -147,7 +151,7 @@ def _layer(
 ) -> LayerShape:
     """Read the sizes of a layer from a run of it."""
     if kind is not None and kind not in (*ATTENTIONS, *STATES, *MLPS):
-        raise ValueError(
+        raise NotSimulated(
             f"{source.name} has layers of kind {kind!r}, which are not simulated: only full, "
             "sliding and chunked attention, and layers with a state, are"
         )
@@ -155,11 +159,16 @@ def _layer(
     launches = runner.run().forward
     states = [x for x in map(state_of, layer.children()) if x is not None]
     if kind in STATES and not states:
-        raise ValueError(f"{source.name} has layers with a state that is not simulated")
+        raise NotSimulated(f"{source.name} has layers with a state that is not simulated")
     mask, heads, dim = Mask.causal(), (0, 0), 0
     if runner.attentions:
         (heads, dims, window), *_ = runner.attentions
         dim = sum(dims) // 2
+        if heads[0] % heads[1]:
+            raise NotSimulated(
+                f"{heads[0]} heads of queries of {source.name} are no multiple of its {heads[1]} "
+                "of keys"
+            )
         if kind == "chunked_attention":
             mask = Mask.chunked(config.attention_chunk_size)
         elif window is not None:

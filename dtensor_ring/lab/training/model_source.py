@@ -33,11 +33,16 @@ MAX_LAYERS = 4096
 # Under this name the attentions of a model are those of a run.
 RECORDED = "dtensor_ring_recorded"
 
-# What configs without a model type are taken for, and what reports call that.
+# What configs without a model type are taken for, what reports call that, and what they must have.
 DEFAULT_TYPE, DEFAULT_NAME = "llama", "Llama by its sizes"
+NEEDED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 
 # Runs an attention in place of a model's own.
 Attend = Callable[..., Any]
+
+
+class NotSimulated(ValueError):
+    """A model has a part that is not simulated."""
 
 
 class ModelSource(NamedTuple):
@@ -82,14 +87,9 @@ class ModelSource(NamedTuple):
         if kind not in CONFIG_MAPPING:
             raise ValueError(f"transformers has no models of the type {kind!r}")
         if self.name == DEFAULT_NAME:
-            unknown = sorted(entries.keys() - LlamaConfig().to_dict().keys())
-            if unknown:
-                raise ValueError(
-                    "a config without a model_type is taken for a Llama, which has no "
-                    f"{', '.join(unknown)}: add its model_type"
-                )
+            _check_llama(entries, LlamaConfig().to_dict())
         with one_sentence(f"transformers reads no config of {self.name}"):
-            config = CONFIG_MAPPING[kind].from_dict(entries)
+            config = CONFIG_MAPPING[kind].from_dict(entries).get_text_config(decoder=True)
         number = getattr(config, "num_hidden_layers", 1)
         if not isinstance(number, int) or not 0 < number <= MAX_LAYERS:
             raise ValueError(
@@ -98,13 +98,26 @@ class ModelSource(NamedTuple):
         return config
 
 
+def _check_llama(entries: Mapping[str, Any], known: Mapping[str, Any]) -> None:
+    """Refuse a config without a model type that lacks a size, or has what a Llama has not."""
+    for what, names in (
+        ("needs", [x for x in NEEDED if x not in entries]),
+        ("cannot have", sorted(entries.keys() - known.keys())),
+    ):
+        if names:
+            raise ValueError(
+                f"a config without a model_type is taken for that of a Llama, which {what} "
+                f"{', '.join(names)}: add its model_type"
+            )
+
+
 @contextmanager
 def one_sentence(what: str) -> Iterator[None]:
     """Make whatever the code of a model raises a ValueError of one sentence."""
     try:
         yield
     except Exception as error:
-        if isinstance(error, ValueError) and type(error) is ValueError and "\n" not in str(error):
+        if isinstance(error, NotSimulated):
             raise
         text = " ".join(str(error).split()) or "no reason given"
         raise ValueError(f"{what} ({type(error).__name__}: {text[:300]})") from error

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from dtensor_ring.lab.training.model_source import NotSimulated
 from dtensor_ring.states.run import Maps
 
 # Tokens of a chunk of a gated delta rule.
@@ -141,8 +142,8 @@ def state_of(module: nn.Module) -> StateShape | None:
         dims, groups = (size("head_k_dim") or value, value), size("num_k_heads") or heads
         return StateShape(channels, reach, heads * value, groups, heads, dims, True)
     others = [x for x in module.modules() if not isinstance(x, (nn.Linear, nn.Conv1d))]
-    if any(y for x in others for y in x.parameters(recurse=False)) or heads or states:
-        raise ValueError(
+    if heads or states or any(next(x.parameters(recurse=False), None) is not None for x in others):
+        raise NotSimulated(
             f"{type(module).__name__} is a layer with a state that is not simulated: only gated "
             "and Kimi delta rules, Mamba 2 and convolutions are"
         )

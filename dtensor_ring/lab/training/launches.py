@@ -179,11 +179,15 @@ def _looked_up(name: str, inputs: Sequence[Tensor], results: Sequence[Tensor]) -
     first = results[0]
     if name == "slice_backward":  # zeros, and then a copy
         return first.numel() + inputs[0].numel()
-    form = first.shape, first.stride(), first.dtype
-    many = [x for x in (*inputs, *results) if x.dim()]
-    is_alike = all((x.shape, x.stride(), x.dtype) == form for x in many)
+    is_alike = all(_form(x) == _form(first) for x in (*inputs, *results) if x.dim())
     is_dense = first.untyped_storage().nbytes() == _size(first) or first.is_contiguous()
     return 0 if is_alike and is_dense and name != "cat" else first.numel()
+
+
+def _form(x: Tensor) -> tuple[Any, ...]:
+    """Return what equal forms have in common; a dim of one has no stride that matters."""
+    strides = [y for size, y in zip(x.shape, x.stride(), strict=True) if size > 1]
+    return x.shape, strides, x.dtype
 
 
 def fused(launches: Sequence[OpLaunch], later: Sequence[OpLaunch] = ()) -> list[OpLaunch]:

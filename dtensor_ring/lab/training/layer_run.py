@@ -215,7 +215,9 @@ class LayerRunner(ModelRunner):
         outputs: list[Tensor] = []
         for inputs, size in (y for i, y in enumerate(shapes) if i != last):
             source = outputs.pop() if inputs in low else x
-            outputs.append(F.linear(source, self._weight(size if size in low else size // tp, inputs)))
+            outputs.append(
+                F.linear(source, self._weight(size if size in low else size // tp, inputs))
+            )
         mixed = self._state(state, outputs, width // tp)
         return F.linear(mixed, self._weight(hidden, width // tp))
 

@@ -35,7 +35,13 @@ RECORDED = "dtensor_ring_recorded"
 
 # What configs without a model type are taken for, what reports call that, and what they must have.
 DEFAULT_TYPE, DEFAULT_NAME = "llama", "Llama by its sizes"
-NEEDED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+NEEDED = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "vocab_size",
+)
 
 # Runs an attention in place of a model's own.
 Attend = Callable[..., Any]
@@ -132,7 +138,7 @@ def meta_module(source: ModelSource, dtype: str, tp: int = 1) -> Any:
         ValueError: if transformers makes none, or it cannot be divided.
     """
     config = source.config() if tp == 1 else _divided(source, tp)
-    from transformers import AutoModel, AttentionInterface
+    from transformers import AttentionInterface, AutoModel
 
     # The name has to be known while a model is made; a run has its own function under it.
     AttentionInterface.register(RECORDED, _no_attention)

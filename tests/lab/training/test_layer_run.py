@@ -134,7 +134,9 @@ def test_a_rank_of_tensor_parallelism_has_its_part() -> None:
     assert 2 * _totals(half.forward)[0] == _totals(whole.forward)[0]
     assert 2 * half.attention_kept == whole.attention_kept
     assert half.blocks == whole.blocks == 2
-    squares = [[sum(y for _, y in x.writes) for x in run.forward if x.op == "pow"] for run in (half, whole)]
+    squares = [
+        [sum(y for _, y in x.writes) for x in run.forward if x.op == "pow"] for run in (half, whole)
+    ]
     assert [2 * x for x in squares[0]] == squares[1]
 
 

@@ -20,6 +20,11 @@ from tests.lab.training.test_layer_states import ALIGNED, READ
 
 TOKENS = 16
 LLAMA = SMALL | {"model_type": "llama", "intermediate_size": 24}
+BARE = {
+    name: x
+    for name, x in LLAMA.items()
+    if name not in ("model_type", "cls_token_id", "sep_token_id")
+}
 
 
 def _made(family: str) -> tuple[Any, Any]:
@@ -91,8 +96,7 @@ def test_files_folders_and_multimodal_configs(tmp_path: Path) -> None:
 
 
 def test_a_config_without_a_type_is_that_of_a_llama() -> None:
-    bare = {name: x for name, x in LLAMA.items() if name != "model_type"}
-    found = ModelShape.of(bare)
+    found = ModelShape.of(BARE)
     assert found.layers == ModelShape.of(LLAMA).layers
     assert found.name == "Llama by its sizes"
 
@@ -100,13 +104,29 @@ def test_a_config_without_a_type_is_that_of_a_llama() -> None:
 def test_equal_layers_are_one() -> None:
     """Every other layer has experts, the first ones run once for all."""
     config = LLAMA | {"model_type": "qwen3_moe", "num_hidden_layers": 4, "decoder_sparse_step": 2}
-    layers = ModelShape.of(config | {"num_experts": 4, "moe_intermediate_size": 8}).layers
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+    layers = ModelShape.of(config | experts).layers
     assert [x.index for x in layers] == [0, 1, 0, 1]
     assert layers[0].weights != layers[1].weights
 
 
 @pytest.mark.parametrize(
     ("config", "message"),
+    [
+        (BARE | {"num_experts": 2}, "a Llama, which cannot have num_experts"),
+        ({"hidden_size": 8}, "a Llama, which needs intermediate_size, num_hidden_layers, num_at"),
+        (7, "config must be a mapping, a config.json or its folder, got int"),
+        ("/no/such/config.json", "cannot be read: No such file"),
+    ],
+)
+def test_what_cannot_be_read_is_one_sentence(config: Any, message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message) as error:
+        ModelShape.of(config)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
     [
         ({"model_type": "rwkv"}, "rwkv has no attention, so there is nothing to make parallel"),
         ({"num_attention_heads": 4.0}, "expected int, got float"),
@@ -121,15 +141,11 @@ def test_equal_layers_are_one() -> None:
         ({"model_type": "mamba"}, "MambaMixer is a layer with a state that is not simulated"),
         ({"model_type": "modernbert"}, "sees tokens ahead"),
         ({"model_type": "llamas"}, "transformers has no models of the type 'llamas'"),
-        ({"model_type": None, "num_experts": 2}, "a Llama, which cannot have num_experts"),
-        ({"model_type": None, "vocab_size": None}, "reads no config of Llama by its sizes"),
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "does not run without content"),
-        (7, "config must be a mapping, a config.json or its folder, got int"),
-        ("/no/such/config.json", "cannot be read: No such file"),
     ],
 )
-def test_what_cannot_be_read_is_one_sentence(config: Any, message: str) -> None:
-    config = LLAMA | config if isinstance(config, dict) else config
+def test_what_is_no_llama_is_one_sentence(changes: dict[str, Any], message: str) -> None:
+    config = LLAMA | changes
     with pytest.raises((TypeError, ValueError), match=message) as error:
         ModelShape.of(config)
     assert "\n" not in str(error.value)

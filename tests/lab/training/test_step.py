@@ -195,7 +195,10 @@ def test_memory_that_a_device_lacks() -> None:
         ({"batches": [[0, SEQ_LEN]]}, "2 data-parallel groups need as many batches, got 1"),
         ({"batches": [[0, SEQ_LEN], [[0, 8, SEQ_LEN], [0, 9, SEQ_LEN]]]}, "equal numbers of rows"),
         ({"machine": "h1000"}, "machine 'h1000' is neither a file"),
-        ({"config": {"hidden_size": 8}}, "is taken for that of a Llama, which needs intermediate_size"),
+        (
+            {"config": {"hidden_size": 8}},
+            "is taken for that of a Llama, which needs intermediate_size",
+        ),
     ],
 )
 def test_what_cannot_be_simulated(options: dict[str, Any], message: str) -> None:

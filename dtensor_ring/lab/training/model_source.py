@@ -1,4 +1,4 @@
-"""A model of transformers without content: made from the entries of a config, and run layer by layer.
+"""A model of transformers without content: made of the entries of a config, run by layer.
 
 Note [Own modules]: no size of a layer is written here. A layer is what transformers' own classes
 make of a config, on the meta device; its forward gets what the forward of its model gives it. For a

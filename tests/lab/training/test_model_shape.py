@@ -158,6 +158,8 @@ def test_a_file_that_is_not_json(tmp_path: Path) -> None:
 
 
 def test_without_transformers_it_says_what_to_install() -> None:
-    with patch.dict("sys.modules", {"transformers": None}):
-        with pytest.raises(ImportError, match="pip install transformers"):
-            ModelShape.of(LLAMA | {"vocab_size": 72})
+    with (
+        patch.dict("sys.modules", {"transformers": None}),
+        pytest.raises(ImportError, match="pip install transformers"),
+    ):
+        ModelShape.of(LLAMA | {"vocab_size": 72})

@@ -116,14 +116,9 @@ class ModelRunner:
 
 
 class LayerRunner(ModelRunner):
-    """A layer with a recorder around it.
+    """A layer with a recorder around it, by its number.
 
-    Args:
-        source: what the model is made of.
-        index: number of the layer.
-        shard: what the rank has of a batch.
-        room: bytes that the attention needs, forward and backward.
-        tile: tokens that norms and MLPs run on at once; `None` for all.
+    Its attention needs a room of so many bytes, forward and backward.
 
     Attributes:
         attentions: those that ran.
@@ -323,12 +318,7 @@ class HeadRunner(ModelRunner):
     """What comes after the layers of a model, and the loss."""
 
     def run(self, entries: int, tiles: int) -> RecordedRun:
-        """Run the last norm, the output projection and the cross-entropy, a tile at a time.
-
-        Args:
-            entries: of the vocabulary in a tile.
-            tiles: number of tiles.
-        """
+        """Run the last norm and the loss, by tiles of so many entries of the vocabulary."""
         after: list[Callable[..., Any]] = []
         last, hidden = self.layers[-1], list[Tensor]()
 

@@ -119,17 +119,6 @@ def _checked_fields(expected: Any, content: Any, where: str) -> Any:
         raise ValueError(f"{where}: {error}") from None
 
 
-def check_entries(expected: Any, content: Mapping[str, Any], where: str) -> None:
-    """Check the entries of a mapping that a dataclass has a field for; others may be anything.
-
-    Raises:
-        ValueError: if an entry is of another type, or out of range.
-    """
-    for name, hint in hints_of(expected).items():
-        if name in content:
-            checked(hint, content[name], f"{name} of {where}")
-
-
 def read_json(path: Path, where: str) -> Any:
     """Return what a file of JSON has.
 

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -22,11 +21,10 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from dtensor_ring.dtensor.choice import DEFAULT_MACHINE
 from dtensor_ring.dtensor.meta_model import LoadModel, MetaModel, ModelRequest
 from dtensor_ring.lab.presets import as_machine
-from dtensor_ring.lab.problem import config_json
 from dtensor_ring.lab.report import Finding, refused, show
-from dtensor_ring.lab.training.config_fields import check_config
 from dtensor_ring.lab.training.footprint import Attention, Footprint
 from dtensor_ring.lab.training.longest import usable
+from dtensor_ring.lab.training.model_source import layers_of
 from dtensor_ring.lab.training.step_memory import (
     KEPT_ITEMSIZE,
     StepMemory,
@@ -157,7 +155,6 @@ def estimate(
     )
     try:
         setting = memory_setting(checkpoint, offload=offload)
-        _check_file(Path(model))
         device = as_machine(machine or DEFAULT_MACHINE)
         found = estimated(load, model, mesh, asked, setting, is_sharded=is_sharded)
     except (ImportError, OSError, TypeError, ValueError) as error:
@@ -170,17 +167,6 @@ def estimate(
     else:
         _show(found)
     return 0
-
-
-def _check_file(path: Path) -> None:
-    """Check the sizes of a `config.json`, if that is what the path names.
-
-    Raises:
-        ValueError: if one is of another type, or out of range.
-    """
-    content = config_json(path) if path.exists() else None
-    if isinstance(content, Mapping):
-        check_config(content)
 
 
 def estimated(
@@ -381,17 +367,6 @@ def alone(world_size: int) -> Iterator[DeviceMesh]:
         yield init_device_mesh("cpu", (world_size,), mesh_dim_names=("cp",))
     finally:
         dist.destroy_process_group()
-
-
-def layers_of(module: nn.Module) -> list[nn.Module]:
-    """Return the members of the outermost module lists and module dicts.
-
-    >>> len(layers_of(nn.ModuleDict({"0": nn.Linear(2, 2), "1": nn.Linear(2, 2)})))
-    2
-    """
-    lists = [x for x in module.modules() if isinstance(x, (nn.ModuleList, nn.ModuleDict))]
-    inner = {id(part) for x in lists for part in x.modules() if part is not x}
-    return [layer for x in lists if id(x) not in inner for layer in x.children()]
 
 
 class AbsentTensor(NamedTuple):

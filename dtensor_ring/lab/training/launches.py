@@ -37,6 +37,8 @@ SCATTERS = ("scatter_add_",)  # they change as much as they are given
 COPIES = "copy_", "_to_copy", "clone", "cat", "slice_backward"
 POINTWISE = torch.Tag.pointwise
 
+GROUPED = "_grouped_mm"  # products of experts, each of its tokens; PyTorch does not count its FLOPs
+
 # Tensors that a launch reads or writes: a number of the storage, and bytes.
 Touched = tuple[tuple[int, int], ...]
 
@@ -98,6 +100,8 @@ class LaunchRecorder(Storages):
         flops = 0
         if func.overloadpacket in flop_registry:
             flops = flop_registry[func.overloadpacket](*args, **kwargs, out_val=result)
+        elif name == GROUPED:
+            flops = 2 * inputs[0].numel() * inputs[1].shape[-1]
         reads, writes = self.touched(inputs), self.touched(results)
         if name in SELECTIONS:
             reads = _at_most(reads, writes[0][1])
@@ -175,11 +179,15 @@ def _looked_up(name: str, inputs: Sequence[Tensor], results: Sequence[Tensor]) -
     first = results[0]
     if name == "slice_backward":  # zeros, and then a copy
         return first.numel() + inputs[0].numel()
-    form = first.shape, first.stride(), first.dtype
-    many = [x for x in (*inputs, *results) if x.dim()]
-    is_alike = all((x.shape, x.stride(), x.dtype) == form for x in many)
+    is_alike = all(_form(x) == _form(first) for x in (*inputs, *results) if x.dim())
     is_dense = first.untyped_storage().nbytes() == _size(first) or first.is_contiguous()
     return 0 if is_alike and is_dense and name != "cat" else first.numel()
+
+
+def _form(x: Tensor) -> tuple[Any, ...]:
+    """Return what equal forms have in common; a dim of one has no stride that matters."""
+    strides = [y for size, y in zip(x.shape, x.stride(), strict=True) if size > 1]
+    return x.shape, strides, x.dtype
 
 
 def fused(launches: Sequence[OpLaunch], later: Sequence[OpLaunch] = ()) -> list[OpLaunch]:

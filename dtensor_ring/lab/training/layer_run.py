@@ -1,41 +1,37 @@
 """Run a layer on the meta device, forward and backward, and record what it launches and keeps.
 
-Note [Run, not counted]: a layer is written in PyTorch, by the sizes of a `LayerShape` and with the
-ops of transformers' modules: norms in float32, rotary embeddings by halves, an activation and a
-product. It runs once, without content, on what one rank has of it. Launches, bytes that backward
-needs, and the most bytes at once are those of this run; tests compare them with transformers'
-own layers. An attention and a state are one op each, as their kernels are; the first is simulated,
-the second counted by `StateShape`.
+Note [Run, not counted]: a layer is the model's own, see Note [Own modules]. It runs once, without
+content, on what one rank has of it. Launches, bytes that backward needs, and the most bytes at once
+are those of this run. An attention and a state are one op each, as their kernels are; the first is
+simulated, the second counted by `StateShape`. With tensor parallelism tokens are sharded between
+the children of a layer that have matrices: these run on all tokens (Korthikanti et al., 2022, arXiv
+2205.05198).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from dtensor_ring.lab.training.launches import ATTENTION, STATE, LaunchRecorder, OpLaunch
 from dtensor_ring.lab.training.layer_seconds import Shard
-from dtensor_ring.lab.training.model_shape import LayerShape, Product
-
-EPSILON = 1e-6
-
-
-@lru_cache(maxsize=256)
-def layer_run(
-    layer: LayerShape,
-    hidden: int,
-    shard: Shard,
-    room: tuple[int, int] = (0, 0),
-    tile: int | None = None,
-) -> LayerRun:
-    """Run a layer, see `LayerRunner`; equal ones run once."""
-    return LayerRunner(layer, hidden, shard, room, tile).run()
+from dtensor_ring.lab.training.model_source import (
+    ModelSource,
+    NotSimulated,
+    dropped,
+    first_of,
+    forwards,
+    layers_of,
+    meta_module,
+    run_module,
+)
+from dtensor_ring.lab.training.state_shape import StateShape, state_of
 
 
 class LayerRun(NamedTuple):
@@ -49,6 +45,7 @@ class LayerRun(NamedTuple):
         results: bytes of the outputs and lse among what attentions keep.
         most: the most bytes at once beside the input of the layer, unless that is kept.
         keeps_input: whether the input is among what is kept.
+        blocks: how many of its children have matrices, and tokens of all ranks of `tp`.
     """
 
     forward: tuple[OpLaunch, ...]
@@ -58,158 +55,183 @@ class LayerRun(NamedTuple):
     results: int
     most: int
     keeps_input: bool
+    blocks: int
 
 
-class LayerRunner:
-    """A layer with a recorder around it.
+@lru_cache(maxsize=256)
+def layer_run(
+    source: ModelSource,
+    index: int,
+    shard: Shard,
+    room: tuple[int, int] = (0, 0),
+    tile: int | None = None,
+) -> LayerRun:
+    """Run a layer, see `LayerRunner`; equal ones run once."""
+    return LayerRunner(source, index, shard, room, tile).run()
+
+
+class Attended(NamedTuple):
+    """An attention that ran.
+
+    Attributes:
+        heads: number of query heads, and of key and value heads.
+        head_dims: numbers of a head of queries and keys, and of values.
+        window: tokens that a query sees, itself included; `None` for all before it.
+    """
+
+    heads: tuple[int, int]
+    head_dims: tuple[int, int]
+    window: int | None
+
+
+class ModelRunner:
+    """A model of which a part runs, with a recorder around it.
 
     Args:
-        layer: the layer.
-        hidden: numbers of a token between layers.
+        source: what the model is made of.
         shard: what the rank has of a batch.
-        room: bytes that the attention needs, forward and backward.
         tile: tokens that norms and MLPs run on at once; `None` for all.
+    """
+
+    def __init__(self, source: ModelSource, shard: Shard, tile: int | None) -> None:
+        self.source, self.shard, self.tile = source, shard, tile
+        self.module = meta_module(source, shard.dtype, shard.tp)
+        self.layers = layers_of(self.module)
+        self.same = partial(_same, num_returned(source, shard.dtype, shard.tp))
+        self.recorder = LaunchRecorder()
+
+    def given(self, x: Tensor) -> Tensor:
+        """Return the input of what runs: the tokens of this rank of tensor parallelism."""
+        local = -(-self.shard.tokens // self.shard.tp)
+        return x.new_empty(1, local, *x.shape[2:]).requires_grad_()
+
+    def model(self, changes: Mapping[nn.Module, Callable[..., Any]]) -> None:
+        """Run the model with other forwards of some modules; other layers return what they get."""
+        with forwards(dict.fromkeys(self.layers, self.same) | {**changes}):
+            run_module(self.source, self.module, self.shard.tokens, self.attend)
+
+    def attend(self, *_: Any, **__: Any) -> Any:
+        """Run an attention."""
+        raise NotSimulated(f"{self.source.name} has an attention outside of its layers")
+
+
+class LayerRunner(ModelRunner):
+    """A layer with a recorder around it, by its number.
+
+    Its attention needs a room of so many bytes, forward and backward.
+
+    Attributes:
+        attentions: those that ran.
     """
 
     def __init__(
         self,
-        layer: LayerShape,
-        hidden: int,
+        source: ModelSource,
+        index: int,
         shard: Shard,
         room: tuple[int, int] = (0, 0),
         tile: int | None = None,
     ) -> None:
-        self.layer, self.hidden, self.shard, self.room = layer, hidden, shard, room
-        self.tile = tile
-        self.dtype = getattr(torch, shard.dtype)
-        self.recorder = LaunchRecorder()
+        super().__init__(source, shard, tile)
+        self.index, self.room = index, room
+        self.attentions: list[Attended] = []
         self.attended, self.results = set[int](), set[int]()  # storages of an attention
+        self.blocks = 0
 
     def run(self) -> LayerRun:
-        """Run the layer forward and backward."""
-        given = self._there(-(-self.shard.tokens // self.shard.tp), self.hidden).requires_grad_()
-        run = recorded_run(self.recorder, self._forward, given)
-        kept = sum(run.saved.values())
+        """Run the layer forward and backward; all others return what they are given."""
+        found: list[LayerRun] = []
+        layer = self.layers[self.index]
+        own = layer.forward
+
+        def recorded(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+            def run(given: Tensor) -> Tensor:
+                with forwards(self._children(layer)):
+                    return first_of(own(given, *args, **kwargs), [])
+
+            found.append(self._recorded(run, x))
+            return self.same(x)
+
+        self.model({layer: recorded})
+        return found[0]
+
+    def _recorded(self, run: Callable[[Tensor], Tensor], x: Tensor) -> LayerRun:
+        given = self.given(x)
+        with torch.enable_grad():
+            ran = recorded_run(self.recorder, run, given)
+        kept = sum(ran.saved.values())
         attended, results = (
-            sum(size for x, size in run.saved.items() if x in which)
+            sum(size for x, size in ran.saved.items() if x in which)
             for which in (self.attended, self.results)
         )
-        own = given.untyped_storage()._cdata in run.saved
+        own = given.untyped_storage()._cdata in ran.saved
         return LayerRun(
-            *(run.forward, run.backward, attended, kept - attended, results),
-            most=run.most + own * given.nbytes,
+            *(ran.forward, ran.backward, attended, kept - attended, results),
+            most=ran.most + own * given.nbytes,
             keeps_input=own,
+            blocks=self.blocks,
         )
 
-    def _there(self, *shape: int) -> Tensor:
-        """Return a tensor that is there before the layer runs."""
-        with self.recorder.paused():
-            return torch.empty(shape, dtype=self.dtype, device="meta")
+    def _children(self, layer: nn.Module) -> dict[nn.Module, Callable[..., Any]]:
+        return {x: partial(self._child, x, x.forward) for x in layer.children()}
 
-    def _forward(self, x: Tensor) -> Tensor:
-        if self.layer.attention:
-            mixed = self._mix(*self._normed(x))
-            x = x + self._reduced(mixed)
-        if self.layer.mlp:
-            _, whole = self._normed(x)
-            x = x + self._reduced(self._tiled(self._mlp, whole))
-        return x
+    def _child(
+        self, child: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """Run a child: one with matrices on all tokens, and one that mixes no tokens in tiles."""
+        x, *rest = args or (kwargs.pop("hidden_states"),)
+        is_block = any(y.dim() > 1 for y in child.parameters())
+        self.blocks += is_block
+        given, state = _resized(x, self.shard.tokens) if is_block else x, state_of(child)
+        if state is not None:
+            return _resized(self._with_state(child, state, given), x.shape[-2])
+        beside: list[tuple[Any, ...]] = []
 
-    def _normed(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the output of a norm: that of this rank's tokens, and of all tokens."""
-        weight = self._weight(self.hidden)
-        local = self._tiled(lambda part: rms_norm(part, weight), x)
-        return local, self._gathered(local)
+        def run(part: Tensor) -> Tensor:
+            out = first_of(forward(part, *rest, **kwargs), beside)
+            return out.view(part.shape) if out.numel() == part.numel() else out
 
-    def _tiled(self, compute: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        return tiled(compute, x, self.tile, self.recorder)
+        # What mixes tokens is given a mask.
+        size = None if "attention_mask" in kwargs else self.tile
+        found = _resized(tiled(run, given, size, self.recorder), x.shape[-2])
+        return (found, *beside[0]) if beside else found
 
-    def _gathered(self, x: Tensor) -> Tensor:
-        return x if len(x) == self.shard.tokens else _resized(x, self.shard.tokens)
+    def _with_state(self, child: nn.Module, state: StateShape, x: Tensor) -> Tensor:
+        """Run the products of a layer with a state, and between them what its kernels do.
 
-    def _reduced(self, x: Tensor) -> Tensor:
-        local = -(-self.shard.tokens // self.shard.tp)
-        return x if len(x) == local else _resized(x, local)
+        The last product is the one that reads what the state returns. Products of low rank follow
+        one another: the first one is not divided over the ranks of tensor parallelism.
+        """
+        linears = [y for y in child.modules() if isinstance(y, nn.Linear)]
+        shapes = [(y.in_features, y.out_features) for y in linears]
+        width, hidden, tp = state.values or state.channels, x.shape[-1], self.shard.tp
+        last = len(shapes) - 1 - shapes[::-1].index((width, hidden))
+        low = {inputs for inputs, _ in shapes if inputs != hidden} - {width}
+        outputs: list[Tensor] = []
+        for inputs, size in (y for i, y in enumerate(shapes) if i != last):
+            source = outputs.pop() if inputs in low else x
+            outputs.append(
+                F.linear(source, self._weight(size if size in low else size // tp, inputs))
+            )
+        mixed = self._state(state, outputs, width // tp)
+        return F.linear(mixed, self._weight(hidden, width // tp))
 
     def _weight(self, *shape: int) -> Tensor:
-        weight = self._there(*shape).requires_grad_()
-        weight.register_post_accumulate_grad_hook(_dropped)
+        with self.recorder.paused():
+            weight = torch.empty(shape, dtype=getattr(torch, self.shard.dtype), device="meta")
+        weight.requires_grad_().register_post_accumulate_grad_hook(dropped)
         return weight
 
-    def _product(self, x: Tensor, product: Product, is_last: bool = False) -> Tensor:
-        """Multiply tokens by weights, of which tensor parallelism divides one side."""
-        inputs, outputs = product[:2]
-        if product.divided and is_last:
-            inputs //= self.shard.tp
-        elif product.divided:
-            outputs //= self.shard.tp
-        if product.copies == 1:
-            return F.linear(x, self._weight(outputs, inputs))
-        return self._grouped(x, self._weight(product.copies, inputs, outputs))
-
-    def _grouped(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Multiply tokens by weights of experts, each by that of one, in one launch."""
-        recorder, flops = self.recorder, 2 * len(x) * weight.shape[1] * weight.shape[2]
-
-        def launch(result: Tensor, *given: Tensor) -> Tensor:
-            touched = recorder.touched(given), recorder.touched([result])
-            recorder.add(OpLaunch("grouped_mm", flops, *touched))
-            return result
-
-        def forward(given: Tensor, weight: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
-            out = given.new_empty(len(given), weight.shape[2])
-            return launch(out, given, weight), (given, weight)
-
-        def backward(kept: Sequence[Tensor], grad: Tensor) -> Sequence[Tensor]:
-            given, weight = kept
-            by_tokens = launch(torch.empty_like(given), grad, weight)
-            return by_tokens, launch(torch.empty_like(weight), grad, given)
-
-        return opaque(forward, backward, x, weight)
-
-    def _mix(self, local: Tensor, whole: Tensor) -> Tensor:
-        """Run what mixes tokens, the state and the attention, and the products around each."""
-        products, number = self.layer.attention, self.layer.state_products
-        parts = (self._state, products[:number]), (self._attention, products[number:])
-        found = [self._around(act, of, local, whole) for act, of in parts if of]
-        return found[0] if len(found) == 1 else found[0] + found[1]
-
-    def _around(
-        self,
-        act: Callable[[Sequence[Tensor]], Tensor],
-        products: Sequence[Product],
-        local: Tensor,
-        whole: Tensor,
-    ) -> Tensor:
-        """Run products, what mixes their outputs, and the last product.
-
-        A product reads the narrowest tensor that is wide enough: products of low rank follow one
-        another. What tensor parallelism does not divide runs on the tokens of this rank.
-        """
-        outputs, sources = list[Tensor](), [whole]
-        for product in products[:-1]:
-            fitting = [x for x in sources if x.shape[-1] >= product.inputs]
-            source = min(fitting, key=lambda x: x.shape[-1], default=whole)
-            source = _first(source, product.inputs, 1)
-            if product.divided:
-                outputs.append(self._product(source, product))
-                sources.append(outputs[-1])
-            else:
-                own = local if source.shape[-1] == self.hidden else source
-                sources.append(self._gathered(self._product(own, product)))
-        return self._product(act(outputs), products[-1], is_last=True)
-
-    def _state(self, outputs: Sequence[Tensor]) -> Tensor:
+    def _state(self, state: StateShape, outputs: Sequence[Tensor], width: int) -> Tensor:
         """Run a convolution and a recurrence, by kernels that go chunk by chunk."""
-        state, shard, recorder = self.layer.state, self.shard, self.recorder
-        assert state is not None
+        shard, recorder = self.shard, self.recorder
         shapes, local = [x.shape for x in outputs], shard.tokens / shard.tp
         kept, ahead, back = (int(x * local) for x in state.bytes(shard.itemsize))
         flops, passes = (of(shard.is_sharded) * local for of in (state.flops, state.passes))
         launch = OpLaunch(STATE, int(flops), ((0, int(passes * shard.itemsize)),), ())
 
         def forward(*given: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
-            out = given[0].new_empty(shard.tokens, state.values // shard.tp)
+            out = given[0].new_empty(1, shard.tokens, width)
             recorder.need(ahead)
             recorder.add(launch)
             return out, (out, out.new_empty(max(0, kept - out.nbytes) // out.itemsize))
@@ -221,19 +243,19 @@ class LayerRunner:
 
         return opaque(forward, backward, *outputs)
 
-    def _attention(self, outputs: Sequence[Tensor]) -> Tensor:
-        query, key, value, gate = self._heads(outputs)
-        if self.layer.has_query_norm:
-            weight = self._weight(self.layer.head_dim)
-            query, key = rms_norm(query, weight), rms_norm(key, weight)
-        query, key, value = (x.transpose(1, 2) for x in (query, key, value))
-        tables = [self._there(1, 1, self.shard.tokens, self.layer.head_dim) for _ in range(2)]
-        query, key = (rotated(x, *tables) for x in (query, key))
+    def attend(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: Any, **how: Any
+    ) -> tuple[Tensor, None]:
+        if not getattr(module, "is_causal", True):
+            raise NotSimulated(
+                f"{self.source.name} sees tokens ahead, and only next-token models are simulated"
+            )
+        heads, dims = (query.shape[1], key.shape[1]), (query.shape[3], value.shape[3])
+        self.attentions.append(Attended(heads, dims, how.get("sliding_window")))
         out, lse = self._attend(query, key, value)
         self.results |= {x.untyped_storage()._cdata for x in (out, lse)}
         self.attended |= {x.untyped_storage()._cdata for x in (query, key, value)} | self.results
-        out = out.transpose(1, 2).reshape(self.shard.tokens, -1)
-        return out if gate is None else out * torch.sigmoid(gate)
+        return out, None
 
     def _attend(self, *inputs: Tensor) -> tuple[Tensor, Tensor]:
         """Run an attention, which is simulated elsewhere: here it has inputs and results."""
@@ -241,7 +263,9 @@ class LayerRunner:
 
         def forward(*given: Tensor) -> tuple[Any, Sequence[Tensor]]:
             query, wide = given[0], torch.promote_types(given[0].dtype, torch.float32)
-            results = torch.empty_like(query), query.new_empty(query.shape[:3], dtype=wide)
+            batch, heads, tokens, _ = query.shape
+            out = query.new_empty(batch, tokens, heads, given[2].shape[3])
+            results = out, query.new_empty(query.shape[:3], dtype=wide)
             recorder.need(room[0])
             touched = recorder.touched(given), recorder.touched(results[:1])
             recorder.add(OpLaunch(ATTENTION, 0, *touched))
@@ -256,66 +280,69 @@ class LayerRunner:
 
         return opaque(forward, backward, *inputs)
 
-    def _heads(self, outputs: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Return queries, keys and values, `(1, L, heads, H)`, and the gate of the output."""
-        (heads, key_heads), tp, dim = self.layer.heads, self.shard.tp, self.layer.head_dim
-        sizes = [count // tp * dim for count in (heads, key_heads, key_heads)]
-        widths, gate = [x.shape[-1] for x in outputs], None
-        parts = list(outputs)
-        if self.layer.has_gate:
-            # Split by head, as transformers does.
-            both = parts[0].view(self.shard.tokens, -1, 2 * dim)
-            parts[0], gate = both[..., :dim], both[..., dim:].reshape(self.shard.tokens, -1)
-        elif widths != sizes:
-            # Keys and values of latents are put together.
-            joined = torch.cat(parts, -1)
-            room = sum(sizes) - joined.shape[-1]
-            joined = F.pad(joined, (0, room)) if room > 0 else joined
-            parts = [x.contiguous() for x in joined[:, : sum(sizes)].split(sizes, -1)]
-        query, key, value = (x.reshape(1, self.shard.tokens, -1, dim) for x in parts)
-        return query, key, value, gate
 
-    def _mlp(self, x: Tensor) -> Tensor:
-        products = list(self.layer.mlp)
-        if not self.layer.routed:
-            return self._dense(x, products)
-        router, *products = products
-        number = len(products) if products[-1].copies > 1 else len(products) // 2
-        scores = self._product(x, router).float().softmax(-1)
-        weights, chosen = scores.topk(self.layer.routed, -1)
-        copies = x.index_select(0, chosen.flatten())
-        results = self._dense(copies, products[:number]) * weights.to(x.dtype).reshape(-1, 1)
-        out = results.view(len(x), -1, self.hidden).sum(1)
-        return out + self._dense(x, products[number:]) if products[number:] else out
-
-    def _dense(self, x: Tensor, products: Sequence[Product]) -> Tensor:
-        *into, last = products
-        inner = [self._product(x, product) for product in into]
-        made = F.silu(inner[0]) * inner[1] if len(inner) == 2 else F.gelu(inner[0])
-        return _first(self._product(made, last, is_last=True), len(x), 0)
+def _same(number: int, x: Tensor, *_: Any, **__: Any) -> Any:
+    """Return what a layer is given, as one of a number of values; alone if that is 0."""
+    return (x, *[None] * (number - 1)) if number else x
 
 
-def _first(x: Tensor, number: int, dim: int) -> Tensor:
-    """Return the first entries along a dim; a slice of all of them would have a kernel backward."""
-    return x if x.shape[dim] == number else x.narrow(dim, 0, number)
+@lru_cache(maxsize=64)
+def num_returned(source: ModelSource, dtype: str, tp: int) -> int:
+    """Return how many values layers return in a tuple, as the first one does; 0 without one."""
+    module, number = meta_module(source, dtype, tp), [0]
+    first, *others = layers_of(module)
+    own = first.forward
+
+    def seen(*args: Any, **kwargs: Any) -> Any:
+        output = own(*args, **kwargs)
+        number[0] = len(output) if isinstance(output, tuple) else 0
+        return output
+
+    def later(x: Tensor, *_: Any, **__: Any) -> Any:
+        return _same(number[0], x)
+
+    def attend(_: Any, query: Tensor, key: Tensor, value: Tensor, *__: Any, **___: Any) -> Any:
+        batch, heads, tokens, _ = query.shape
+        return query.new_empty(batch, tokens, heads, value.shape[3]), None
+
+    def passed(*args: Any, **kwargs: Any) -> Any:
+        return args[0] if args else kwargs["hidden_states"]
+
+    states = [x for x in first.children() if state_of(x)]
+    with forwards(dict.fromkeys(others, later) | dict.fromkeys(states, passed) | {first: seen}):
+        run_module(source, module, 2, attend)
+    return number[0]
 
 
-def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
-    """Return an RMSNorm, in float32 or wider, as transformers' models compute it."""
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    variance = wide.pow(2).mean(-1, keepdim=True)
-    return weight * (wide * torch.rsqrt(variance + EPSILON)).to(x.dtype)
+class HeadRunner(ModelRunner):
+    """What comes after the layers of a model, and the loss."""
 
+    def run(self, entries: int, tiles: int) -> RecordedRun:
+        """Run the last norm and the loss, by tiles of so many entries of the vocabulary."""
+        after: list[Callable[..., Any]] = []
+        last, hidden = self.layers[-1], list[Tensor]()
 
-def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Return rotary embeddings of queries or keys, by halves, as transformers' models do it."""
-    half = x.shape[-1] // 2
-    return x * cos + torch.cat((-x[..., half:], x[..., :half]), -1) * sin
+        def ended(x: Tensor, *_: Any, **__: Any) -> Any:
+            hidden.append(x)
+            return self.same(x)
 
+        def noted(forward: Callable[..., Any], x: Any = None, *args: Any, **kwargs: Any) -> Any:
+            if not hidden:
+                return forward(x, *args, **kwargs)
+            after.append(forward)
+            return x
 
-def _dropped(parameter: Tensor) -> None:
-    """Free a gradient, as FSDP2 does after it has reduced it."""
-    parameter.grad = None
+        others = (x for x in self.module.children() if not isinstance(x, nn.ModuleList))
+        self.model({last: ended} | {x: partial(noted, x.forward) for x in others})
+        x = self.given(hidden[0])
+        weight = x.new_empty(entries, x.shape[-1])
+
+        def forward(given: Tensor) -> Tensor:
+            for each in after:
+                given = tiled(each, given, self.tile, self.recorder)
+            return _loss(_resized(given, self.shard.tokens)[0], weight, tiles, self.recorder)
+
+        return recorded_run(self.recorder, forward, x)
 
 
 class RecordedRun(NamedTuple):
@@ -352,32 +379,10 @@ def recorded_run(
 
 @lru_cache(maxsize=256)
 def head_run(
-    hidden: int, entries: int, tiles: int, shard: Shard, mlp_tile: int | None
+    source: ModelSource, entries: int, tiles: int, shard: Shard, mlp_tile: int | None
 ) -> RecordedRun:
-    """Run the last norm, the output projection and the cross-entropy, a tile of entries at a time.
-
-    Args:
-        hidden: numbers of a token between layers.
-        entries: of the vocabulary in a tile.
-        tiles: number of tiles.
-        shard: what the rank has of a batch.
-        mlp_tile: tokens that the norm runs on at once; `None` for all.
-    """
-    recorder, dtype = LaunchRecorder(), getattr(torch, shard.dtype)
-    x, norm, weight = (
-        torch.empty(shape, dtype=dtype, device="meta")
-        for shape in ((-(-shard.tokens // shard.tp), hidden), (hidden,), (entries, hidden))
-    )
-
-    norm.requires_grad_().register_post_accumulate_grad_hook(_dropped)
-
-    def forward(given: Tensor) -> Tensor:
-        normed = tiled(lambda part: rms_norm(part, norm), given, mlp_tile, recorder)
-        if len(normed) < shard.tokens:
-            normed = _resized(normed, shard.tokens)
-        return _loss(normed, weight, tiles, recorder)
-
-    return recorded_run(recorder, forward, x.requires_grad_())
+    """Run what comes after the layers, see `HeadRunner`; equal ones run once."""
+    return HeadRunner(source, shard, mlp_tile).run(entries, tiles)
 
 
 def _end(x: Tensor) -> Tensor:
@@ -421,11 +426,13 @@ def opaque(
 
 def _resized(x: Tensor, tokens: int) -> Tensor:
     """Return tokens of more or fewer ranks; what moves them is counted elsewhere."""
+    number = x.shape[-2]
+    if number == tokens:
+        return x
 
     def made(given: Tensor, number: int) -> Tensor:
-        return given.new_empty(number, *given.shape[1:])
+        return given.new_empty(*given.shape[:-2], number, given.shape[-1])
 
-    number = len(x)
     return opaque(lambda y: (made(y, tokens), ()), lambda _, grad: (made(grad, number),), x)
 
 
@@ -438,18 +445,19 @@ def tiled(
     """
     if size is None:
         return compute(x)
-    number, first = -(-len(x) // size), slice(min(size, len(x)))
+    tokens = x.shape[-2]
+    number, first = -(-tokens // size), min(size, tokens)
 
     def forward(given: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
         tiles = torch.empty_like(given)  # until they are joined
         with recorder.times(number):
-            compute(given[first])
+            compute(given.narrow(-2, 0, first))
         return torch.empty_like(tiles), (given,)
 
     def backward(kept: Sequence[Tensor], grad: Tensor) -> tuple[Tensor, ...]:
-        tiles, part = torch.empty_like(grad), kept[0][first].detach().requires_grad_()
+        tiles, part = torch.empty_like(grad), kept[0].narrow(-2, 0, first).detach().requires_grad_()
         with recorder.times(number), torch.enable_grad():
-            torch.autograd.backward(compute(part), grad[first])
+            torch.autograd.backward(compute(part), grad.narrow(-2, 0, first))
         return (torch.empty_like(tiles),)
 
     return opaque(forward, backward, x)

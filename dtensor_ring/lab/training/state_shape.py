@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+from torch import nn
 
+from dtensor_ring.lab.training.model_source import NotSimulated
 from dtensor_ring.states.run import Maps
 
 # Tokens of a chunk of a gated delta rule.
@@ -111,3 +113,38 @@ class StateShape(NamedTuple):
         # States of chunks, two tensors as large as values, and gradients of all inputs.
         backward = states + 4 * self.values + self.channels
         return kept, states * itemsize, backward * itemsize
+
+
+def state_of(module: nn.Module) -> StateShape | None:
+    """Return the state of a module that has a convolution over tokens; `None` for another one.
+
+    It is read from the names that modules of transformers have for sizes of a state.
+
+    Raises:
+        ValueError: if it is a state of another kind.
+    """
+    convolutions = [x for x in module.modules() if isinstance(x, nn.Conv1d)]
+    if not convolutions:
+        return None
+    channels = sum(x.out_channels for x in convolutions)
+    reach = convolutions[0].kernel_size[0] - 1
+
+    def size(*names: str) -> int:
+        return next((x for x in (getattr(module, y, None) for y in names) if x), 0)
+
+    heads = size("num_v_heads", "num_heads")
+    value, states = size("head_v_dim", "head_dim"), size("ssm_state_size")
+    if heads and value and states:
+        dims, groups = (states, value), size("n_groups")
+        chunk = size("chunk_size")
+        return StateShape(channels, reach, heads * value, groups, heads, dims, False, chunk)
+    if heads and value:
+        dims, groups = (size("head_k_dim") or value, value), size("num_k_heads") or heads
+        return StateShape(channels, reach, heads * value, groups, heads, dims, True)
+    others = [x for x in module.modules() if not isinstance(x, (nn.Linear, nn.Conv1d))]
+    if heads or states or any(next(x.parameters(recurse=False), None) is not None for x in others):
+        raise NotSimulated(
+            f"{type(module).__name__} is a layer with a state that is not simulated: only gated "
+            "and Kimi delta rules, Mamba 2 and convolutions are"
+        )
+    return StateShape(channels, reach, 2 * channels)

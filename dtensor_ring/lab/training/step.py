@@ -36,7 +36,6 @@ from dtensor_ring.lab.training.step_memory import (
     KEPT_ITEMSIZE,
     AttentionRoom,
     StepMemory,
-    layer_weights,
     recorded_head,
     step_memory,
 )
@@ -345,9 +344,9 @@ def _layer(
     states: Mapping[StateShape, StateSeconds],
 ) -> _Unit:
     """Return the seconds of a layer; its backward has what it computes again."""
-    run = layer_run(layer, asked.model.hidden, asked.shard, tile=asked.setting.mlp_tile)
+    run = layer_run(asked.model.source, layer.index, asked.shard, tile=asked.setting.mlp_tile)
     forward, backward = clock.parts(run.forward, run.backward)
-    collectives = PartSeconds(tp=layer.num_blocks * clock.tp_collectives())
+    collectives = PartSeconds(tp=run.blocks * clock.tp_collectives())
     attention = PartSeconds(), PartSeconds()
     if layer.heads[0]:
         attention = attentions[AttentionKind.of(layer)].parts()
@@ -367,7 +366,8 @@ def _copies(asked: StepRequest, clock: LayerClock, layer: LayerShape) -> tuple[f
     """Return the seconds in which FSDP2 copies parameters from what it gathered, and gradients."""
     if asked.mesh.shards(asked.machine).ranks == 1:
         return 0.0, 0.0
-    weights, width = layer_weights(layer, asked.shard.tp), asked.shard.itemsize
+    weights = asked.model.layer_weights(asked.shard.tp)[layer.index]
+    width = asked.shard.itemsize
     gathered = clock.memory(2 * weights * width)
     return gathered, gathered + clock.memory(weights * (width + KEPT_ITEMSIZE))
 
@@ -377,7 +377,7 @@ def _with_collectives(asked: StepRequest, units: Sequence[_Unit]) -> list[UnitSe
     model, tp = asked.model, asked.shard.tp
     ends = model.embedded // tp
     # A tied projection is gathered with the embedding.
-    weights = [ends, *(layer_weights(x, tp) for x in model.layers), 0 if model.tied else ends]
+    weights = [ends, *model.layer_weights(tp), 0 if model.tied else ends]
     return [
         UnitSeconds(unit.label, unit.forward.total, unit.backward.total, *_fsdp(asked, number))
         for unit, number in zip(units, weights, strict=True)

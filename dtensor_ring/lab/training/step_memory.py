@@ -19,7 +19,7 @@ from dtensor_ring.lab.recorded_ranks import rank_attention
 from dtensor_ring.lab.training.footprint import Storages
 from dtensor_ring.lab.training.layer_run import RecordedRun, head_run, layer_run
 from dtensor_ring.lab.training.layer_seconds import Shard
-from dtensor_ring.lab.training.model_shape import LayerShape, ModelShape, Product
+from dtensor_ring.lab.training.model_shape import LayerShape, ModelShape
 from dtensor_ring.lab.training.step_request import MemorySetting
 from dtensor_ring.planning.strategy import Strategy
 
@@ -115,16 +115,6 @@ class StepMemory(NamedTuple):
         return sum(self) - self.host
 
 
-def numbers_of(product: Product, tp: int) -> int:
-    """Return the weights of a product that a rank of tensor parallelism has."""
-    return product.weights // tp if product.divided else product.weights
-
-
-def layer_weights(layer: LayerShape, tp: int) -> int:
-    """Return the weights of a layer that a rank of tensor parallelism has."""
-    return sum(numbers_of(x, tp) for x in layer.products)
-
-
 def step_memory(
     model: ModelShape,
     shard: Shard,
@@ -142,7 +132,7 @@ def step_memory(
         rooms: what the attention of each layer needs while it runs.
     """
     pairs = [*zip(model.layers, rooms, strict=True)]
-    runs = {x: _LayerBytes.of(model.hidden, shard, setting, *x) for x in dict.fromkeys(pairs)}
+    runs = {x: _LayerBytes.of(model, shard, setting, *x) for x in dict.fromkeys(pairs)}
     layers = [runs[x] for x in pairs]
     state = _states(model, shard, num_shards, setting)
     attention, others = (sum(x[i] for x in layers) for i in range(2))
@@ -178,7 +168,7 @@ def recorded_head(model: ModelShape, shard: Shard, mlp_tile: int | None) -> Reco
     vocabulary, tokens = model.vocabulary // shard.tp, shard.tokens
     fitting = LOSS_TILE_BYTES // (KEPT_ITEMSIZE * tokens)
     entries = min(vocabulary, max(1, fitting, -(-vocabulary // LOSS_TILES)))
-    return head_run(model.hidden, entries, -(-vocabulary // entries), shard, mlp_tile)
+    return head_run(model.source, entries, -(-vocabulary // entries), shard, mlp_tile)
 
 
 def _gradients(model: ModelShape, tp: int, num_shards: int, setting: MemorySetting) -> list[int]:
@@ -186,7 +176,7 @@ def _gradients(model: ModelShape, tp: int, num_shards: int, setting: MemorySetti
 
     FSDP2 reduces those of embedding and head in the end.
     """
-    layers = accumulate((layer_weights(x, tp) for x in reversed(model.layers)), initial=0)
+    layers = accumulate(reversed(model.layer_weights(tp)), initial=0)
     found = [0, *layers]
     found[-1] += model.embedded * (1 if model.tied else 2) // tp
     is_here = "optimizer" not in setting.offload
@@ -222,16 +212,16 @@ class _LayerBytes(NamedTuple):
     @classmethod
     def of(
         cls,
-        hidden: int,
+        model: ModelShape,
         shard: Shard,
         setting: MemorySetting,
         layer: LayerShape,
         room: AttentionRoom,
     ) -> _LayerBytes:
-        found = layer_run(layer, hidden, shard, room[1:], setting.mlp_tile)
+        found = layer_run(model.source, layer.index, shard, room[1:], setting.mlp_tile)
         if setting.checkpoint == "none":
             return cls(found.attention_kept, found.others_kept, found.most)
-        stream = hidden * shard.tokens // shard.tp * shard.itemsize
+        stream = model.hidden * shard.tokens // shard.tp * shard.itemsize
         # The input of the layer stays beside what is computed again.
         most = found.most + (0 if found.keeps_input else stream)
         return cls(found.results if setting.checkpoint == "attention" else 0, stream, most)
@@ -239,7 +229,7 @@ class _LayerBytes(NamedTuple):
 
 def _states(model: ModelShape, shard: Shard, num_shards: int, setting: MemorySetting) -> StepMemory:
     """Return the bytes of parameters, and of what belongs to each."""
-    layers = [layer_weights(x, shard.tp) for x in model.layers]
+    layers = model.layer_weights(shard.tp)
     root = model.embedded * (1 if model.tied else 2) // shard.tp
     kept = (sum(layers) + root) * KEPT_ITEMSIZE
     gathered = [x * shard.itemsize for x in layers]

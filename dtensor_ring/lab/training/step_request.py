@@ -217,10 +217,7 @@ class StepMesh(NamedTuple):
             if layer.state is not None:
                 for count in (layer.state.heads, layer.state.groups):
                     self._divide(f"{count} heads of states of {model.name}", count, "tp")
-            for product in layer.mlp:
-                if product.divided:
-                    inner = min(product[:2], key=lambda size: size == model.hidden)
-                    self._divide(f"the inner size {inner} of {model.name}", inner, "tp")
+        model.layer_weights(self.tp)
         self._divide(f"seq_len of {seq_len} tokens", seq_len, "cp")
 
     def _divide(self, what: str, size: int, axis: str) -> None:

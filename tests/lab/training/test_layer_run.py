@@ -19,7 +19,7 @@ from dtensor_ring.lab.training.estimate import alone
 from dtensor_ring.lab.training.launches import ATTENTION, LaunchRecorder, OpLaunch
 from dtensor_ring.lab.training.layer_run import LayerRunner, head_run
 from dtensor_ring.lab.training.layer_seconds import Shard, itemsize
-from dtensor_ring.lab.training.model_shape import ModelShape
+from dtensor_ring.lab.training.model_source import ModelSource
 from parallel_plans.huggingface.losses.cross_entropy import backward, forward
 from parallel_plans.models import load
 
@@ -30,8 +30,8 @@ CONFIG |= {"vocab_size": 64, "tie_word_embeddings": False}
 
 
 def _run(dtype: str, changes: dict[str, Any], **options: Any) -> Any:
-    layer = ModelShape.of(CONFIG | changes).layers[0]
-    return LayerRunner(layer, HIDDEN, Shard(TOKENS, 1, itemsize(dtype), dtype), **options).run()
+    source, tp = ModelSource.of(CONFIG | changes), options.pop("tp", 1)
+    return LayerRunner(source, 0, Shard(TOKENS, tp, itemsize(dtype), dtype), **options).run()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -100,6 +100,7 @@ def test_launches_are_those_of_a_model(changes: dict[str, Any], tmp_path: Path) 
 
 def test_the_loss_is_that_of_the_plan() -> None:
     tokens, entries, tiles = 65536, 128, 64
+    source = ModelSource.of(CONFIG | {"vocab_size": entries * tiles})
     shapes = (tokens, HIDDEN), (entries * tiles, HIDDEN)
     hidden, weight = (torch.empty(x, dtype=torch.bfloat16, device="meta") for x in shapes)
     labels = torch.zeros(tokens, dtype=torch.long, device="meta")
@@ -108,7 +109,7 @@ def test_the_loss_is_that_of_the_plan() -> None:
         forward(hidden, weight, None, labels, 1.0, 0.0)
     with LaunchRecorder() as back:
         backward(numbers, hidden, weight, None, labels, numbers, 1.0, 0.0, [True, True, False])
-    found = head_run(HIDDEN, entries, tiles, Shard(tokens, 1, 2, "bfloat16"), None)
+    found = head_run(source, entries, tiles, Shard(tokens, 1, 2, "bfloat16"), None)
     for ours, theirs in ((found.forward, ahead), (found.backward, back)):
         (flops, size, _), expected = _totals(ours), _totals(theirs.launches)
         assert flops == expected[0]
@@ -122,6 +123,28 @@ def test_tiles_run_once_and_count_as_many() -> None:
     again = [x for x in whole.forward if x.flops][-3:]  # of the MLP
     assert _totals(tiles.backward)[0] - _totals(whole.backward)[0] == _totals(again)[0]
     assert tiles.most < whole.most
+
+
+def test_a_rank_of_tensor_parallelism_has_its_part() -> None:
+    """Of heads and inner sizes for all tokens, and of tokens for norms."""
+    whole, half = (_run("bfloat16", {}, tp=x) for x in (1, 2))
+    assert 2 * _totals(half.forward)[0] == _totals(whole.forward)[0]
+    assert 2 * half.attention_kept == whole.attention_kept
+    assert half.blocks == whole.blocks == 2
+    squares = [
+        [sum(y for _, y in x.writes) for x in run.forward if x.op == "pow"] for run in (half, whole)
+    ]
+    assert [2 * x for x in squares[0]] == squares[1]
+
+
+@pytest.mark.parametrize("tile", [None, TOKENS // 4])
+def test_products_of_experts_are_counted(tile: int | None) -> None:
+    sizes = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2}
+    found = _run("bfloat16", sizes | {"moe_intermediate_size": 16}, tile=tile)
+    flops = 2 * TOKENS * 2 * HIDDEN * 3 * 16  # of two experts, with three matrices each
+    sides = ([x for x in side if "grouped" in x.op] for side in (found.forward, found.backward))
+    forward, backward = (sum(x.times * x.flops for x in side) for side in sides)
+    assert (forward, backward) == (flops, (3 if tile else 2) * flops)
 
 
 def test_a_launch_of_an_attention_has_its_tensors() -> None:

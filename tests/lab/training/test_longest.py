@@ -112,7 +112,7 @@ def test_json_has_what_the_table_has() -> None:
         ({"kv_dtype": "int4"}, "int4"),
         ({"strategy": "rings"}, "unknown strategy 'rings'"),
         ({"machine": "h1000"}, "machine 'h1000' is neither a file"),
-        ({"config": LLAMA | {"mamba_d_state": 2}}, "only gated and Kimi delta rules"),
+        ({"config": {"model_type": "jamba"}}, "only gated and Kimi delta rules"),
     ],
 )
 def test_what_is_no_question(options: dict[str, Any], message: str) -> None:

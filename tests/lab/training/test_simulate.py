@@ -154,10 +154,10 @@ def test_many_ranks_are_not_drawn() -> None:
         ("--trace {folder}/no/x.json", "No such file or directory"),
         ("--checkpoint some", "invalid choice: 'some'"),
         ("--model nobodys", "nobodys is neither a file or folder, nor a model type"),
-        ("--model mamba", "config of mamba has no attention, so there is nothing to make parallel"),
-        ("--model jamba", "jamba has layers with a state, which are not simulated: only gated"),
+        ("--model rwkv", "rwkv has no attention, so there is nothing to make parallel"),
+        ("--model jamba", "JambaMambaMixer is a layer with a state that is not simulated: only"),
         ("--model bert", "bert sees tokens ahead"),
-        ("--model {folder}/huge.json", "hidden_size of llama must be a whole number from 1"),
+        ("--model {folder}/huge.json", "transformers makes no model of llama"),
         ("--model {folder}/text.json", "is not a config.json"),
     ],
 )

@@ -20,7 +20,9 @@ from tests.lab.machines import links
 LLAMA = {"model_type": "llama", "hidden_size": 1024, "intermediate_size": 2816, "head_dim": 64}
 LLAMA |= {"num_hidden_layers": 3, "num_attention_heads": 16, "num_key_value_heads": 4}
 LLAMA |= {"vocab_size": 4096}
-GEMMA = LLAMA | {"sliding_window": 512, "sliding_window_pattern": 3}
+GEMMA = LLAMA | {"model_type": "gemma3_text", "sliding_window": 512, "tie_word_embeddings": False}
+GEMMA |= {"layer_types": ["sliding_attention"] * 2 + ["full_attention"]}
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 256}
 SEQ_LEN = 8192
 H100 = as_machine("h100")
 
@@ -36,7 +38,7 @@ def _step(
     [
         (LLAMA, {"dp": 2, "cp": 4, "tp": 2}, {"checkpoint": "full"}),
         (GEMMA, {"cp": 8}, {"strategy": "ulysses:2", "checkpoint": "attention"}),
-        (LLAMA | {"num_experts": 8, "num_experts_per_tok": 2}, {"dp_replicate": 2, "cp": 2}, {}),
+        (LLAMA | EXPERTS | {"model_type": "qwen3_moe"}, {"dp_replicate": 2, "cp": 2}, {}),
         (LLAMA, {"cp": 1}, {"dtype": "float8_e4m3fn"}),
     ],
 )
@@ -193,7 +195,10 @@ def test_memory_that_a_device_lacks() -> None:
         ({"batches": [[0, SEQ_LEN]]}, "2 data-parallel groups need as many batches, got 1"),
         ({"batches": [[0, SEQ_LEN], [[0, 8, SEQ_LEN], [0, 9, SEQ_LEN]]]}, "equal numbers of rows"),
         ({"machine": "h1000"}, "machine 'h1000' is neither a file"),
-        ({"config": {"hidden_size": 8}}, "has no attention"),
+        (
+            {"config": {"hidden_size": 8}},
+            "is taken for that of a Llama, which needs intermediate_size",
+        ),
     ],
 )
 def test_what_cannot_be_simulated(options: dict[str, Any], message: str) -> None:
@@ -217,7 +222,7 @@ def test_json_has_what_the_table_has() -> None:
 def test_what_fsdp2_copies_and_updates() -> None:
     """Weights are copied from what was gathered, twice; gradients are cast to float32, once."""
     alone, shards = (_step(mesh={"cp": 1, "dp": x}) for x in (1, 4))
-    layer = 1024 * (16 + 8) * 64 + 1024 * 1024 + 3 * 1024 * 2816
+    layer = 1024 * (16 + 8) * 64 + 1024 * 1024 + 3 * 1024 * 2816 + 2 * 1024
     copied = 3 * layer * (2 * (2 + 2) + (2 + 4)) / H100.memory_rate
     assert shards.parts["others"] - alone.parts["others"] == pytest.approx(copied)
     weights = 3 * layer + 2 * 1024 * 4096
@@ -238,7 +243,7 @@ def test_a_tied_projection_is_gathered_with_the_embedding() -> None:
 def test_collectives_take_what_their_bytes_take() -> None:
     """On four ranks of a host: three of four parts travel, in bfloat16 and in float32."""
     step = _step(mesh={"dp": 2, "cp": 2}, machine=replace(H100, beside_kernel=1.0))
-    layer = 1024 * (16 + 8) * 64 + 1024 * 1024 + 3 * 1024 * 2816
+    layer = 1024 * (16 + 8) * 64 + 1024 * 1024 + 3 * 1024 * 2816 + 2 * 1024
     expected = {
         "gather layer": H100.inside.all_gather(2 * layer * 3 / 4),
         "reduce layer": H100.inside.reduce_scatter(4 * layer * 3 / 4),

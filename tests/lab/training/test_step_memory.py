@@ -148,8 +148,10 @@ def test_states_on_the_host() -> None:
 
 def test_tensor_parallelism_divides() -> None:
     whole, half = _simulated("bfloat16", "none"), _simulated("bfloat16", "none", tp=2)
-    for name in ("parameters", "gradients", "optimizer", "gathered", "attention_kept"):
-        assert getattr(half, name) * 2 == getattr(whole, name), name
+    assert half.attention_kept * 2 == whole.attention_kept
+    for name in ("parameters", "gradients", "optimizer", "gathered"):
+        # Each rank has all weights of norms.
+        assert getattr(half, name) * 2 == pytest.approx(getattr(whole, name), rel=1e-3), name
     # Outputs of the nine norms are gathered, and rotary tables are for all tokens.
     gathered = SEQ_LEN // CP * ((9 * 512 + 2 * 64) * 2 + 4)
     assert (half.others_kept - gathered) * 2 == whole.others_kept - gathered

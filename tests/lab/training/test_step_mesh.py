@@ -54,6 +54,8 @@ def test_what_does_not_divide(mesh: StepMesh, seq_len: int, message: str) -> Non
 
 def test_inner_sizes_divide() -> None:
     odd = ModelShape.of(CONFIG | {"intermediate_size": 98})
-    with pytest.raises(ValueError, match="inner size 98 of llama cannot be divided over the 4"):
+    with pytest.raises(
+        ValueError, match="intermediate_size of llama is 98, which cannot be divided over the 4"
+    ):
         StepMesh(tp=4).check(odd, 64)
     StepMesh(tp=2, cp=4).check(odd, 64)

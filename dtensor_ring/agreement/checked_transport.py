@@ -309,13 +309,14 @@ class CheckedTransport(Transport):
         # A record that carries messages goes to the ranks that this one hears from: all others.
         peers = self._peer_records if self._piggybacks else self._neighbours(1)
         payloads, self._piggybacks = payloads or {}, False
-        record, joined = flat(self._mine), dict[int, Tensor]()
-        for x in payloads.values():  # a tensor for several peers is joined once
-            if id(x) not in joined:
-                joined[id(x)] = flat(self._mine + x.view(torch.uint8).numpy().data)
+        joined = dict[int, Tensor]()
         sent = []
         for peer in peers:
-            message = P2P(joined[id(payloads[peer])] if peer in payloads else record, peer)
+            payload = payloads.get(peer)
+            if id(payload) not in joined:  # a tensor for several peers is joined once
+                more = b"" if payload is None else payload.view(torch.uint8).numpy().data
+                joined[id(payload)] = flat(self._mine + more)
+            message = P2P(joined[id(payload)], peer)
             work = self._started(message, self._record_transport.send_record, message)
             sent.append(PendingWork(self, work, message))
         self._in_flight += sent

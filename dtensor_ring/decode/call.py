@@ -8,7 +8,7 @@ but only scale its output: a kept call has none, and each call brings its own.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -194,7 +194,8 @@ class BoundDecode:
         self.call, self.request, self.round, self.is_kept = call, request, found, is_kept
         group = call.group
         self._group = None if group is None else ref(group)
-        # `DecodeRequest.step` bounds the bytes of steps, so this keeps none alive.
+        # `decode_step` bounds the bytes of its steps, so this keeps only a small one alive.
+        self._small: Step | None = None
         self._step: ref[Step] | None = None
         self._facts: tuple[Any, ...] | None = None
         self._soles: dict[str, Sole | None] = {}
@@ -203,7 +204,7 @@ class BoundDecode:
     def num_bytes(self) -> int:
         """The memory that it takes, without what other caches hold as well."""
         layout = self.request.layout
-        return 3000 + 4 * MAX_BYTES + getattr(layout, "num_bytes", 0)
+        return 6000 + 4 * MAX_BYTES + getattr(layout, "num_bytes", 0)
 
     @property
     def is_alive(self) -> bool:
@@ -212,10 +213,13 @@ class BoundDecode:
 
     def step(self, num_columns: int) -> Step:
         """Return this rank's step, see `DecodeRequest.step`."""
+        if self._small is not None:
+            return self._small
         found = None if self._step is None else self._step()
         if found is None:
             found = self.request.step(num_columns)
             self._step = ref(found)
+            self._small = found if len(found.tiles) <= 1 else None
         return found
 
     def kernel(self, query: Tensor, key: Tensor, value: Tensor) -> Kernel:
@@ -236,7 +240,9 @@ class BoundDecode:
 
     def checked(self, query: Tensor) -> AbstractContextManager[Combine | None]:
         """Return the context of the call, which gives the merge of the partial results."""
-        return _within_round(self.call.group, self.request, self.round, query)
+        # That of the call's name, as `is_alive` has found.
+        group = None if self._group is None else self._group()
+        return _within_round(group, self.request, self.round, query)
 
 
 _BOUND: ByteStore[BoundDecode] = ByteStore(max_bytes=8 << 20, size_of=attrgetter("num_bytes"))
@@ -258,9 +264,11 @@ def bound_decode(
     check_inputs(query, key, value, call.scores.sinks, may_be_biased=True)
     check_num_queries(query, MAX_QUERIES)
     request = call.request(query, key)
-    found = _round_of(call, request, query, value)
     if asked is None:
+        found = _round_of(call, request, query, value)
         return BoundDecode(call, request, found, is_kept=False)
+    # What is kept has its record, which need not be kept a second time.
+    found = _round_of(call, request, query, value, _decode_record)
     # The content of the tensors is known by now; they may be written to for the next token.
     call = DecodeCall(DecodeBatch(), call.scores._replace(sinks=None), call.place)
     kept = BoundDecode(call, request, found, is_kept=True)
@@ -304,9 +312,16 @@ def checked_decode(
 
 
 def _round_of(
-    call: DecodeCall, request: DecodeRequest, query: Tensor, value: Tensor
+    call: DecodeCall,
+    request: DecodeRequest,
+    query: Tensor,
+    value: Tensor,
+    record_of: Callable[..., CallRecord] | None = None,
 ) -> DecodeRound | None:
-    """Return the round of messages of a call, `None` if there is nobody to agree with."""
+    """Return the round of messages of a call, `None` if there is nobody to agree with.
+
+    The record is looked up in a store of its own, unless `record_of` makes it.
+    """
     merge, block = call.place.merge, call.place.block
     if merge is not None and merge not in MERGES:
         raise ValueError(f"unknown merge {merge!r}; known merges: {', '.join(MERGES)}")
@@ -324,7 +339,8 @@ def _round_of(
         merge = f"by blocks of {block}"
     heads = query.shape[1], value.shape[1]
     attention = attention_facts("decode", query, value, call.scores, heads)
-    return DecodeRound(_decode_record(attention, merge, agree, *request), merge, size)
+    record = (record_of or _kept_record)(attention, merge, agree, *request)
+    return DecodeRound(record, merge, size)
 
 
 def _within_round(
@@ -359,7 +375,6 @@ def _agree_text(agree: Tensor | None) -> str:
     return numbers_text(boundaries.on_host(agree).numpy().reshape(-1))
 
 
-@cached_bytes(max_bytes=8 << 20, num_bytes=lambda record: 4 * MAX_BYTES)
 def _decode_record(attention: AttentionFacts, merge: str, agree: str, *asked: Any) -> CallRecord:
     request = DecodeRequest(*asked)
     # What differs from token to token; the other fields take longer.
@@ -374,6 +389,11 @@ def _decode_record(attention: AttentionFacts, merge: str, agree: str, *asked: An
         "key_runs": runs_text(request.layout),
     }
     return CallRecord(fields | own)
+
+
+_kept_record = cached_bytes(max_bytes=8 << 20, num_bytes=lambda record: 4 * MAX_BYTES)(
+    _decode_record
+)
 
 
 @cached_bytes(max_bytes=8 << 20, num_bytes=lambda fields: 4 * MAX_BYTES)

@@ -113,11 +113,12 @@ class CpuFlash(Kernel):
         return "it has no softcap" if problem.softcap else None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, launch: Launch, scores: Scores) -> Result:
-        mask, scale, sizes = _constant(launch.mask), scores.scale, _sizes(q, launch.by_block)
+        mask, scale = _constant(launch.mask), scores.scale
         _, num_heads, num_rows, _ = q.shape
         is_few = num_rows <= FEW_ROWS and num_heads > k.shape[1]
         if is_few and mask is FULL and not launch.by_block:
             return _attend_folded((q, k, v), scale)
+        sizes = _sizes(q, launch.by_block)
         k, v = _by_head(q, k, sizes.whole), _by_head(q, v, sizes.whole)
         # Cutting saves hidden pairs, but each launch has a fixed cost.
         if _in_one(mask, q, sizes.whole, sizes.huge):

@@ -169,11 +169,7 @@ MUTANTS = [
         "min(begin + step, self._num_closed)",
         "min(begin + step - 1, self._num_closed)",
     ),
-    (
-        "decode/plan.py",
-        "self._runs[rank, last].sum()) == start",
-        "self._runs[rank, last].sum()) != start",
-    ),
+    ("decode/plan.py", "before[0] + before[1] == start", "before[0] + before[1] != start"),
     ("decode/plan.py", "max(starts, default=0) + num_queries", "max(starts, default=0)"),
     ("paged/block_pool.py", "-(-length // self.dealing.block)", "length // self.dealing.block + 1"),
     ("paged/block_pool.py", "last + is_kept, self", "last, self"),

@@ -268,7 +268,7 @@ def bound_decode(
         found = _round_of(call, request, query, value)
         return BoundDecode(call, request, found, is_kept=False)
     # What is kept has its record, which need not be kept a second time.
-    found = _round_of(call, request, query, value, _decode_record)
+    found = _round_of(call, request, query, value, _decode_record.made)
     # The content of the tensors is known by now; they may be written to for the next token.
     call = DecodeCall(DecodeBatch(), call.scores._replace(sinks=None), call.place)
     kept = BoundDecode(call, request, found, is_kept=True)
@@ -339,7 +339,7 @@ def _round_of(
         merge = f"by blocks of {block}"
     heads = query.shape[1], value.shape[1]
     attention = attention_facts("decode", query, value, call.scores, heads)
-    record = (record_of or _kept_record)(attention, merge, agree, *request)
+    record = (record_of or _decode_record)(attention, merge, agree, *request)
     return DecodeRound(record, merge, size)
 
 
@@ -375,6 +375,7 @@ def _agree_text(agree: Tensor | None) -> str:
     return numbers_text(boundaries.on_host(agree).numpy().reshape(-1))
 
 
+@cached_bytes(max_bytes=8 << 20, num_bytes=lambda record: 4 * MAX_BYTES)
 def _decode_record(attention: AttentionFacts, merge: str, agree: str, *asked: Any) -> CallRecord:
     request = DecodeRequest(*asked)
     # What differs from token to token; the other fields take longer.
@@ -389,11 +390,6 @@ def _decode_record(attention: AttentionFacts, merge: str, agree: str, *asked: An
         "key_runs": runs_text(request.layout),
     }
     return CallRecord(fields | own)
-
-
-_kept_record = cached_bytes(max_bytes=8 << 20, num_bytes=lambda record: 4 * MAX_BYTES)(
-    _decode_record
-)
 
 
 @cached_bytes(max_bytes=8 << 20, num_bytes=lambda fields: 4 * MAX_BYTES)

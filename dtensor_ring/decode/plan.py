@@ -54,24 +54,19 @@ class DecodeRequest(NamedTuple):
             ValueError: if the rank holds more or fewer columns than its runs, or options do not
                 fit.
         """
-        step = self._whole_step() or decode_step(*self)
+        first, is_divided = (
+            min(self.starts, default=0),
+            (self.documents, self.slices) != (None, None),
+        )
+        # One tile is made faster than found.
+        is_whole = not is_divided and _sees_all(self.mask, first, self.seq_len)
+        step = decode_step.made(*self) if is_whole else decode_step(*self)
         if len(step.cols) != num_columns:
             raise ValueError(
                 f"key must hold the {len(step.cols)} tokens that {self._runs()} gives rank "
                 f"{self.rank} of {self.world_size}, got {num_columns}"
             )
         return step
-
-    def _whole_step(self) -> Step | None:
-        """Return the step if queries see all keys, else `None`; it is made faster than found."""
-        if not isinstance(self.layout, RunTable):
-            return None  # the layout may not shard any length
-        if self.documents is not None or self.slices is not None:
-            return None
-        if not _sees_all(self.mask, min(self.starts, default=0), self.seq_len):
-            return None
-        num_tokens = self.layout.num_tokens(self.rank, self.world_size, self.seq_len)
-        return _whole_step(self.rank, num_tokens, self.num_queries)
 
     def seen(self) -> Slices:
         """Return what queries see as slices, which may reach beyond the last key."""
@@ -384,22 +379,15 @@ def decode_step(
     if not isinstance(layout, RunTable):
         shard_table(layout, world_size, seq_len)  # it may not shard any length
     num_tokens = layout.num_tokens(rank, world_size, seq_len)
-    if documents is None and slices is None and _sees_all(mask, min(starts, default=0), seq_len):
-        return _whole_step(rank, num_tokens, num_queries)
-    longest = max(seq_len, max(starts, default=0) + num_queries)
-    seen = _seen(mask, world_size, longest, documents, slices)
-    columns = _columns(layout, rank, world_size, seq_len)
-    tiles = _tiles(columns, rows_of(seen), starts, num_queries)
     spans = ((0, num_tokens),) if num_tokens else ()
+    if documents is None and slices is None and _sees_all(mask, min(starts, default=0), seq_len):
+        tiles = [Tile((0, num_queries), span, FULL) for span in spans]
+    else:
+        longest = max(seq_len, max(starts, default=0) + num_queries)
+        seen = _seen(mask, world_size, longest, documents, slices)
+        columns = _columns(layout, rank, world_size, seq_len)
+        tiles = list(_tiles(columns, rows_of(seen), starts, num_queries))
     return Step(0, rank, Cols(spans), tuple(tiles))
-
-
-def _whole_step(rank: int, num_tokens: int, num_queries: int) -> Step:
-    """Return the step of a rank all of whose tokens all queries see: one tile, or none."""
-    if not num_tokens:
-        return Step(0, rank, Cols(()), ())
-    span = 0, num_tokens
-    return Step(0, rank, Cols((span,)), (Tile((0, num_queries), span, FULL),))
 
 
 def _sees_all(mask: Mask, first_query: int, seq_len: int) -> bool:

@@ -54,10 +54,8 @@ class DecodeRequest(NamedTuple):
             ValueError: if the rank holds more or fewer columns than its runs, or options do not
                 fit.
         """
-        first, is_divided = (
-            min(self.starts, default=0),
-            (self.documents, self.slices) != (None, None),
-        )
+        first = min(self.starts, default=0)
+        is_divided = self.documents is not None or self.slices is not None
         # One tile is made faster than found.
         is_whole = not is_divided and _sees_all(self.mask, first, self.seq_len)
         step = decode_step.made(*self) if is_whole else decode_step(*self)

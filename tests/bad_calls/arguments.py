@@ -129,7 +129,8 @@ LAID_OUT: Right = {
 }
 SIMULATED: Right = {
     "config": just(
-        {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 1, "vocab_size": 8}
+        {"hidden_size": 32, "intermediate_size": 64, "vocab_size": 8}
+        | {"num_attention_heads": 4, "num_hidden_layers": 1}
     ),
     "seq_len": just(8, 16),
     "mesh": just({"cp": 2}, {"dp": 2, "cp": 2, "tp": 2}),

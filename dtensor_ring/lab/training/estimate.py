@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -21,10 +22,11 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from dtensor_ring.dtensor.choice import DEFAULT_MACHINE
 from dtensor_ring.dtensor.meta_model import LoadModel, MetaModel, ModelRequest
 from dtensor_ring.lab.presets import as_machine
+from dtensor_ring.lab.problem import config_json
 from dtensor_ring.lab.report import Finding, refused, show
 from dtensor_ring.lab.training.footprint import Attention, Footprint
 from dtensor_ring.lab.training.longest import usable
-from dtensor_ring.lab.training.model_source import layers_of
+from dtensor_ring.lab.training.model_source import check_sizes, layers_of
 from dtensor_ring.lab.training.step_memory import (
     KEPT_ITEMSIZE,
     StepMemory,
@@ -155,6 +157,9 @@ def estimate(
     )
     try:
         setting = memory_setting(checkpoint, offload=offload)
+        content = config_json(Path(model)) if Path(model).exists() else None
+        if isinstance(content, Mapping):
+            check_sizes(content)
         device = as_machine(machine or DEFAULT_MACHINE)
         found = estimated(load, model, mesh, asked, setting, is_sharded=is_sharded)
     except (ImportError, OSError, TypeError, ValueError) as error:

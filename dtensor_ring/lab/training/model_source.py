@@ -27,8 +27,8 @@ DIVIDED = (
     "shared_expert_intermediate_size",
 )
 
-# The largest number of layers: a time line has spans of each.
-MAX_LAYERS = 4096
+# The largest size, as kernels count in int32, and number of layers: a time line has spans of each.
+MAX_SIZE, MAX_LAYERS = 2**31 - 1, 4096
 
 # Under this name the attentions of a model are those of a run.
 RECORDED = "dtensor_ring_recorded"
@@ -89,19 +89,37 @@ class ModelSource(NamedTuple):
                 "pip install transformers"
             ) from error
         entries = json.loads(self.entries)
+        check_sizes(entries)
         kind = entries.pop("model_type") or DEFAULT_TYPE
         if kind not in CONFIG_MAPPING:
             raise ValueError(f"transformers has no models of the type {kind!r}")
         if self.name == DEFAULT_NAME:
             _check_llama(entries, LlamaConfig().to_dict())
         with one_sentence(f"transformers reads no config of {self.name}"):
-            config = CONFIG_MAPPING[kind].from_dict(entries).get_text_config(decoder=True)
-        number = getattr(config, "num_hidden_layers", 1)
-        if not isinstance(number, int) or not 0 < number <= MAX_LAYERS:
+            return CONFIG_MAPPING[kind].from_dict(entries).get_text_config(decoder=True)
+
+
+def check_sizes(entries: Mapping[str, Any]) -> None:
+    """Check the sizes of a config that decide how long it takes to make a model of it.
+
+    Raises:
+        ValueError: if one is no whole number, or out of range.
+
+    >>> check_sizes({"hidden_size": None})
+    Traceback (most recent call last):
+        ...
+    ValueError: hidden_size of model must be a whole number from 1 to 2,147,483,647, got None
+    """
+    for name in (*NEEDED, "n_layer", "num_layers", "num_key_value_heads", "head_dim"):
+        size, most = entries.get(name, 1), MAX_LAYERS if "layer" in name else MAX_SIZE
+        may_lack = name in ("num_attention_heads", "num_key_value_heads", "head_dim")
+        if isinstance(size, list) or (size is None and may_lack):
+            continue  # by layer; or what a model without attention lacks
+        if not isinstance(size, int) or isinstance(size, bool) or not 0 < size <= most:
             raise ValueError(
-                f"num_hidden_layers of {self.name} must be from 1 to {MAX_LAYERS:,}, got {number!r}"
+                f"{name} of {entries.get('model_type') or 'model'} must be a whole number from 1 "
+                f"to {most:,}, got {size!r}"
             )
-        return config
 
 
 def _check_llama(entries: Mapping[str, Any], known: Mapping[str, Any]) -> None:

@@ -157,7 +157,7 @@ def test_many_ranks_are_not_drawn() -> None:
         ("--model rwkv", "rwkv has no attention, so there is nothing to make parallel"),
         ("--model jamba", "JambaMambaMixer is a layer with a state that is not simulated: only"),
         ("--model bert", "bert sees tokens ahead"),
-        ("--model {folder}/huge.json", "transformers makes no model of llama"),
+        ("--model {folder}/huge.json", "hidden_size of llama must be a whole number from 1"),
         ("--model {folder}/text.json", "is not a config.json"),
     ],
 )

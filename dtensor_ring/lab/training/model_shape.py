@@ -189,6 +189,10 @@ def _weights(layer: nn.Module, tp: int) -> int:
     return found + sum(x.numel() for x in layer.parameters(recurse=False))
 
 
+# Attributes of modules that say nothing of their sizes; the last two number layers.
+NUMBERS = "training", "layer_idx", "layer_id"
+
+
 def _signature(layer: nn.Module) -> tuple[Any, ...]:
     """Return what equal layers of a model have in common."""
     return tuple(
@@ -198,7 +202,7 @@ def _signature(layer: nn.Module) -> tuple[Any, ...]:
             tuple(
                 (name, value)
                 for name, value in vars(module).items()
-                if isinstance(value, int | float | str) and name not in ("training", "layer_idx")
+                if isinstance(value, int | float | str) and name not in NUMBERS
             ),
         )
         for module in layer.modules()

@@ -413,12 +413,11 @@ def launches_of(
     batch_size, _, num_rows, _ = query.shape
     if not batch_size:
         return ()  # some kernels refuse an empty batch, others return nothing for it
-    is_fixed = step.changing is None
-    if kernel.has_intervals and joins_tiles and len(step.tiles) > 1 and is_fixed:
-        return whole_step(step, batch_size, in_flight)
     has_segments = joins_tiles and kernel.has_segments
     if step.changing is not None:
         return changing_launches(step, batch_size, query.device, has_segments, in_flight)
+    if kernel.has_intervals and joins_tiles and len(step.tiles) > 1:
+        return whole_step(step, batch_size, in_flight)
     return launches(step, (batch_size, num_rows, key.shape[2]), has_segments, in_flight)
 
 

@@ -202,7 +202,7 @@ def decode_attention(
 
 
 def _are_of_heads(sinks: Any) -> bool:
-    """Return whether the op takes these sinks as they are, or there are none."""
+    """Return whether sinks have one logit per head, which the op takes, or are `None`."""
     return sinks is None or (type(sinks) in (Tensor, nn.Parameter) and sinks.ndim == 1)
 
 

@@ -320,7 +320,7 @@ def _round_of(
 ) -> DecodeRound | None:
     """Return the round of messages of a call, `None` if there is nobody to agree with.
 
-    The record is looked up in a store of its own, unless `record_of` makes it.
+    `record_of` makes the record; by default a cache of records is asked first.
     """
     merge, block = call.place.merge, call.place.block
     if merge is not None and merge not in MERGES:

@@ -54,11 +54,10 @@ class DecodeRequest(NamedTuple):
             ValueError: if the rank holds more or fewer columns than its runs, or options do not
                 fit.
         """
-        first = min(self.starts, default=0)
-        is_divided = self.documents is not None or self.slices is not None
+        cuts = self.documents, self.slices
         # One tile is made faster than found.
-        is_whole = not is_divided and _sees_all(self.mask, first, self.seq_len)
-        step = decode_step.made(*self) if is_whole else decode_step(*self)
+        is_one = _is_one_tile(self.mask, self.seq_len, self.starts, cuts)
+        step = decode_step.made(*self) if is_one else decode_step(*self)
         if len(step.cols) != num_columns:
             raise ValueError(
                 f"key must hold the {len(step.cols)} tokens that {self._runs()} gives rank "
@@ -378,7 +377,7 @@ def decode_step(
         shard_table(layout, world_size, seq_len)  # it may not shard any length
     num_tokens = layout.num_tokens(rank, world_size, seq_len)
     spans = ((0, num_tokens),) if num_tokens else ()
-    if documents is None and slices is None and _sees_all(mask, min(starts, default=0), seq_len):
+    if _is_one_tile(mask, seq_len, starts, (documents, slices)):
         tiles = [Tile((0, num_queries), span, FULL) for span in spans]
     else:
         longest = max(seq_len, max(starts, default=0) + num_queries)
@@ -388,10 +387,15 @@ def decode_step(
     return Step(0, rank, Cols(spans), tuple(tiles))
 
 
-def _sees_all(mask: Mask, first_query: int, seq_len: int) -> bool:
-    """Return whether all queries see all keys; the queries begin at position `first_query`."""
-    is_bounded = mask.left is not None or mask.chunk is not None
-    return not is_bounded and (mask.right is None or first_query + mask.right >= seq_len - 1)
+def _is_one_tile(
+    mask: Mask, seq_len: int, starts: tuple[int, ...], cuts: tuple[object, object]
+) -> bool:
+    """Return whether all queries see all keys; `cuts` are documents and slices, or `None`."""
+    is_cut = cuts[0] is not None or cuts[1] is not None
+    if is_cut or mask.left is not None or mask.chunk is not None:
+        return False
+    # The first query sees least.
+    return mask.right is None or min(starts, default=0) + mask.right >= seq_len - 1
 
 
 def _seen(

@@ -19,8 +19,8 @@ class DocumentRoom:
     """Boundaries of packed documents, with room: one CUDA graph serves all batches that fit.
 
     Pass `room.cu_seqlens` in place of the boundaries. Its launches and messages are those of one
-    document, with empty segments, so calls cost more than with boundaries of their own. The mask
-    must be full or causal, and the layout zigzag or contiguous. All batch rows have the same
+    document, with empty segments, so a call costs more than with the boundaries themselves. The
+    mask must be full or causal, and the layout zigzag or contiguous. All batch rows have the same
     documents.
 
     Args:
@@ -72,5 +72,5 @@ class DocumentRoom:
                 raise TypeError(f"cu_seqlens must be a tensor (D+1,), got {text}")
             check_integers(cu_seqlens, "cu_seqlens")
             bounds = self._documents.checked(cu_seqlens.cpu().numpy())
-        self._documents.fill(bounds)
+        self._documents.replace(bounds)
         self.cu_seqlens.copy_(torch.from_numpy(bounds))

@@ -116,10 +116,10 @@ def documents_of(cu_seqlens: Tensor, name: str, batch: int, is_numbered: bool = 
         )
 
     changing = _CHANGING.get(cu_seqlens) if _CHANGING else None
-    if changing is not None and not is_numbered:
-        return changing
     if changing is not None:
-        raise ValueError("a DocumentRoom has no key_cu_seqlens; pass cu_seqlens alone")
+        if is_numbered:
+            raise ValueError("a DocumentRoom has no key_cu_seqlens; pass cu_seqlens alone")
+        return changing
 
     def convert(content: np.ndarray) -> Documents | None:
         return as_documents(content, name=name, keep_empty=is_numbered)

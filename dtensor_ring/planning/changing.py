@@ -52,8 +52,12 @@ class ChangingDocuments(Documents):
         return id(self)
 
     def fill(self, cu_seqlens: Sequence[int] | np.ndarray) -> None:
-        """Replace the documents, and tell all who watch; raises as `checked`."""
-        self.bounds = self.checked(cu_seqlens)
+        """Replace the documents; raises as `checked`."""
+        self.replace(self.checked(cu_seqlens))
+
+    def replace(self, bounds: np.ndarray) -> None:
+        """Replace the documents by boundaries that `checked` returned, and tell all who watch."""
+        self.bounds = bounds
         for watcher in self._watchers:
             watcher()
 

@@ -166,7 +166,7 @@ class SelectedKeys:
         numbers = _numbers_on(positions, device)
         for peer, (begin, end) in enumerate(spans):
             of_peer = columns_of(numbers, positions.span(peer))
-            # A rank holds all of its own rows, and only those of others that were asked for.
+            # A rank holds its whole shard, and of other shards only the rows that it asked for.
             at = of_peer if peer == self._rank else of_peer[wanted[peer]]
             places[at] = torch.arange(begin, end, dtype=torch.int32, device=device)
         return places

@@ -342,7 +342,7 @@ def _examine(
             transform = None if reasons[0] else find_logits_transform(model)
         return layer_masks, states, reasons, transform, drops
     finally:
-        # The examination ran the model with attentions of its own: put back what was set.
+        # The probes replaced the attention of the model: restore it.
         decoder.set_attn_implementation(before)
 
 

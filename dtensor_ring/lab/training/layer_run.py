@@ -118,7 +118,7 @@ class ModelRunner:
 class LayerRunner(ModelRunner):
     """A layer with a recorder around it, by its number.
 
-    Its attention needs a room of so many bytes, forward and backward.
+    `room` has the bytes that its attention needs while it runs, forward and backward.
 
     Attributes:
         attentions: those that ran.
@@ -318,7 +318,7 @@ class HeadRunner(ModelRunner):
     """What comes after the layers of a model, and the loss."""
 
     def run(self, entries: int, tiles: int) -> RecordedRun:
-        """Run the last norm and the loss, by tiles of so many entries of the vocabulary."""
+        """Run the last norm and the loss, `entries` of the vocabulary at a time."""
         after: list[Callable[..., Any]] = []
         last, hidden = self.layers[-1], list[Tensor]()
 

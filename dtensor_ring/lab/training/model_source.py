@@ -79,7 +79,7 @@ class ModelSource(NamedTuple):
 
         Raises:
             ImportError: if transformers is not installed.
-            ValueError: if it is none.
+            ValueError: if transformers has no such config, or a size is out of range.
         """
         try:
             from transformers import CONFIG_MAPPING, LlamaConfig

@@ -82,8 +82,8 @@ def linear_head(model: nn.Module, backbone: nn.Module) -> nn.Linear | None:
 # Note [Heads under a plan]: a head may read the sequence as a whole. The plan shards the backbone
 # under it. The model's own forward then runs on the whole batch, with its own labels and its own
 # loss, and reads gathered outputs. A linear head runs on the tokens of a rank, as its logits are a
-# few numbers per token. Other heads get the gathered hidden states, for example one that takes the
-# first token through a layer of its own.
+# few numbers per token. Other heads get the gathered hidden states, for example one that runs a
+# linear layer on the first token.
 def join_behind(head: nn.Linear, join: Join) -> None:
     """Run the head on the tokens of this rank, and gather its outputs from all ranks."""
     plain: Any = type(head).forward

@@ -123,7 +123,7 @@ def is_pattern(x: Any) -> bool:
 # interface returns the name of the pattern, which then reaches attention in place of a mask. The
 # meaning of each name is found once, when the plan is applied: the model runs on two tokens, and
 # its mask functions are compared with our masks on both sides of every boundary. If masks with one
-# name differ, as where each layer has a window of its own, the meaning is kept by layer.
+# name differ, as where layers have different windows, the meaning is kept by layer.
 def read_patterns(model: Any, sees_by_place: bool = False) -> LayerMasks:
     """Return the mask of each pattern of the model, or why a ring cannot compute it.
 

@@ -86,7 +86,7 @@ def _by_means(
     cos, sin = (x[:, -num_tokens:].expand(len(hidden_states), -1, -1) for x in position_embeddings)
     query = indexer.q_layernorm(query.unflatten(-1, (heads, dim)))
     query = rotate(query, cos=cos, sin=sin, unsqueeze_dim=2).float()
-    # These indexers sum heads without weights of their own.
+    # These indexers give all heads the same weight.
     weights = query.new_full(query.shape[:3], dim**-0.5)
     pools = KeyPools(indexer.compress_ratio, partial(_mean_key, indexer, cos.shape[-1]))
     rows = torch.cat([keys, cos, sin], -1)
@@ -181,9 +181,9 @@ def form_of(indexer: Any) -> PoolForm | None:
 # Note [Forms of an indexer]: an indexer finds its pools itself, among the keys of all tokens and a
 # mask of all pairs. Under a plan its projections run as they are, on this rank's tokens, and
 # what it computes of them is the description of a selection: queries, a row of numbers for each
-# token, and what makes the key of a pool of such rows. Which of these forms an indexer has is told
-# by its parts, and a small choice of its own code must be that of the form, else it is refused when
-# the plan is made.
+# token, and what makes the key of a pool of such rows. The parts of an indexer say which of these
+# forms it has. The plan runs its code on a small example: if it chooses other pools than the form,
+# the plan refuses it.
 @torch.no_grad()
 def check_pools(indexers: list[Any]) -> None:
     """Refuse an indexer whose own code chooses other pools than it describes.

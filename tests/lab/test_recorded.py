@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import cycle
-from threading import get_ident
+from threading import local
 from typing import Any
 from unittest.mock import patch
 
@@ -164,16 +164,17 @@ def _copied(plans: list[Plan], sizes: TensorSizes, has_kernel: bool) -> list[tup
     take, round_pair = QuantisedPacket.take, quantised_rotation.quantise_pair
 
     def run(rank: int, transport: PlayedTransport) -> tuple[int, int]:
+        here.rank = rank
         pair: Any = tuple(torch.randn(x, dtype=DTYPE) for x in shapes)
         with QuantisedRotation(transport, plans[rank], pair, torch.int8) as rotation:
             for step in plans[rank].steps:
                 label = Label("forward", step.number, step.source)
                 rotation.begin_step(step, label)
                 rotation.end_step(step, label)
-        return rotation._own.num_bytes, takers.count(get_ident())
+        return rotation._own.num_bytes, takers.count(rank)
 
     def taken(packet: QuantisedPacket, whole: QuantisedPacket) -> None:
-        takers.append(get_ident())
+        takers.append(here.rank)
         take(packet, whole)
 
     def rounded(key: Any, value: Any, form: Any, size: int = BLOCK_SIZE, into: Any = ()) -> Any:
@@ -182,7 +183,8 @@ def _copied(plans: list[Plan], sizes: TensorSizes, has_kernel: bool) -> list[tup
             to.data.copy_(x.data)
         return found
 
-    takers = list[int]()
+    # A rank that ends early leaves its thread to another, so a thread is told its rank.
+    takers, here = list[int](), local()
     with (
         patch.object(QuantisedPacket, "take", taken),
         patch.object(quantised_rotation, "has_pair_kernel", lambda *_: has_kernel),

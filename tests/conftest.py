@@ -49,10 +49,10 @@ def pytest_configure(config: pytest.Config) -> None:
     if not config.option.all_cases:  # they are others in each run
         # A machine that has other work draws slowly, which is no fault of a test.
         slow = [HealthCheck.too_slow]
-        settings.register_profile("half", max_examples=50, suppress_health_check=slow)
-        settings.load_profile("half")
+        settings.register_profile("few", max_examples=30, suppress_health_check=slow)
+        settings.load_profile("few")
     if config.option.decode_cases is None:
-        config.option.decode_cases = 2000 if config.option.all_cases else 600
+        config.option.decode_cases = 2000 if config.option.all_cases else 400
     if config.option.fuzz_cases is None:
         # The same in every run.
         config.option.fuzz_cases = 30 if config.option.all_cases else 4
@@ -76,9 +76,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--fuzz-seed", type=int, help="draws the cases of an earlier run again")
     parser.addoption("--bad-calls", type=int, default=200, help="calls with strange arguments")
     parser.addoption(
-        "--decode-cases", type=int, help="random decode calls: 600, or 2000 of all cases"
+        "--decode-cases", type=int, help="random decode calls: 400, or 2000 of all cases"
     )
-    parser.addoption("--pool-steps", type=int, default=1200, help="of random walks over pools")
+    parser.addoption("--pool-steps", type=int, default=900, help="of random walks over pools")
     parser.addoption("--all-generations", action="store_true", help="of all families, in all ways")
     parser.addoption(
         "--all-hybrids", action="store_true", help="all models whose layers have states"

@@ -177,7 +177,7 @@ class Scheduler:
                 self.add(sibling)
 
     def grow(self) -> list[BlockCopy]:
-        """Take blocks for the next token, and a draft, of all that decode; the youngest are preempted.
+        """Take blocks for the next token and draft of all that decode; the youngest are preempted.
 
         Returns:
             The blocks to copy before anything is written.

@@ -90,6 +90,33 @@ def test_each_folder_has_a_note() -> None:
             assert re.search(f"(?m)^{begin}", text), (note, begin)
 
 
+def test_notes_have_each_file() -> None:
+    unsaid = [
+        _name(path)
+        for path in SOURCES.values()
+        if path.name not in ("__init__.py", "__main__.py")
+        and f"`{path.name}`" not in (path.parent / "README.md").read_text()
+    ]
+    assert not unsaid
+
+
+def test_pages_say_where_names_are_defined() -> None:
+    """As "`Name` in `path`", or "of" it; `Class.method` is looked for by its last name."""
+    wrong, num_found = [], 0
+    for page in PAGES:
+        text = re.sub(r"\s+", " ", page.read_text())
+        for name, path in re.findall(r"`([A-Za-z_][\w.]*)`,? (?:in|of) `([\w/]+\.py)`", text):
+            place = ROOT / path
+            if not place.exists():  # a file of the README's folder
+                place = page.parent / path
+            last, num_found = name.rpartition(".")[2], num_found + 1
+            defined = rf"(?m)^\s*(?:def|class) {last}\b|^{last}\b"
+            if not place.exists() or not re.search(defined, place.read_text()):
+                wrong.append(f"{_name(page)}: {name} in {path}")
+    assert num_found > 20
+    assert not wrong
+
+
 def test_notes_say_what_is_imported() -> None:
     """Folders and files of the same package; `test_code` has what plans import of the other."""
     assert not [unsaid for folder in FOLDERS for unsaid in _unsaid(folder)]

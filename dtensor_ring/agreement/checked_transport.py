@@ -332,7 +332,7 @@ class CheckedTransport(Transport):
             raise self.failed(error, message, 0.0) from error
 
     def _agree(self) -> None:
-        """Wait for the records, unless `start` has handed them to the caller."""
+        """Wait for the records, unless `start` has returned them to the caller."""
         if self._is_late:
             if self._state.is_strict:
                 self._state.confirm(self._group)

@@ -62,7 +62,7 @@ class ContextParallel(ParallelStyle):
         machine: what the strategy "auto" simulates, see `SequenceAxis`.
         inputs: names of the arguments of `forward` that become DTensors.
         seq_len: tokens of the whole sequence, where ranks hold different numbers of them, as
-            `shard_sequence` deals them; by default all hold the same number.
+            `shard_sequence` shards them; by default all hold the same number.
 
     Raises:
         TypeError: if an argument has a wrong type, or an input is not a tensor.

@@ -1,1 +1,1 @@
-"""Caches that change hands: from the ranks that prefilled them to those that decode."""
+"""Transfers of caches: from the ranks that prefilled them to those that decode."""

@@ -1,4 +1,4 @@
-"""Plans which columns of a cache go from which rank to which, when it changes hands.
+"""Plans which columns of a cache go from which rank to which, when it is transferred.
 
 One group has the ranks of both sides: those that hold the cache, and those that will hold it. They
 may be the same ranks, others, or some of both. Ranks are counted in that group.

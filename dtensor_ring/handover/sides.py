@@ -1,4 +1,4 @@
-"""What ranks tell each other before a cache changes hands, and what all of them plan from it."""
+"""What ranks tell each other before a cache is transferred, and what all plan from it."""
 
 from __future__ import annotations
 

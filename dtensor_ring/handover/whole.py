@@ -52,7 +52,7 @@ def copy_whole(
     contents = _same(told, dist.get_process_group_ranks(group))
     givers = [rank for rank, x in enumerate(told) if x.contents is not None]
     takers = [rank for rank, x in enumerate(told) if x.gets and x.contents is None]
-    # Takers are dealt to givers in turn, so that all givers send about as much.
+    # Receivers are assigned to senders in turn, so that all senders send about as much.
     pairs = [(givers[i % len(givers)], rank) for i, rank in enumerate(takers)]
     made = [torch.empty(x.shape, dtype=x.dtype, device=device) for x in contents]
     rank = group.rank()

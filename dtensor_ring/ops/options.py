@@ -1,6 +1,7 @@
 """The options of the ring op: three values that travel through the dispatcher as flat arguments.
 
-To add an option, add a field to one of these values, and nothing else: see `Arguments`.
+To add an option, add a field to one of these values: the schema follows, see `Arguments`. What else
+a new option needs is in CONTRIBUTING.md, "Adding an option".
 """
 
 from __future__ import annotations

@@ -238,7 +238,7 @@ def plan(
     slices = checked_slices(mask, world_size, seq_lens, documents, key_documents, slices)
     strategy = as_strategy(strategy, world_size)
     inputs = plan_inputs((layout, key_layout or layout), world_size, seq_lens, slices, strategy)
-    # Ranks that trade tokens for heads are one member of the ring.
+    # Ranks that exchange tokens for heads are one member of the ring.
     group, member = divmod(rank, strategy.heads)
     route = ROUTES[strategy.route](group, inputs.demand)
     planned = _planned(route, inputs) if block is None else _ordered(route, inputs, block)

@@ -31,11 +31,11 @@ CHUNK, CHUNK_ON_GPUS = 1 << 21, 1 << 26
 
 
 class Residents(NamedTuple):
-    """The keys that a rank has at hand, and where each position of the sequence is among them.
+    """The keys that are resident on a rank, and where each position of the sequence is among them.
 
     Attributes:
         rows: `(T, B, Nkv, D)`: the key and the value of T tokens. Gradients need it contiguous.
-        places: int32 `(S + 1,)`: the row of each position, -1 where it is not at hand; the last
+        places: int32 `(S + 1,)`: the row of each position, -1 where it is not resident; the last
             entry is -1, for the position -1. `None` if lists have rows in place of positions.
         head_dim: the first numbers of a row are its key.
         values: the span of its value in a row, which may overlap the key.
@@ -77,7 +77,7 @@ def gathered_forward(
 
     Args:
         query: `(B, N, L, H)`.
-        residents: the keys at hand.
+        residents: the resident keys.
         selected: int32 `(B, G, L, K)`: positions of keys, -1 for none. Group g is for the key heads
             of the g-th part.
         scale: factor of the scores.

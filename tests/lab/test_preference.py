@@ -69,9 +69,9 @@ def test_what_keeps_the_usual_order(problem: Problem) -> None:
 
 
 def test_rows_of_any_kernel_say_nothing() -> None:
-    usual = first(WINDOW)
-    prefer_measured(round_machine())
-    assert first(WINDOW) == usual
+    others = [x for x in first(WINDOW, 99) if x != "flash_attn2"]
+    prefer_measured(machine_of({"flash_attn2": (1e12, 1e12), "any": (1e15, 1e15)}))
+    assert first(WINDOW, 99) == ["flash_attn2", *others]
     assert FORMS[0] == "window"
 
 

@@ -1,4 +1,4 @@
-"""Hands the keyword arguments of a block to its attention, where the block's code does not.
+"""Passes the keyword arguments of a block to its attention, where the block's code does not.
 
 A model gives its blocks what the plan adds to a forward. Some blocks take any keywords and use none
 of them, such as those of Nemotron, so their attention would not know how the sequence is sharded.

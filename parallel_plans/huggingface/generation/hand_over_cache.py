@@ -1,4 +1,4 @@
-"""A `ContextParallelCache` that changes hands: all that its layers keep goes to other ranks."""
+"""Transfers a `ContextParallelCache`: all that its layers keep goes to other ranks."""
 
 from __future__ import annotations
 

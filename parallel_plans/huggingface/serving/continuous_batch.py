@@ -124,7 +124,7 @@ class ContinuousBatch:
         seed: int | None = None,
         **options: Any,
     ) -> list[str]:
-        """Add requests; they join as soon as there is room.
+        """Add requests; they join as soon as blocks are free.
 
         A prompt that cannot be served gives an output with an `error`, and the others go on.
 
@@ -206,7 +206,7 @@ class ContinuousBatch:
         """Compute the next tokens of some requests, and return the outputs of those that ended.
 
         One run of the model computes the next token of each request whose prompt is done, and as
-        many tokens of prompts as the step has room for, through the ring.
+        many tokens of prompts as the step allows, through the ring.
 
         Raises:
             RingError: on every rank, if a rank raised, or ranks drifted apart. Requests then wait

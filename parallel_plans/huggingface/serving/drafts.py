@@ -233,7 +233,7 @@ def propose_all(requests: Sequence[ServedRequest], share: int, unit: int | None)
 
 # Note [Length of drafts]: how many tokens are proposed depends on the request alone, never on who
 # else is in the batch: else the tokens that it samples would. A request has a fixed share of a
-# step, and blocks for its draft are made room for as for its next token, see Note [Giving way].
+# step, and blocks for its draft are taken as for its next token, see Note [Preemption].
 def num_proposed(request: ServedRequest, share: int, unit: int | None) -> int:
     """Return how many tokens may be proposed for a request, see Note [Length of drafts]."""
     # The token after the draft is the last one that may follow.

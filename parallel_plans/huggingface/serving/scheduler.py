@@ -43,11 +43,11 @@ class ServingCounts:
     accepted: int = 0
 
 
-# Note [Giving way]: a request that gives way loses its blocks, not its tokens: it waits again, and
-# its keys are computed a second time, but for the blocks that are still in the pool. The youngest
-# gives way first, and the pool is large enough for any single request. So the oldest one always
-# gets on, and all of them end. After that nobody joins until a request has ended, else the one that
-# gave way would come back at once.
+# Note [Preemption]: a preempted request loses its blocks, not its tokens: it waits again, and its
+# keys are computed a second time, except the blocks that are still in the pool. The youngest is
+# preempted first, and the pool is large enough for any single request. So the oldest one always
+# advances, and all of them end. After that nobody joins until a request has ended, else the
+# preempted one would come back at once.
 #
 # Note [Drafts]: in a step, a request's sequence has the tokens of its draft, too. After the step it
 # is cut back to those that were right, and only those are committed: no other request can share, or
@@ -76,7 +76,7 @@ class Scheduler:
         self.decoding: list[ServedRequest] = []
         self._max_tokens, self._max_requests = max_tokens, max_requests
         self.states = pool if isinstance(pool, KnownStates) else None
-        self._is_held = False  # see Note [Giving way]
+        self._is_held = False  # see Note [Preemption]
 
     @property
     def num_active(self) -> int:
@@ -177,7 +177,7 @@ class Scheduler:
                 self.add(sibling)
 
     def grow(self) -> list[BlockCopy]:
-        """Make room for the next token, and a draft, of all that decode; the youngest give way.
+        """Take blocks for the next token and draft of all that decode; the youngest are preempted.
 
         Returns:
             The blocks to copy before anything is written.

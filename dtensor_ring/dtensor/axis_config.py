@@ -175,8 +175,8 @@ class Tokens:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle nothing: a mesh that is loaded finds its order by its name."""
-        return _nothing, ()
+        return nothing, ()
 
 
-def _nothing() -> None:
+def nothing() -> None:
     return None

@@ -179,4 +179,4 @@ class Tokens:
 
 
 def nothing() -> None:
-    return None
+    """Return `None`, for what is pickled as nothing."""

@@ -13,8 +13,8 @@ from parallel_plans.huggingface.probing.probe import TOLERANCE
 
 # Kernels of eight bits want more than 16 tokens.
 NUM_TOKENS = 32
-# The tokens of the second run: a shard with a gap, which has neither the first nor the last. It does
-# not lie evenly around the middle: a function that reverses tokens would give it what is right.
+# The tokens of the second run: a shard with a gap, without the first and the last. It does not lie
+# evenly around the middle: a function that reverses tokens would give it what is right.
 SHARD = (*range(2, 12), *range(19, 29))
 # How much larger a token of the first run is, which the second lacks: a mean over tokens follows
 # it, and a scale for all tokens rounds the others to zero.

@@ -175,8 +175,8 @@ class Tokens:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle nothing: a mesh that is loaded finds its order by its name."""
-        return _nothing, ()
+        return nothing, ()
 
 
-def _nothing() -> None:
-    return None
+def nothing() -> None:
+    """Return `None`, for what is pickled as nothing."""

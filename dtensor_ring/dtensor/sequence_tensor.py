@@ -36,6 +36,7 @@ from dtensor_ring.dtensor.sequence_order import (
     wrapped,
 )
 from dtensor_ring.dtensor.token_index import INDEXING
+from dtensor_ring.dtensor.token_mesh import PARTS
 from dtensor_ring.dtensor.whole_results import RESULTS
 from dtensor_ring.ops.nodes import is_traced
 
@@ -156,6 +157,10 @@ class SequenceTensor(DTensor):
     def __repr__(self, **how: Any) -> str:
         what = f"{tuple(self.shape)}, {self.placements} on {self.device_mesh}"
         return f"SequenceTensor(local_tensor={self._local_tensor}, {what})"
+
+
+# As DTensor: `torch.load` reads it as data.
+torch.serialization.add_safe_globals([SequenceTensor, *PARTS])
 
 
 class _ToLocal(torch.autograd.Function):

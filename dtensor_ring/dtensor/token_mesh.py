@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 from torch.distributed import DeviceMesh, ProcessGroup
 
 from dtensor_ring.dtensor.annotation import annotation_of, axis_group
-from dtensor_ring.dtensor.axis_config import TOKENS, AxisConfig, Tokens
+from dtensor_ring.dtensor.axis_config import TOKENS, AxisConfig, Tokens, nothing
 from dtensor_ring.planning.layout import Layout, Padded
 
 REFUSED = (
@@ -106,3 +106,7 @@ class _Refusal:
 
     def __call__(self, *args: Any) -> NoReturn:
         raise ValueError(self.why)
+
+
+PARTS = _NoGroups, _Refusal, nothing
+"""What a token mesh has that others lack, as it is saved."""

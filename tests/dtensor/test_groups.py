@@ -5,6 +5,7 @@ Within one run: between runs the pool clears the caches of DTensor that this is 
 
 from __future__ import annotations
 
+import io
 import pickle
 from itertools import product
 
@@ -191,4 +192,9 @@ def test_tensors_are_saved_without_groups() -> None:
     out = ring_attention(*inputs)
     loaded = pickle.loads(pickle.dumps(out))
     assert torch.equal(loaded.to_local(), out.to_local())
+    for length in (8, 7):  # shards of one length, and of two
+        part = shard_sequence(torch.randn(1, length), mesh, 1)
+        torch.save(part, saved := io.BytesIO())
+        saved.seek(0)
+        assert torch.equal(torch.load(saved).full_tensor(), part.full_tensor())
     assert torch.equal(ring_attention(*inputs).to_local(), out.to_local())

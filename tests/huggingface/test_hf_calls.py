@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.func import functional_call, grad
+from torch.func import functional_call, grad, vmap
 from torch.utils._pytree import tree_leaves
 from transformers import Cache
 
@@ -89,3 +89,20 @@ def test_gradients(family: str, strategy: str | None) -> None:
 
     found = grad(loss)(parameters)
     torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
+
+
+@on_ranks(2)
+def test_gradients_of_samples() -> None:
+    """Each row by itself, in a model in training, whose forward draws the state of a rank."""
+    model = under_plan(small_model("Llama")).train()
+    parameters = {name: x.detach() for name, x in model.named_parameters()}
+
+    def loss(parameters: dict[str, Tensor], row: Tensor) -> Tensor:
+        batch = {"input_ids": row[None], "labels": row[None]}
+        return functional_call(model, parameters, (), batch).loss
+
+    found = vmap(grad(loss), (None, 0))(parameters, TOKENS)
+    for number, row in enumerate(TOKENS):
+        expected = grad(loss)(parameters, row)
+        of_row = {name: x[number] for name, x in found.items()}
+        torch.testing.assert_close(of_row, expected, atol=1e-6, rtol=1e-5)

@@ -202,6 +202,10 @@ def test_misuse() -> None:
     with pytest.raises(ValueError, match="set to 'sdpa' after the plan"):
         ring(TOKENS)
     ring = parallel_model("zigzag", 8)
+    ring.model.layers[1].self_attn.is_causal = False
+    with pytest.raises(ValueError, match=r"LlamaAttention\.is_causal is False and its mask"):
+        ring(TOKENS)
+    ring.model.layers[1].self_attn.is_causal = True
     with pytest.raises(ValueError, match="export within `with stock_model"):
         torch.export.export(ring, (TOKENS,), strict=False)
     for name in ("sdpa", "eager"):

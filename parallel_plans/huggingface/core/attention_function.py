@@ -203,6 +203,13 @@ def _layer_mask(module: nn.Module, attention_mask: Any, ring: RingInputs) -> pat
             f"{name} got the mask {what}, where the model's pattern was expected: a ring takes no "
             "mask of its own, only those that transformers.masking_utils composes"
         )
+    is_plain = attention_mask.causal and not attention_mask.is_extended
+    if is_plain and getattr(module, "is_causal", None) is False:
+        raise ValueError(
+            f"{name}.is_causal is False and its mask is causal: stock attention takes the one or "
+            "the other, by whether rows have padding; for a model that sees both ways set "
+            "model.config.is_causal=False, before the plan"
+        )
     # A pattern has one mask, or one for each layer.
     found = ring.layer_masks.get(attention_mask)
     if found is None:

@@ -419,6 +419,10 @@ def _by_boundaries(
     cu_seqlens: Tensor, of_keys: Tensor | None, seq_len: int, chunks: Set[int]
 ) -> DocumentBounds:
     """Return the given boundaries; tokens after the last one become a document, too."""
+    for name, x in (("cu_seq_lens_q", cu_seqlens), ("cu_seq_lens_k", of_keys)):
+        if x is not None and (not isinstance(x, Tensor) or x.is_floating_point()):
+            what = f"{x.dtype} numbers" if isinstance(x, Tensor) else type(x).__name__
+            raise ValueError(f"{name} must be a tensor of whole numbers, got {what}")
     if cu_seqlens.ndim != 1 or (of_keys is not None and of_keys.shape != cu_seqlens.shape):
         raise ValueError(
             f"cu_seq_lens_q and cu_seq_lens_k must be one row of boundaries, got "

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.overrides import TorchFunctionMode
 
 from dtensor_ring.extension import draw_seed, dropout_factors, is_capturing
@@ -91,7 +92,9 @@ def _generator(device: torch.device) -> torch.Generator:
 def _drawn(generator: torch.Generator) -> int:
     """Return a number that the state gives, and advance it; the host does not wait for a GPU."""
     if generator.device.type == "cpu":
-        return int(torch.randint(2**62, (), generator=generator, device="cpu"))
+        # One number for all samples of a vmap, which refuses to draw, or draws one for each.
+        with temporarily_clear_interpreter_stack():
+            return int(torch.randint(2**62, (), generator=generator, device="cpu"))
     seed, offset = generator.initial_seed(), generator.get_offset()
     generator.set_offset(offset + ONE_DRAW)
     return seed + OF_DRAW * offset

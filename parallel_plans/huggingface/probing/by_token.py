@@ -13,8 +13,9 @@ from parallel_plans.huggingface.probing.probe import TOLERANCE
 
 # Kernels of eight bits want more than 16 tokens.
 NUM_TOKENS = 32
-# The tokens of the second run: a shard of zigzag order, which has neither the first nor the last.
-SHARD = (*range(2, 12), *range(20, 30))
+# The tokens of the second run: a shard with a gap, without the first and the last. It does not lie
+# evenly around the middle: a function that reverses tokens would give it what is right.
+SHARD = (*range(2, 12), *range(19, 29))
 # How much larger a token of the first run is, which the second lacks: a mean over tokens follows
 # it, and a scale for all tokens rounds the others to zero.
 LARGER, LARGE = 1_000.0, 16

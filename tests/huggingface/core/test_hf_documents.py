@@ -131,6 +131,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     "the same": {"cu_seq_lens_q": [0, 3, 6], "cu_seq_lens_k": [0, 2, 6]},
     "seq_idx .* both say": {"seq_idx": [[0] * 6], "attention_mask": [[0, 1, 1, 1, 1, 1]]},
     "both say": {"cu_seq_lens_q": [0, 6], "attention_mask": [[0, 1, 1, 1, 1, 1]]},
+    "whole numbers, got torch.float32": {"cu_seq_lens_q": [0.0, 3.5, 6.0]},
     "one row of boundaries": {"cu_seq_lens_q": [0, 6], "cu_seq_lens_k": [0, 1, 6]},
 }
 

@@ -28,6 +28,7 @@ class After(nn.Module):
 
 MIXES: dict[str, Callable[[Tensor], Tensor]] = {
     "shift": lambda x: x + 0.1 * x.roll(1, 1),
+    "reverse": lambda x: x.flip(1),
     "mean": lambda x: x - x.mean(1, keepdim=True),
     "index": lambda x: x + 0.1 * torch.arange(x.shape[1]).view(1, -1, 1),
     "length": lambda x: x * x.shape[1] ** 0.5,

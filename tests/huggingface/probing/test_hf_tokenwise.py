@@ -212,6 +212,11 @@ HOOKS: dict[str, tuple[str, dict[str, Any], Hook]] = {
         {},
         lambda module, args, out: (out[0] - out[0].mean(1, keepdim=True), *out[1:]),
     ),
+    "an attention, reversed": (
+        "layers.0.self_attn",
+        {},
+        lambda module, args, out: (out[0].flip(1), *out[1:]),
+    ),
 }
 
 

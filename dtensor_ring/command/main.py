@@ -17,7 +17,7 @@ from dtensor_ring.dtensor.meta_model import LoadModel
 from dtensor_ring.lab.calibrate.calibrate import calibrate
 from dtensor_ring.lab.choose import choose
 from dtensor_ring.lab.comparison import compare_strategies
-from dtensor_ring.lab.pictures import drawing, page
+from dtensor_ring.lab.pictures import page
 from dtensor_ring.lab.presets import as_machine
 from dtensor_ring.lab.report import refused
 from dtensor_ring.lab.schedule import describe_schedule
@@ -135,7 +135,7 @@ def schedule(
         strategy = choose(heads=heads, head_dim=head_dim, **attention, **how).spec
     found = describe_schedule(strategy=strategy, **attention)
     if html is not None:
-        html.write_text(drawn_by("html", lambda: page(drawing(found))))
+        html.write_text(drawn_by("html", lambda: page(found)))
     names = "areas", "received", "imbalance", "makespan"
     return found, {name: getattr(found, name) for name in names}
 

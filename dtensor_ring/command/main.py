@@ -60,7 +60,13 @@ def main(
     }
     if serve is not None:
         commands["serve"] = serve
-    return commands[options.pop("command")](**options)
+    command = options.pop("command")
+    if command in ("doctor", "serve"):  # which say by themselves what is wrong
+        return commands[command](**options)
+    try:
+        return commands[command](**options)
+    except (ImportError, OSError, TypeError, ValueError) as error:
+        return refused(error)
 
 
 # A table, and what JSON has of it.
@@ -84,11 +90,8 @@ def _printed(
         as_json: whether to print JSON.
         options: others of the command.
     """
-    try:
-        layouts = None if hybrid is None else _layouts(read, hybrid, **options)
-        table, entries = tell(**options)
-    except (ImportError, OSError, TypeError, ValueError) as error:
-        return refused(error)
+    layouts = None if hybrid is None else _layouts(read, hybrid, **options)
+    table, entries = tell(**options)
     if not as_json:
         print(table, *([layouts] if layouts else []), sep="\n")
         return 0

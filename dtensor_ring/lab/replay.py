@@ -96,19 +96,20 @@ def replayed(
         is_forward: which direction.
         keeps_spans: whether to keep what each rank does when.
     """
-    recordings = ranks.forward if is_forward else ranks.backward
-    return _Replay(ranks.stand_ins, recordings, kernels, is_forward, keeps_spans).direction()
+    how = ranks.direction(is_forward), kernels, is_forward, keeps_spans
+    return _Replay(ranks.stand_ins, *how).direction()
 
 
 def least_tiles(ranks: RecordedRanks, kernels: KernelSeconds) -> float:
     """Return what both directions take at least: the tiles of the last rank."""
-    both = (kernels.of_tiles(ranks.last.does.T, x) for x in (True, False))
+    does = ranks.last.direction(is_forward=True).does.T
+    both = (kernels.of_tiles(does, x) for x in (True, False))
     return sum(float(seconds.sum()) for seconds in both)
 
 
 def least_alone(ranks: RecordedRanks, kernels: KernelSeconds, is_forward: bool) -> float:
     """Return what a direction takes at least: the last rank, if all others only wait for it."""
-    found = ranks.last if is_forward else ranks.last_backward
+    found = ranks.last.direction(is_forward)
     waiting = found._replace(does=found.does[:0], sends=found.sends[:0])
     is_last = (np.arange(ranks.size) == ranks.last_rank).astype(np.int64)
     alone = StandIns(ranks.heads, is_last * ranks.last_rank, is_last)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Hashable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterator
 from dataclasses import dataclass, field
 from os import PathLike
 from typing import Any, NamedTuple
@@ -243,17 +243,21 @@ class Simulation:
 
     def direction(self, is_forward: bool) -> Direction:
         """Return the times of the forward, or of the backward."""
-        what = replayed, self._ranks.content, is_forward
-        if what not in self._known:
-            self._known[what] = replayed(self._ranks, self._kernels, is_forward, self._keeps_spans)
-        return self._known[what]
+        content = self._ranks.content
+        return self._once(replayed, content, is_forward, keeps_spans=self._keeps_spans)
 
     def _least(self, is_forward: bool) -> float:
         """Return what a direction takes at least."""
-        what = least_alone, self._ranks.content_of_last, is_forward
-        if what not in self._known:
-            self._known[what] = least_alone(self._ranks, self._kernels, is_forward)
-        return self._known[what]
+        return self._once(least_alone, self._ranks.last.content, is_forward)
+
+    def _once(
+        self, compute: Callable[..., Any], content: Hashable, is_forward: bool, **how: bool
+    ) -> Any:
+        """Return what is computed of a direction of these ranks; strategies share what is known."""
+        key = compute, content, is_forward
+        if key not in self._known:
+            self._known[key] = compute(self._ranks, self._kernels, is_forward, **how)
+        return self._known[key]
 
     def bounds(self) -> Iterator[float]:
         """Yield what it takes at least, with ever more of it simulated, and last what it takes."""

@@ -17,7 +17,7 @@ from dtensor_ring.lab.calibrate.stopwatch import FULL_EFFORT, QUICK_EFFORT, Effo
 from dtensor_ring.lab.machine import Curve, Machine
 from dtensor_ring.lab.presets import as_machine, is_machine_file
 from dtensor_ring.lab.ranks import connected
-from dtensor_ring.lab.report import print_table, refused, tracked, untracked
+from dtensor_ring.lab.report import print_table, tracked, untracked
 from dtensor_ring.transport.transport import axis_group_options
 
 # What is measured on a CPU and on a GPU unless options say otherwise: heads, and head dim.
@@ -38,21 +38,22 @@ def calibrate(
         asked: `kernel`, `heads`, `head_dim` and `dtype`, each `None` for what is usual.
 
     Returns:
-        The exit status: 2 if something that was given cannot be used, which is said in one line.
+        The exit status, 0.
+
+    Raises:
+        ValueError: if something that was given cannot be used.
+        OSError: if the file cannot be written.
     """
-    try:
-        if compare and show:
-            raise ValueError("calibrate takes --show or --compare, not both")
-        if compare:
-            _compare_machines(*(as_machine(x) for x in compare))
-        elif path is None:
-            raise ValueError("calibrate needs the file that it writes, or shows with --show")
-        elif show:
-            _show_machine(_of_kernel(as_machine(path), asked["kernel"]))
-        else:
-            _measure(path, QUICK_EFFORT if quick else FULL_EFFORT, **asked)
-    except (OSError, ValueError) as error:
-        return refused(error) if dist.get_node_local_rank(0) == 0 else 2
+    if compare and show:
+        raise ValueError("calibrate takes --show or --compare, not both")
+    if compare:
+        _compare_machines(*map(as_machine, compare))
+    elif path is None:
+        raise ValueError("calibrate needs the file that it writes, or shows with --show")
+    elif show:
+        _show_machine(_of_kernel(as_machine(path), asked["kernel"]))
+    else:
+        _measure(path, QUICK_EFFORT if quick else FULL_EFFORT, **asked)
     return 0
 
 

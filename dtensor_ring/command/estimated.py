@@ -46,9 +46,7 @@ def estimate_or_longest(
     settings = {name: options.pop(name) for name in SETTINGS}
     given = [f"--{name.replace('_', '-')}" for name, value in settings.items() if value]
     if longest and given:
-        raise ValueError(
-            f"--longest tries settings out by itself, so leave {', '.join(given)} out"
-        )
+        raise ValueError(f"--longest tries settings out by itself, so leave {', '.join(given)} out")
     if options["mesh"].get("tp", 1) > 1:
         raise ValueError(NO_TENSOR_PARALLELISM)
     if longest:

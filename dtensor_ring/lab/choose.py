@@ -15,7 +15,7 @@ from typing_extensions import Unpack
 from dtensor_ring.balanced.balanced import WHOLE
 from dtensor_ring.lab.machine import Machine
 from dtensor_ring.lab.presets import as_machine
-from dtensor_ring.lab.problem import ProblemOptions, SimulatedProblem, problem_of
+from dtensor_ring.lab.problem import ProblemOptions, SimulatedProblem, problem_of, refuse_unknown
 from dtensor_ring.lab.simulated_attention import Simulation, timeline_of
 from dtensor_ring.planning.layout import Layout
 from dtensor_ring.planning.lru import cached_bytes
@@ -54,6 +54,7 @@ def choose(
         TypeError: if an argument is of another type.
         ValueError: if no strategy can run the attention, or `simulate_attention` raises it.
     """
+    refuse_unknown("choose", options)
     problem = problem_of(mask, seq_len, world_size, heads, head_dim, cu_seqlens, **options)
     listed = None if strategies is None else tuple(strategies)
     return chosen_strategy(problem, as_machine(machine), listed)

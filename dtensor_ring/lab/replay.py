@@ -14,18 +14,8 @@ from typing import NamedTuple
 import numpy as np
 
 from dtensor_ring.lab.clock import Clock, Moves, Spans, beside
-from dtensor_ring.lab.machine import Machine
-from dtensor_ring.lab.recorded import (
-    EXCHANGE,
-    MERGE,
-    PACK,
-    PACKET,
-    TILE,
-    UNPACK,
-    WAIT,
-    Recording,
-    form_and_heads,
-)
+from dtensor_ring.lab.machine import FORMS, Machine
+from dtensor_ring.lab.recorded import EXCHANGE, MERGE, PACK, PACKET, TILE, UNPACK, WAIT, Recording
 from dtensor_ring.lab.recorded_ranks import RecordedRanks, StandIns
 from dtensor_ring.planning.ranges import differing
 
@@ -67,21 +57,21 @@ class KernelSeconds(NamedTuple):
     head_dim: int
     kernel: str | None
 
-    def of(self, pairs: np.ndarray, form: int, is_forward: bool) -> np.ndarray:
-        """Return the seconds of launches of a form, see `form_and_heads`."""
-        name, heads = form_and_heads(form)
-        speed = self.machine.speed(self.dtype, self.head_dim, name, self.kernel, heads)
+    def of(self, pairs: np.ndarray, form: int, heads: int, is_forward: bool) -> np.ndarray:
+        """Return the seconds of launches of a form with some query heads, see `Recording`."""
+        how = self.dtype, self.head_dim, FORMS[form], self.kernel, heads
+        speed = self.machine.speed(*how)
         if is_forward:  # FLOPs: see `KernelSpeed`
             return speed.forward(4.0 * self.head_dim * pairs)
         return speed.backward(10.0 * self.head_dim * pairs)
 
     def of_tiles(self, does: np.ndarray, is_forward: bool) -> np.ndarray:
         """Return the seconds of the launches among the columns of `Recording.does`, else 0."""
-        _, what, numbers, extra = does
+        _, what, numbers, forms, heads = does
         seconds, tiles = np.zeros(len(what)), what == TILE
-        for form in {*extra[tiles].tolist()}:
-            where = tiles & (extra == form)
-            seconds[where] = self.of(numbers[where], form, is_forward)
+        for form, count in {*zip(forms[tiles].tolist(), heads[tiles].tolist(), strict=True)}:
+            where = tiles & (forms == form) & (heads == count)
+            seconds[where] = self.of(numbers[where], form, count, is_forward)
         return seconds
 
 
@@ -155,7 +145,7 @@ class _Work:
         self.num_phases, self._num_kinds = len(self.labels[0]), len(recordings)
         assert all(len(x) == self.num_phases for x in self.labels), "all ranks have the same steps"
         kinds, does = _joined([x.does for x in recordings])
-        phases, what, numbers, _ = does
+        phases, what, numbers, *_ = does
         machine, of_tiles = kernels.machine, kernels.of_tiles(does, is_forward)
         seconds = of_tiles.copy()
         for curve, where in (

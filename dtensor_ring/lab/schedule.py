@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from dtensor_ring.balanced.balanced import check_seen, layout_for, layouts_for
+from dtensor_ring.balanced.balanced import layout_for, layouts_for
+from dtensor_ring.lab.problem import checked_attention
 from dtensor_ring.planning.layout import Layout
-from dtensor_ring.planning.mask import Boundaries, Documents, Mask, as_documents
-from dtensor_ring.planning.plan import FULL, Plan, check_documents, plan
-from dtensor_ring.planning.ranges import MAX_RANKS, as_count
+from dtensor_ring.planning.mask import Boundaries, Documents, Mask
+from dtensor_ring.planning.plan import FULL, Plan, plan
 from dtensor_ring.planning.slices import Slices
 from dtensor_ring.planning.strategy import Strategy, as_strategy
 
@@ -59,12 +59,12 @@ class Schedule:
         """When each rank begins, by step, and last when it is done, in pairs: see `makespan`."""
         begins = [[0] * len(self.plans)]
         for step in range(len(self.areas[0])):
-            before, current = begins[-1], []
-            for plan, begin, work in zip(self.plans, before, self.areas, strict=True):
-                hops = plan.shards[step : step + 1]  # empty if the rank has fewer steps
+            before, begun = begins[-1], []
+            for of_rank, begin, work in zip(self.plans, before, self.areas, strict=True):
+                hops = of_rank.shards[step : step + 1]  # empty if the rank has fewer steps
                 peers = [x.peer for hop in hops for x in hop.sends + hop.receives]
-                current.append(max([begin + work[step], *(before[peer] for peer in peers)]))
-            begins.append(current)
+                begun.append(max([begin + work[step], *(before[peer] for peer in peers)]))
+            begins.append(begun)
         return begins
 
     @property
@@ -163,7 +163,7 @@ def describe_schedule(
         busiest rank over mean: 1.444, makespan: 1.444
         keys and values: 4 tokens, at most 4 to a rank
     """
-    asked = _checked(mask, seq_len, world_size, cu_seqlens, slices)
+    asked = checked_attention(mask, seq_len, world_size, cu_seqlens, slices)
     _, length, num_ranks, documents, _ = asked
     chosen, spelled = layout_for(layout, *asked), as_strategy(strategy, num_ranks)
 
@@ -205,7 +205,7 @@ def compare_layouts(
         >>> print(compare_layouts(Mask.causal(), 8, 2))
         busiest rank over mean: contiguous 1.444, striped 1.111, zigzag 1.000, balanced 1.000
     """
-    asked = _checked(mask, seq_len, world_size, cu_seqlens, slices)
+    asked = checked_attention(mask, seq_len, world_size, cu_seqlens, slices)
     return LayoutComparison(
         {
             layout.name: describe_schedule(layout, *asked).imbalance
@@ -222,22 +222,6 @@ def _can_shard(layout: Layout, world_size: int, seq_len: int) -> bool:
     except ValueError:
         return False
     return True
-
-
-def _checked(
-    mask: Mask | None,
-    seq_len: int,
-    world_size: int,
-    cu_seqlens: Boundaries | None,
-    slices: Slices | None,
-) -> tuple[Mask | None, int, int, Documents | None, Slices | None]:
-    """Check the arguments, and make numbers integers: they are cache keys, and 8.0 equals 8."""
-    check_seen(mask, slices)
-    num_ranks = as_count("world_size", world_size, 1, MAX_RANKS)
-    documents = as_documents(cu_seqlens)
-    length = as_count("seq_len", seq_len)
-    check_documents(num_ranks, length, documents)
-    return mask, length, num_ranks, documents, slices
 
 
 def _bounds(mask: Mask | None, slices: Slices | None) -> str:

@@ -15,7 +15,7 @@ from dtensor_ring.compute.kernels.registry import KERNELS
 from dtensor_ring.lab.clock import Spans
 from dtensor_ring.lab.machine import FORMS, Machine
 from dtensor_ring.lab.presets import as_machine
-from dtensor_ring.lab.problem import ProblemOptions, SimulatedProblem, problem_of
+from dtensor_ring.lab.problem import ProblemOptions, SimulatedProblem, problem_of, refuse_unknown
 from dtensor_ring.lab.recorded_ranks import RecordedRanks
 from dtensor_ring.lab.replay import Direction, KernelSeconds, least_alone, least_tiles, replayed
 from dtensor_ring.planning.mask import Boundaries, Mask
@@ -204,6 +204,7 @@ def simulate_attention(
         >>> [round(1e3 * seconds, 2) for seconds in found.seconds]
         [9.33, 23.81]
     """
+    refuse_unknown("simulate_attention", options)
     if isinstance(policy := options.get("policy"), TransferPolicy):
         policy.refuse_order("simulate_attention")
     problem = problem_of(mask, seq_len, world_size, heads, head_dim, cu_seqlens, **options)

@@ -54,7 +54,7 @@ def choose(
         TypeError: if an argument is of another type.
         ValueError: if no strategy can run the attention, or `simulate_attention` raises it.
     """
-    refuse_unknown("choose", options)
+    refuse_unknown(choose, options)
     problem = problem_of(mask, seq_len, world_size, heads, head_dim, cu_seqlens, **options)
     listed = None if strategies is None else tuple(strategies)
     return chosen_strategy(problem, as_machine(machine), listed)

@@ -165,7 +165,7 @@ def compare_strategies(
         >>> [(row.strategy, row.forward.sent, row.launches) for row in found.rows]
         [('ring', 25165824, 4), ('ulysses:4', 31457280, 1)]
     """
-    refuse_unknown("compare_strategies", options)
+    refuse_unknown(compare_strategies, options)
     num_ranks = as_count("world_size", world_size, 1, MAX_RANKS)
     allowed = None if max_held is None else as_count("max_held", max_held)
     timed_on = None if machine is None else as_machine(machine)

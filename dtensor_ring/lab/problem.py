@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
+from inspect import signature
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -178,20 +179,20 @@ class ProblemOptions(TypedDict, total=False, closed=True):
     kernel: str | None
 
 
-def refuse_unknown(function: str, options: Mapping[str, Any]) -> None:
+def refuse_unknown(function: Callable[..., Any], options: Mapping[str, Any]) -> None:
     """Refuse what is no option, as Python refuses an argument that a function does not have.
 
     Args:
-        function: the name of the public function.
+        function: the public function that was called.
         options: what it was given as `ProblemOptions`.
 
     Raises:
         TypeError: with the option, and the one that was meant.
     """
     for name in options.keys() - ProblemOptions.__annotations__:
-        near = get_close_matches(name, ProblemOptions.__annotations__, 1)
-        meant = f"; did you mean {near[0]!r}?" if near else ""
-        raise TypeError(f"{function}() got an unexpected keyword argument {name!r}{meant}")
+        known = [*signature(function).parameters, *ProblemOptions.__annotations__]
+        meant = "".join(f"; did you mean {x!r}?" for x in get_close_matches(name, known, 1))
+        raise TypeError(f"{function.__name__}() got an unexpected keyword argument {name!r}{meant}")
 
 
 def checked_attention(

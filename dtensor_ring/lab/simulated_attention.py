@@ -204,7 +204,7 @@ def simulate_attention(
         >>> [round(1e3 * seconds, 2) for seconds in found.seconds]
         [9.33, 23.81]
     """
-    refuse_unknown("simulate_attention", options)
+    refuse_unknown(simulate_attention, options)
     if isinstance(policy := options.get("policy"), TransferPolicy):
         policy.refuse_order("simulate_attention")
     problem = problem_of(mask, seq_len, world_size, heads, head_dim, cu_seqlens, **options)

@@ -179,24 +179,20 @@ def choose_layout(
     length = max(x.padded_length(as_count("seq_len", seq_len), num_ranks) for x in WHOLE)
     sizes = heads, head_dim, cu_seqlens
     how: ProblemOptions = {"batch": batch, "dtype": dtype, "policy": policy}
+    given = None if strategy == AUTO else as_strategy(strategy, num_ranks)
 
     def seconds(layout: Layout, mask: Mask) -> float:
         """Return the time of a layer, forward and backward."""
         problem = problem_of(mask, length, num_ranks, *sizes, layout=layout, **how)
-        chosen = (
-            chosen_strategy(problem, device)
-            if strategy == AUTO
-            else as_strategy(strategy, num_ranks)
-        )
-        return timeline_of(problem, chosen, device).total
+        return timeline_of(problem, given or chosen_strategy(problem, device), device).total
 
-    best: tuple[float, str] | None = None
-    for layout in reversed(WHOLE):  # the first of equals leaves tokens where they are
-        total = sum(count * seconds(layout, mask) for mask, count in counted.items())
-        if best is None or total < best[0] * (1 - TIE):
-            best = total, layout.spec
-    assert best is not None, "there are layouts"
-    return best[1]
+    totals = {
+        layout: sum(count * seconds(layout, mask) for mask, count in counted.items())
+        for layout in WHOLE
+    }
+    zigzag, contiguous = WHOLE
+    # Of equals, "contiguous" leaves tokens where they are.
+    return (zigzag if totals[zigzag] < totals[contiguous] * (1 - TIE) else contiguous).spec
 
 
 def _counted(masks: Mask | Sequence[Mask]) -> Counter[Mask]:

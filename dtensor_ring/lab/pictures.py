@@ -45,6 +45,7 @@ MOVES = (
     "Keys and values, in tokens, that the rank of the slider receives (up) and sends (down) while "
     "it computes a step."
 )
+HELD = "Memory: tokens whose keys and values a rank has"
 MEMORY = "Its own, and the most that there is room for in messages."
 
 
@@ -55,7 +56,7 @@ def page(schedule: Schedule) -> str:
         ("time", "Time line", TIME, time_figure(schedule)),
         ("work", "Balance: work by rank and step", WORK, _work_figure(schedule)),
         ("moves", "What travels", MOVES, moves_figure(schedule)),
-        ("memory", "Memory: tokens whose keys and values a rank has", MEMORY, _memory(schedule)),
+        ("memory", HELD, MEMORY, memory_figure(schedule)),
     ]
     return page_of(str(schedule).partition("\n")[0], note_of(schedule.strategy), parts)
 
@@ -314,7 +315,8 @@ def moves_figure(schedule: Schedule) -> dict[str, Any]:
     return {"data": traces, "layout": layout}
 
 
-def _memory(schedule: Schedule) -> dict[str, Any]:
+def memory_figure(schedule: Schedule) -> dict[str, Any]:
+    """Return the tokens that each rank has, and has room for in messages."""
     own = [plan.num_local[1] for plan in schedule.plans]
     held = [_held(plan) for plan in schedule.plans]
     traces = [

@@ -12,7 +12,14 @@ import pytest
 
 from dtensor_ring import Mask, describe_schedule
 from dtensor_ring.command.main import main
-from dtensor_ring.lab.pictures import MAX_SIDE, moves_figure, note_of, seen_pairs, time_figure
+from dtensor_ring.lab.pictures import (
+    MAX_SIDE,
+    memory_figure,
+    moves_figure,
+    note_of,
+    seen_pairs,
+    time_figure,
+)
 from parallel_plans.models import load
 from tests.layouts import LAYOUTS
 
@@ -66,6 +73,7 @@ def test_what_travels_and_when() -> None:
     (bars,) = time_figure(schedule)["data"]
     ends = [begin + area for begin, area in zip(bars["base"], bars["x"], strict=True)]
     assert max(ends) == pytest.approx(schedule.makespan)
+    assert memory_figure(schedule)["data"][0]["y"] == [1024] * 4
 
 
 def test_a_page_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

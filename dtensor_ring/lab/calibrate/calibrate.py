@@ -9,16 +9,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from dtensor_ring.lab.calibrate.calibrate_kernels import CalibratedProblem
 from dtensor_ring.lab.calibrate.calibrate_machine import BETWEEN, INSIDE, measure_machine
 from dtensor_ring.lab.calibrate.stopwatch import FULL_EFFORT, QUICK_EFFORT, Effort, Stopwatch
 from dtensor_ring.lab.machine import Curve, Machine
 from dtensor_ring.lab.presets import as_machine, is_machine_file
-from dtensor_ring.lab.ranks import connected
+from dtensor_ring.lab.ranks import connected, mesh_of_ranks
 from dtensor_ring.lab.report import print_table, tracked, untracked
-from dtensor_ring.transport.transport import axis_group_options
 
 # What is measured on a CPU and on a GPU unless options say otherwise: heads, and head dim.
 HEADS = (8, 2), (32, 8)
@@ -122,11 +121,7 @@ def mesh_of_hosts(device_type: str) -> DeviceMesh:
             "all hosts need the same number of ranks, in the order of hosts, got the local ranks "
             f"{', '.join(map(str, local_ranks))}"
         )
-    options = axis_group_options(device_type)
-    axes = (BETWEEN, INSIDE)
-    overrides: Any = None if options is None else dict.fromkeys(axes, options)
-    shape = size // per_host, per_host
-    return init_device_mesh(device_type, shape, mesh_dim_names=axes, backend_override=overrides)
+    return mesh_of_ranks(device_type, **{BETWEEN: size // per_host, INSIDE: per_host})
 
 
 # Prefixes of units by their power of ten.

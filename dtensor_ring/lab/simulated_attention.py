@@ -264,7 +264,6 @@ class Simulation:
         """Yield what it takes at least, with ever more of it simulated, and last what it takes."""
         yield least_tiles(self._ranks, self._kernels)
         yield self._least(True) + self._least(False)
-        yield float(self.direction(True).ends.max()) + self._least(False)
         yield self.timeline().total
 
     def timeline(self) -> Timeline:

@@ -190,9 +190,8 @@ def choose_layout(
         layout: sum(count * seconds(layout, mask) for mask, count in counted.items())
         for layout in WHOLE
     }
-    zigzag, contiguous = WHOLE
-    # Of equals, "contiguous" leaves tokens where they are.
-    return (zigzag if totals[zigzag] < totals[contiguous] * (1 - TIE) else contiguous).spec
+    dealt, still = WHOLE  # of equals, the last one leaves tokens where they are
+    return (dealt if totals[dealt] < totals[still] * (1 - TIE) else still).spec
 
 
 def _counted(masks: Mask | Sequence[Mask]) -> Counter[Mask]:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from docs.plans import COLORS
 from docs.program import run
 from dtensor_ring import Mask, describe_schedule
-from dtensor_ring.lab.schedule import Schedule, step_begins
+from dtensor_ring.lab.schedule import Schedule
 from dtensor_ring.planning.plan import Plan
 
 PICTURE = Path(__file__).with_suffix(".svg")
@@ -51,10 +51,10 @@ def schedule(layout: str) -> Schedule:
 def blocks(found: Schedule) -> list[Block]:
     """All steps that compute, at the times that `Schedule.makespan` counts with."""
     areas = found.areas
-    mean = sum(map(sum, areas)) / len(areas)
+    mean = found.total_area / len(areas)
     return [
         Block(rank, plan.steps[number].source, begin / mean, (begin + area) / mean, arriving)
-        for number, begins in enumerate(step_begins(found.plans, areas)[:-1])
+        for number, begins in enumerate(found.begins[:-1])
         for rank, (plan, begin) in enumerate(zip(found.plans, begins, strict=True))
         for arriving in [_arriving(plan, number)]
         for area in [areas[rank][number]]

@@ -17,7 +17,7 @@ from dtensor_ring.dtensor.meta_model import LoadModel
 from dtensor_ring.lab.calibrate.calibrate import calibrate
 from dtensor_ring.lab.choose import choose
 from dtensor_ring.lab.comparison import compare_strategies
-from dtensor_ring.lab.pictures import drawing, page
+from dtensor_ring.lab.pictures import page
 from dtensor_ring.lab.presets import as_machine
 from dtensor_ring.lab.report import refused
 from dtensor_ring.lab.schedule import describe_schedule
@@ -60,7 +60,13 @@ def main(
     }
     if serve is not None:
         commands["serve"] = serve
-    return commands[options.pop("command")](**options)
+    command = options.pop("command")
+    if command in ("doctor", "serve"):  # which say by themselves what is wrong
+        return commands[command](**options)
+    try:
+        return commands[command](**options)
+    except (ImportError, OSError, TypeError, ValueError) as error:
+        return refused(error)
 
 
 # A table, and what JSON has of it.
@@ -84,11 +90,8 @@ def _printed(
         as_json: whether to print JSON.
         options: others of the command.
     """
-    try:
-        layouts = None if hybrid is None else _layouts(read, hybrid, **options)
-        table, entries = tell(**options)
-    except (ImportError, OSError, TypeError, ValueError) as error:
-        return refused(error)
+    layouts = None if hybrid is None else _layouts(read, hybrid, **options)
+    table, entries = tell(**options)
     if not as_json:
         print(table, *([layouts] if layouts else []), sep="\n")
         return 0
@@ -135,7 +138,7 @@ def schedule(
         strategy = choose(heads=heads, head_dim=head_dim, **attention, **how).spec
     found = describe_schedule(strategy=strategy, **attention)
     if html is not None:
-        html.write_text(drawn_by("html", lambda: page(drawing(found))))
+        html.write_text(drawn_by("html", lambda: page(found)))
     names = "areas", "received", "imbalance", "makespan"
     return found, {name: getattr(found, name) for name in names}
 

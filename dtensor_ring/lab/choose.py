@@ -15,7 +15,7 @@ from typing_extensions import Unpack
 from dtensor_ring.balanced.balanced import WHOLE
 from dtensor_ring.lab.machine import Machine
 from dtensor_ring.lab.presets import as_machine
-from dtensor_ring.lab.problem import ProblemOptions, SimulatedProblem, problem_of
+from dtensor_ring.lab.problem import ProblemOptions, SimulatedProblem, problem_of, refuse_unknown
 from dtensor_ring.lab.simulated_attention import Simulation, timeline_of
 from dtensor_ring.planning.layout import Layout
 from dtensor_ring.planning.lru import cached_bytes
@@ -54,6 +54,7 @@ def choose(
         TypeError: if an argument is of another type.
         ValueError: if no strategy can run the attention, or `simulate_attention` raises it.
     """
+    refuse_unknown(choose, options)
     problem = problem_of(mask, seq_len, world_size, heads, head_dim, cu_seqlens, **options)
     listed = None if strategies is None else tuple(strategies)
     return chosen_strategy(problem, as_machine(machine), listed)
@@ -178,24 +179,19 @@ def choose_layout(
     length = max(x.padded_length(as_count("seq_len", seq_len), num_ranks) for x in WHOLE)
     sizes = heads, head_dim, cu_seqlens
     how: ProblemOptions = {"batch": batch, "dtype": dtype, "policy": policy}
+    given = None if strategy == AUTO else as_strategy(strategy, num_ranks)
 
     def seconds(layout: Layout, mask: Mask) -> float:
         """Return the time of a layer, forward and backward."""
         problem = problem_of(mask, length, num_ranks, *sizes, layout=layout, **how)
-        chosen = (
-            chosen_strategy(problem, device)
-            if strategy == AUTO
-            else as_strategy(strategy, num_ranks)
-        )
-        return timeline_of(problem, chosen, device).total
+        return timeline_of(problem, given or chosen_strategy(problem, device), device).total
 
-    best: tuple[float, str] | None = None
-    for layout in reversed(WHOLE):  # the first of equals leaves tokens where they are
-        total = sum(count * seconds(layout, mask) for mask, count in counted.items())
-        if best is None or total < best[0] * (1 - TIE):
-            best = total, layout.spec
-    assert best is not None, "there are layouts"
-    return best[1]
+    totals = {
+        layout: sum(count * seconds(layout, mask) for mask, count in counted.items())
+        for layout in WHOLE
+    }
+    dealt, still = WHOLE  # of equals, the last one leaves tokens where they are
+    return (dealt if totals[dealt] < totals[still] * (1 - TIE) else still).spec
 
 
 def _counted(masks: Mask | Sequence[Mask]) -> Counter[Mask]:

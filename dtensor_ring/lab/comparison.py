@@ -14,7 +14,13 @@ from dtensor_ring.compute.execute import launches
 from dtensor_ring.lab.chosen_keys import SEEN, ChosenKeys, chosen_keys, index_cost, moved_costs
 from dtensor_ring.lab.machine import Machine
 from dtensor_ring.lab.presets import as_machine
-from dtensor_ring.lab.problem import ProblemOptions, SimulatedProblem, TensorSizes, problem_of
+from dtensor_ring.lab.problem import (
+    ProblemOptions,
+    SimulatedProblem,
+    TensorSizes,
+    problem_of,
+    refuse_unknown,
+)
 from dtensor_ring.lab.recorded import Cost, RankAttention, by_field, no_content, recorded_costs
 from dtensor_ring.lab.schedule import Schedule, describe_schedule
 from dtensor_ring.lab.simulated_attention import timeline_of
@@ -159,6 +165,7 @@ def compare_strategies(
         >>> [(row.strategy, row.forward.sent, row.launches) for row in found.rows]
         [('ring', 25165824, 4), ('ulysses:4', 31457280, 1)]
     """
+    refuse_unknown(compare_strategies, options)
     num_ranks = as_count("world_size", world_size, 1, MAX_RANKS)
     allowed = None if max_held is None else as_count("max_held", max_held)
     timed_on = None if machine is None else as_machine(machine)

@@ -10,8 +10,7 @@ from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from math import inf
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Annotated, Any, NamedTuple, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, NamedTuple, get_args, get_origin, get_type_hints
 
 
 class Range(NamedTuple):
@@ -75,13 +74,6 @@ def checked(expected: Any, content: Any, where: str) -> Any:
     if get_origin(expected) is Annotated:
         expected, allowed = get_args(expected)
     origin, args = get_origin(expected), get_args(expected)
-    if origin in (Union, UnionType):
-        if content is None and NoneType in args:
-            return None
-        is_list = isinstance(content, list)
-        kinds = [x for x in args if x is not NoneType]
-        fitting = [x for x in kinds if (get_origin(x) is tuple) == is_list]
-        return checked((fitting or kinds)[0], content, where)
     named = {tuple: list, Mapping: dict, float: (int, float)}
     kind = named.get(origin or expected, expected)
     is_bool = isinstance(content, bool)  # which is an int, too

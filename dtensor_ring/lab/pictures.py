@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,10 +11,10 @@ import numpy as np
 import torch
 
 from dtensor_ring.lab.recorded import no_content, shard_cost
-from dtensor_ring.lab.schedule import Schedule, step_begins
+from dtensor_ring.lab.schedule import Schedule
 from dtensor_ring.planning.demand import Cols
-from dtensor_ring.planning.layout import Layout
-from dtensor_ring.planning.plan import Plan, Step, layout_of_groups
+from dtensor_ring.planning.plan import Plan, layout_of_groups
+from dtensor_ring.planning.run_table import shard_table
 from dtensor_ring.planning.strategy import Strategy
 from dtensor_ring.planning.tile import Tile
 
@@ -26,89 +26,83 @@ MAX_SIDE = 127
 COLORS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#bbbbbb", "#332288")
 
 
-class Bar(NamedTuple):
-    """A step of a rank on a time line; the unit of time is the mean work of a rank."""
+LIGHT = "#e8e8e8"
+STYLE = (
+    "body{font-family:sans-serif;max-width:1100px;margin:1em auto;padding:0 1em}"
+    "h1{font-size:1.3em}h2{font-size:1.05em;margin:1.4em 0 0}p{color:#444;margin:.3em 0}"
+)
 
-    rank: int
-    step: int
-    begin: float
-    end: float
-    source: int
-    tiles: int
-    pairs: int
+MASK = (
+    "Queries go down, keys go across. The colour is the rank that has the query; the slider picks "
+    "the pairs of one step. Long sequences are drawn by some of their tokens."
+)
+TIME = (
+    "Each bar is a step; the number in it is the rank whose keys and values it works on. A unit is "
+    "the mean work of a rank; gaps are waits for other ranks, and messages take no time."
+)
+WORK = "Share of all visible pairs of queries and keys, in percent."
+MOVES = (
+    "Keys and values, in tokens, that the rank of the slider receives (up) and sends (down) while "
+    "it computes a step."
+)
+HELD = "Memory: tokens whose keys and values a rank has"
+MEMORY = "Its own, and the most that there is room for in messages."
 
 
-class Move(NamedTuple):
-    """Keys and values that a rank sends or receives while it computes a step."""
+def page(schedule: Schedule) -> str:
+    """Return an HTML page with pictures of a schedule, which includes plotly's code."""
+    parts = [
+        ("mask", "What is seen, and at which step", MASK, mask_figure(schedule)),
+        ("time", "Time line", TIME, time_figure(schedule)),
+        ("work", "Balance: work by rank and step", WORK, _work_figure(schedule)),
+        ("moves", "What travels", MOVES, moves_figure(schedule)),
+        ("memory", HELD, MEMORY, memory_figure(schedule)),
+    ]
+    return page_of(str(schedule).partition("\n")[0], note_of(schedule.strategy), parts)
 
-    rank: int
-    step: int
-    peer: int
-    source: int
-    tokens: int
-    is_sent: bool
 
+def page_of(title: str, note: str, parts: Sequence[tuple[str, str, str, Any]]) -> str:
+    """Return an HTML page that includes plotly's code.
 
-class Drawing(NamedTuple):
-    """The numbers of all pictures of a schedule.
-
-    Attributes:
-        title: the title of the page.
-        note: how to read pictures of a strategy with an all-to-all; else empty.
-        positions: global positions of the drawn queries and keys, `(P,)`.
-        owners: the rank of each drawn query, or the first rank of its group, `(P,)`.
-        steps: the step that computes each pair, -1 where the query does not see the key, `(P, P)`.
-        areas: visible pairs by rank, then by step.
-        bars: the steps of all ranks.
-        moves: the messages of all ranks.
-        own: tokens of each rank.
-        held: tokens that the message buffers of each rank have room for.
+    Args:
+        title: plain text.
+        note: HTML below the title, may be empty.
+        parts: name, title, text and figure of each part; a figure is plotly's or a dict for it.
     """
-
-    title: str
-    note: str
-    positions: np.ndarray
-    owners: np.ndarray
-    steps: np.ndarray
-    areas: list[list[int]]
-    bars: list[Bar]
-    moves: list[Move]
-    own: list[int]
-    held: list[int]
-
-
-def drawing(schedule: Schedule) -> Drawing:
-    """Compute the numbers of all pictures of a schedule, for its first batch row."""
-    seq_len, size = schedule.seq_len, len(schedule.plans)
-    count = min(MAX_SIDE, seq_len)
-    positions = (np.arange(count) * 2 + 1) * seq_len // (2 * count) if count else np.arange(0)
-    owners, rows = np.zeros(count, int), np.zeros(count, int)
-    heads = schedule.strategy.heads
-    layout = layout_of_groups(schedule.layout, schedule.strategy)
-    for group in range(size // heads):
-        local = _local(layout, group, size // heads, seq_len, positions)
-        owners[local >= 0], rows[local >= 0] = group * heads, local[local >= 0]
-    steps = np.full((count, count), -1)
-    # Ranks of a group see the same pairs with different heads: draw the first rank only.
-    for plan in schedule.plans[::heads]:
-        for step in plan.steps:
-            _draw(steps, plan.rank, step, owners, rows)
-    areas = schedule.areas
-    return Drawing(
-        title=str(schedule).partition("\n")[0],
-        note=_note(schedule.strategy),
-        positions=positions,
-        owners=owners,
-        steps=steps,
-        areas=areas,
-        bars=_bars(schedule, areas),
-        moves=[x for plan in schedule.plans for x in _moves(plan)],
-        own=[plan.num_local[1] for plan in schedule.plans],
-        held=[_held(plan) for plan in schedule.plans],
+    body = "".join(
+        f"<h2>{what}</h2><p>{text}</p>{_fragment(figure, name, with_code=number == 0)}"
+        for number, (name, what, text, figure) in enumerate(parts)
+    )
+    title, note = escape(title), f"<p>{note}</p>" if note else ""
+    return (
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
+        f"<style>{STYLE}</style></head><body><h1>{title}</h1>{note}{body}</body></html>"
     )
 
 
-def _note(strategy: Strategy) -> str:
+def _fragment(figure: Any, name: str, with_code: bool) -> str:
+    from plotly import graph_objects as go
+    from plotly.io import to_html
+
+    figure = go.Figure(figure)
+    figure.update_layout(margin={"t": 15})
+    how = {"full_html": False, "include_plotlyjs": with_code, "div_id": name}
+    return to_html(figure, config={"displaylogo": False, "responsive": True}, **how)
+
+
+def save_figure(draw: Callable[[Any], None], path: Path) -> None:
+    """Save what `draw` draws on an empty figure of matplotlib as a PNG file."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 5.5), layout="constrained")
+    FigureCanvasAgg(figure)  # no window opens, whatever the user's backend is
+    draw(figure)
+    figure.savefig(path, dpi=130, format="png")
+
+
+def note_of(strategy: Strategy) -> str:
+    """Return how to read pictures of a strategy with an all-to-all; else nothing."""
     if strategy.heads == 1:
         return ""
     return (
@@ -118,26 +112,45 @@ def _note(strategy: Strategy) -> str:
     )
 
 
-def _local(layout: Layout, rank: int, size: int, seq_len: int, positions: np.ndarray) -> np.ndarray:
-    """Return the local index of each position on a rank, -1 if another rank has it."""
-    found, before = np.full(len(positions), -1), 0
-    for run in layout.runs(rank, size, seq_len):
-        index, rest = np.divmod(positions - run.start, run.stride)
-        is_here = (rest == 0) & (index >= 0) & (index < run.length)
-        found[is_here] = before + index[is_here]
-        before += run.length
-    return found
+class SeenPairs(NamedTuple):
+    """Which step of which rank computes each pair of some queries and keys.
+
+    Attributes:
+        positions: global positions of the drawn queries and keys, `(P,)`.
+        owners: the rank of each drawn query, or the first rank of its group, `(P,)`.
+        steps: the step that computes each pair, -1 where the query does not see the key, `(P, P)`.
+    """
+
+    positions: np.ndarray
+    owners: np.ndarray
+    steps: np.ndarray
 
 
-def _draw(steps: np.ndarray, rank: int, step: Step, owners: np.ndarray, rows: np.ndarray) -> None:
-    """Write the number of a step to the pairs of its tiles."""
-    queries = np.flatnonzero(owners == rank)
-    keys = np.flatnonzero(owners == step.source)
-    cols = _within(step.cols, rows[keys])
-    for tile in step.tiles:
-        if tile.batch in (None, 0):
-            seen = _seen(tile, rows[queries], cols)
-            steps[np.ix_(queries, keys)] = np.where(seen, step.number, steps[np.ix_(queries, keys)])
+def seen_pairs(schedule: Schedule) -> SeenPairs:
+    """Return the pairs of evenly spaced tokens, in the first batch row of a schedule."""
+    seq_len, heads = schedule.seq_len, schedule.strategy.heads
+    count = min(MAX_SIDE, seq_len)
+    positions = (np.arange(count) * 2 + 1) * seq_len // (2 * count) if count else np.arange(0)
+    layout = layout_of_groups(schedule.layout, schedule.strategy)
+    shards = shard_table(layout, len(schedule.plans) // heads, seq_len)
+    # Runs of one remainder by the stride lie side by side.
+    places, starts = (x % shards.stride * seq_len + x for x in (positions, shards.starts))
+    order = np.argsort(starts)
+    runs = order[np.searchsorted(starts[order], places, "right") - 1]
+    owners = shards.owners[runs] * heads
+    rows = shards.cols[runs] + (positions - shards.starts[runs]) // shards.stride
+    steps = np.full((count, count), -1)
+    # Ranks of a group see the same pairs with different heads: draw the first rank only.
+    for plan in schedule.plans[::heads]:
+        queries = np.flatnonzero(owners == plan.rank)
+        for step in plan.steps:
+            keys = np.flatnonzero(owners == step.source)
+            cols = _within(step.cols, rows[keys])
+            for tile in step.tiles:
+                if tile.batch in (None, 0):
+                    row, col = np.nonzero(_seen(tile, rows[queries], cols))
+                    steps[queries[row], keys[col]] = step.number
+    return SeenPairs(positions, owners, steps)
 
 
 def _within(cols: Cols, local: np.ndarray) -> np.ndarray:
@@ -162,112 +175,17 @@ def _seen(tile: Tile, rows: np.ndarray, cols: np.ndarray) -> np.ndarray:
     return seen
 
 
-def _bars(schedule: Schedule, areas: list[list[int]]) -> list[Bar]:
-    mean = max(1, sum(map(sum, areas))) / len(areas)
-    begins, bars = step_begins(schedule.plans, areas), list[Bar]()
-    for plan, of_rank in zip(schedule.plans, areas, strict=True):
-        for step in plan.steps:
-            begin, pairs = begins[step.number][plan.rank], of_rank[step.number]
-            times = begin / mean, (begin + pairs) / mean
-            bars.append(Bar(plan.rank, step.number, *times, step.source, len(step.tiles), pairs))
-    return bars
-
-
-def _moves(plan: Plan) -> Iterator[Move]:
-    for step, hop in enumerate(plan.shards):
-        for side in (hop.sends, hop.receives):
-            for x in side:
-                yield Move(plan.rank, step, x.peer, x.source, len(x.cols), side is hop.sends)
-
-
-def _held(plan: Plan) -> int:
-    """Return the tokens that the message buffers of a forward have room for."""
-    # A key of one byte, and a value of none.
-    key, value = (no_content((1, 1, plan.num_local[1], dim), torch.int8) for dim in (1, 0))
-    return shard_cost(plan, (key, value)).held
-
-
-STYLE = (
-    "body{font-family:sans-serif;max-width:1100px;margin:1em auto;padding:0 1em}"
-    "h1{font-size:1.3em}h2{font-size:1.05em;margin:1.4em 0 0}p{color:#444;margin:.3em 0}"
-)
-LIGHT = "#e8e8e8"
-
-
-def page(drawn: Drawing) -> str:
-    """Return an HTML page that includes plotly's code."""
-    parts = [
-        ("mask", "What is seen, and at which step", MASK, _mask_figure(drawn)),
-        ("time", "Time line", TIME, _time_figure(drawn)),
-        ("work", "Balance: work by rank and step", WORK, _work_figure(drawn)),
-        ("moves", "What travels", MOVES, _moves_figure(drawn)),
-        ("memory", "Memory: tokens whose keys and values a rank has", MEMORY, _memory(drawn)),
-    ]
-    return page_of(drawn.title, drawn.note, parts)
-
-
-def page_of(title: str, note: str, parts: Sequence[tuple[str, str, str, Any]]) -> str:
-    """Return an HTML page that includes plotly's code.
-
-    Args:
-        title: plain text.
-        note: HTML below the title, may be empty.
-        parts: name, title, text and figure of each part; a figure is plotly's or a dict for it.
-    """
-    body = "".join(
-        f"<h2>{what}</h2><p>{text}</p>{_fragment(figure, name, with_code=number == 0)}"
-        for number, (name, what, text, figure) in enumerate(parts)
-    )
-    title, note = escape(title), f"<p>{note}</p>" if note else ""
-    return (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
-        f"<style>{STYLE}</style></head><body><h1>{title}</h1>{note}{body}</body></html>"
-    )
-
-
-MASK = (
-    "Queries go down, keys go across. The colour is the rank that has the query; the slider picks "
-    "the pairs of one step. Long sequences are drawn by some of their tokens."
-)
-TIME = (
-    "Each bar is a step; the number in it is the rank whose keys and values it works on. A unit is "
-    "the mean work of a rank; gaps are waits for other ranks, and messages take no time."
-)
-WORK = "Share of all visible pairs of queries and keys, in percent."
-MOVES = (
-    "Keys and values, in tokens, that the rank of the slider receives (up) and sends (down) while "
-    "it computes a step."
-)
-MEMORY = "Its own, and the most that there is room for in messages."
-
-
-def _fragment(figure: Any, name: str, with_code: bool) -> str:
-    from plotly import graph_objects as go
-    from plotly.io import to_html
-
-    figure = go.Figure(figure)
-    figure.update_layout(margin={"t": 15})
-    how = {"full_html": False, "include_plotlyjs": with_code, "div_id": name}
-    return to_html(figure, config={"displaylogo": False, "responsive": True}, **how)
-
-
-def _ranks(count: int) -> list[str]:
-    return [f"rank {rank}" for rank in range(count)]
-
-
-def _color(rank: int) -> str:
-    return COLORS[rank % len(COLORS)]
-
-
-def _mask_figure(drawn: Drawing) -> dict[str, Any]:
-    number, size = len(drawn.areas[0]), len(drawn.areas)
-    owners: Any = np.broadcast_to(drawn.owners[:, None], drawn.steps.shape)
-    labels = [str(x) for x in drawn.positions.tolist()]
+def mask_figure(schedule: Schedule) -> dict[str, Any]:
+    """Return the picture of what is seen, with a slider of steps."""
+    positions, ranks, steps = seen_pairs(schedule)
+    number, size = len(schedule.areas[0]), len(schedule.plans)
+    owners: Any = np.broadcast_to(ranks[:, None], steps.shape)
+    labels = [str(x) for x in positions.tolist()]
     maps = [
         {
             "type": "heatmap",
             "z": np.ma.array(owners, mask=~is_drawn).tolist(),  # `None` where it is masked
-            "customdata": drawn.steps.tolist(),
+            "customdata": steps.tolist(),
             "x": labels,
             "y": labels,
             "visible": not step,
@@ -279,9 +197,7 @@ def _mask_figure(drawn: Drawing) -> dict[str, Any]:
             "colorbar": {"title": "rank", "tickvals": [*range(size)]},
             "hoverongaps": False,
         }
-        for step, is_drawn in enumerate(
-            [drawn.steps >= 0, *(drawn.steps == step for step in range(number))]
-        )
+        for step, is_drawn in enumerate([steps >= 0, *(steps == step for step in range(number))])
     ]
     axis = {"showgrid": False, "type": "category", "nticks": 9}
     layout = {
@@ -307,24 +223,37 @@ def _slider(name: str, values: list[str]) -> dict[str, Any]:
     return {"currentvalue": {"prefix": f"{name}: "}, "pad": {"t": 50}, "steps": steps}
 
 
-def _time_figure(drawn: Drawing) -> dict[str, Any]:
-    bars = [x for x in drawn.bars if x.end > x.begin]
+def time_figure(schedule: Schedule) -> dict[str, Any]:
+    """Return the time line of all ranks."""
+    areas, begins = schedule.areas, schedule.begins
+    mean = max(1, schedule.total_area) / len(areas)
+    bars = [
+        (plan.rank, step, begins[step.number][plan.rank], area)
+        for plan, of_rank in zip(schedule.plans, areas, strict=True)
+        for step in plan.steps
+        if (area := of_rank[step.number])
+    ]
     trace = {
         "type": "bar",
-        "base": [x.begin for x in bars],
-        "x": [x.end - x.begin for x in bars],
-        "y": [f"rank {x.rank}" for x in bars],
-        "text": [str(x.source) for x in bars],
-        "customdata": [[x.step, x.source, x.tiles, f"{x.pairs:,}"] for x in bars],
+        "base": [begin / mean for _, _, begin, _ in bars],
+        "x": [area / mean for *_, area in bars],
+        "y": [f"rank {rank}" for rank, *_ in bars],
+        "text": [str(step.source) for _, step, *_ in bars],
+        "customdata": [
+            [step.number, step.source, len(step.tiles), f"{area:,}"] for _, step, _, area in bars
+        ],
         "hovertemplate": "step %{customdata[0]}, keys of rank %{customdata[1]}<br>"
         "%{customdata[2]} tiles, %{customdata[3]} pairs<extra>%{y}</extra>",
         "orientation": "h",
-        "marker": {"color": [_color(x.rank) for x in bars], "line": {"color": "white", "width": 1}},
+        "marker": {
+            "color": [_color(rank) for rank, *_ in bars],
+            "line": {"color": "white", "width": 1},
+        },
         "insidetextanchor": "middle",
         "textangle": 0,
     }
     layout = {
-        "height": 140 + 34 * len(drawn.areas),
+        "height": 140 + 34 * len(areas),
         "barmode": "overlay",
         "xaxis": {"title": "time, in the mean work of a rank", "rangemode": "tozero"},
         "yaxis": {"autorange": "reversed"},
@@ -332,9 +261,9 @@ def _time_figure(drawn: Drawing) -> dict[str, Any]:
     return {"data": [trace], "layout": layout}
 
 
-def _work_figure(drawn: Drawing) -> dict[str, Any]:
-    whole = max(1, sum(map(sum, drawn.areas)))
-    shares = [[100 * area / whole for area in row] for row in drawn.areas]
+def _work_figure(schedule: Schedule) -> dict[str, Any]:
+    whole = max(1, schedule.total_area)
+    shares = [[100 * area / whole for area in row] for row in schedule.areas]
     steps = len(shares[0])
     trace = {
         "type": "heatmap",
@@ -351,35 +280,45 @@ def _work_figure(drawn: Drawing) -> dict[str, Any]:
     return {"data": [trace], "layout": layout}
 
 
-def _moves_figure(drawn: Drawing) -> dict[str, Any]:
-    size, traces = len(drawn.areas), []
-    for rank in range(size):
-        moves = [x for x in drawn.moves if x.rank == rank]
+def moves_figure(schedule: Schedule) -> dict[str, Any]:
+    """Return what each rank sends and receives at each step, with a slider of ranks."""
+    size, steps = len(schedule.plans), len(schedule.areas[0])
+    traces = []
+    for plan in schedule.plans:
+        moves = [
+            (step, sign, x)
+            for step, hop in enumerate(plan.shards)
+            for sign, side in ((-1, hop.sends), (1, hop.receives))
+            for x in side
+        ]
         trace = {
             "type": "bar",
-            "x": [x.step for x in moves],
-            "y": [-x.tokens if x.is_sent else x.tokens for x in moves],
+            "x": [step for step, _, _ in moves],
+            "y": [sign * len(x.cols) for _, sign, x in moves],
             "customdata": [
-                [f"{'to' if x.is_sent else 'from'} rank {x.peer}", x.tokens, x.source]
-                for x in moves
+                [f"{'to' if sign < 0 else 'from'} rank {x.peer}", len(x.cols), x.source]
+                for _, sign, x in moves
             ],
             "hovertemplate": "step %{x}: %{customdata[1]:,} tokens of rank %{customdata[2]} "
             "%{customdata[0]}<extra></extra>",
-            "marker": {"color": [_color(x.source) for x in moves]},
-            "visible": rank == 0,
+            "marker": {"color": [_color(x.source) for *_, x in moves]},
+            "visible": plan.rank == 0,
         }
         traces.append(trace)
     layout = {
         "sliders": [_slider("rank", [*map(str, range(size))])],
         "barmode": "relative",
         "height": 420,
-        "xaxis": {"title": "step", "dtick": 1, "range": [-0.5, len(drawn.areas[0]) - 0.5]},
+        "xaxis": {"title": "step", "dtick": 1, "range": [-0.5, steps - 0.5]},
         "yaxis": {"title": "tokens"},
     }
     return {"data": traces, "layout": layout}
 
 
-def _memory(drawn: Drawing) -> dict[str, Any]:
+def memory_figure(schedule: Schedule) -> dict[str, Any]:
+    """Return the tokens that each rank has, and has room for in messages."""
+    own = [plan.num_local[1] for plan in schedule.plans]
+    held = [_held(plan) for plan in schedule.plans]
     traces = [
         {
             "type": "bar",
@@ -390,8 +329,8 @@ def _memory(drawn: Drawing) -> dict[str, Any]:
             "hovertemplate": "%{x}: %{y:,} tokens<extra>" + name + "</extra>",
         }
         for name, tokens, color in (
-            ("its own", drawn.own, COLORS[0]),
-            ("room for messages", drawn.held, COLORS[1]),
+            ("its own", own, COLORS[0]),
+            ("room for messages", held, COLORS[1]),
         )
     ]
     return {
@@ -400,12 +339,16 @@ def _memory(drawn: Drawing) -> dict[str, Any]:
     }
 
 
-def save_figure(draw: Callable[[Any], None], path: Path) -> None:
-    """Save what `draw` draws on an empty figure of matplotlib as a PNG file."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+def _held(plan: Plan) -> int:
+    """Return the tokens that the message buffers of a forward have room for."""
+    # A key of one byte, and a value of none.
+    key, value = (no_content((1, 1, plan.num_local[1], dim), torch.int8) for dim in (1, 0))
+    return shard_cost(plan, (key, value)).held
 
-    figure = Figure(figsize=(11, 5.5), layout="constrained")
-    FigureCanvasAgg(figure)  # no window opens, whatever the user's backend is
-    draw(figure)
-    figure.savefig(path, dpi=130, format="png")
+
+def _ranks(count: int) -> list[str]:
+    return [f"rank {rank}" for rank in range(count)]
+
+
+def _color(rank: int) -> str:
+    return COLORS[rank % len(COLORS)]

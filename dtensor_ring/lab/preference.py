@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
 from os import PathLike
 
 from dtensor_ring.compute.kernels.kernel import Problem
 from dtensor_ring.compute.kernels.registry import follow_rates
-from dtensor_ring.lab.machine import FORMS, KernelSpeed, Machine
+from dtensor_ring.lab.machine import FORMS, Machine
 from dtensor_ring.lab.presets import as_machine
 
 # FLOPs of a forward that rates are compared at: a causal tile of 8,192 tokens has half of them.
@@ -35,31 +36,21 @@ def prefer_measured(*machines: Machine | str | PathLike[str]) -> None:
         >>> prefer_measured()
     """
     found = tuple(map(as_machine, machines))
-    follow_rates(_Rates(found) if found else None)
+    follow_rates(partial(_rate, found) if found else None)
 
 
-class _Rates:
-    """FLOPs per second of kernels."""
-
-    def __init__(self, machines: tuple[Machine, ...]) -> None:
-        self._machines = machines
-
-    def __call__(self, kernel: str, problem: Problem) -> float | None:
-        """Return the rate of a kernel at a problem, `None` if no machine has one."""
-        is_banded = problem.windowed or problem.packed
-        form, dtype = FORMS[0 if is_banded else 1], str(problem.dtype).removeprefix("torch.")
-        for machine in self._machines:
-            try:
-                speed = machine.speed(dtype, problem.head_dim, form, kernel)
-            except ValueError:
-                continue  # it knows neither this kernel nor one that stands for it
-            # Rows of any kernel, or of another form, say nothing of an order.
-            if (speed.kernel, speed.form) == (kernel, form):
-                return _rate(speed)
-        return None
-
-
-def _rate(speed: KernelSpeed) -> float:
-    # A backward has 10 products in place of 4.
-    seconds = speed.forward(FLOPS) + speed.backward(2.5 * FLOPS)
-    return float(3.5 * FLOPS / seconds)
+def _rate(machines: tuple[Machine, ...], kernel: str, problem: Problem) -> float | None:
+    """Return the FLOPs per second of a kernel at a problem, `None` if no machine has one."""
+    is_banded = problem.windowed or problem.packed
+    form, dtype = FORMS[0 if is_banded else 1], str(problem.dtype).removeprefix("torch.")
+    for machine in machines:
+        try:
+            speed = machine.speed(dtype, problem.head_dim, form, kernel)
+        except ValueError:
+            continue  # it knows neither this kernel nor one that stands for it
+        # Rows of any kernel, or of another form, say nothing of an order.
+        if (speed.kernel, speed.form) == (kernel, form):
+            # A backward has 10 products in place of 4.
+            seconds = speed.forward(FLOPS) + speed.backward(2.5 * FLOPS)
+            return float(3.5 * FLOPS / seconds)
+    return None

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from difflib import get_close_matches
+from inspect import signature
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,7 +16,7 @@ from dtensor_ring.balanced.balanced import check_seen, layout_for
 from dtensor_ring.lab.fields import read_json
 from dtensor_ring.planning.layout import Layout
 from dtensor_ring.planning.mask import Boundaries, Documents, Mask, as_documents
-from dtensor_ring.planning.plan import PlanInputs, checked_slices, plan_inputs
+from dtensor_ring.planning.plan import PlanInputs, check_documents, checked_slices, plan_inputs
 from dtensor_ring.planning.ranges import MAX_RANKS, as_count, length
 from dtensor_ring.planning.slices import Slices
 from dtensor_ring.planning.strategy import Strategy, as_strategy, why_not
@@ -118,21 +120,9 @@ class TensorSizes(NamedTuple):
 
 
 def _tensor_sizes(
-    heads: Any, head_dim: Any, batch: Any, dtype: Any, policy: Any
-) -> tuple[TensorSizes, str]:
-    """Check the arguments, and return the sizes and the name of the dtype, such as "bfloat16".
-
-    Args:
-        heads: of queries, and of keys and values.
-        head_dim: of queries, keys and values.
-        batch: rows of the batch.
-        dtype: of query, key and value, or its name.
-        policy: the dtypes in which messages travel.
-
-    Raises:
-        TypeError: if an argument is of another type.
-        ValueError: if a number is out of range.
-    """
+    heads: Any, head_dim: Any, batch: int, dtype: Any, policy: TransferPolicy
+) -> TensorSizes:
+    """Check heads, their dims and the dtype, and return the sizes."""
     if not isinstance(heads, Sequence) or len(heads) != 2:
         raise TypeError(f"heads must be two numbers, of queries and of keys, got {heads!r}")
     query, key = (as_count("heads", count, 1) for count in heads)
@@ -145,16 +135,8 @@ def _tensor_sizes(
         raise TypeError(
             f"policy must be a TransferPolicy, such as TransferPolicy(), got {policy!r}"
         )
-    dim = as_count("head_dim", head_dim)
-    sizes = TensorSizes(
-        heads=(query, key),
-        head_dims=(dim, dim),
-        batch=as_count("batch", batch),
-        dtype=kind,
-        kv_dtype=policy.dtype_of_keys(kind),
-        sum_dtype=policy.sum_dtype(kind),
-    )
-    return sizes, str(kind).removeprefix("torch.")
+    dims, dtypes = (as_count("head_dim", head_dim),) * 2, policy.dtype_of_keys(kind)
+    return TensorSizes((query, key), dims, batch, kind, dtypes, policy.sum_dtype(kind))
 
 
 def text_entries(config: Any) -> Mapping[str, Any]:
@@ -197,6 +179,45 @@ class ProblemOptions(TypedDict, total=False, closed=True):
     kernel: str | None
 
 
+def refuse_unknown(function: Callable[..., Any], options: Mapping[str, Any]) -> None:
+    """Refuse what is no option, as Python refuses an argument that a function does not have.
+
+    Args:
+        function: the public function that was called.
+        options: what it was given as `ProblemOptions`.
+
+    Raises:
+        TypeError: with the option, and the one that was meant.
+    """
+    for name in options.keys() - ProblemOptions.__annotations__:
+        known = [*signature(function).parameters, *ProblemOptions.__annotations__]
+        meant = "".join(f"; did you mean {x!r}?" for x in get_close_matches(name, known, 1))
+        raise TypeError(f"{function.__name__}() got an unexpected keyword argument {name!r}{meant}")
+
+
+def checked_attention(
+    mask: Mask | None,
+    seq_len: Any,
+    world_size: Any,
+    cu_seqlens: Boundaries | None,
+    slices: Slices | None,
+) -> tuple[Mask | None, int, int, Documents | None, Slices | None]:
+    """Check what an attention sees, and make numbers integers: they are cache keys.
+
+    8.0 would equal 8.
+
+    Raises:
+        TypeError: if an argument is of another type.
+        ValueError: if a number is out of range, or the boundaries do not fit the sequence.
+    """
+    check_seen(mask, slices)
+    num_ranks = as_count("world_size", world_size, 1, MAX_RANKS)
+    documents = as_documents(cu_seqlens)
+    length = as_count("seq_len", seq_len)
+    check_documents(num_ranks, length, documents)
+    return mask, length, num_ranks, documents, slices
+
+
 def problem_of(
     mask: Mask | None,
     seq_len: Any,
@@ -219,20 +240,16 @@ def problem_of(
         ValueError: if a number is out of range, the layout is unknown or does not fit the length,
             or the boundaries do not fit the sequence.
     """
-    check_seen(mask, slices)
-    num_ranks = as_count("world_size", world_size, 1, MAX_RANKS)
-    length = as_count("seq_len", seq_len)
-    documents = as_documents(cu_seqlens)
-    sizes, name = _tensor_sizes(heads, head_dim, batch, dtype, policy)
+    asked = checked_attention(mask, seq_len, world_size, cu_seqlens, slices)
+    _, length, num_ranks, documents, _ = asked
     # Boundaries or slices by row give the number of rows.
     rows = max(len(x) for x in (documents or (), slices or ()))
-    sizes = sizes._replace(batch=max(sizes.batch, rows))
+    sizes = _tensor_sizes(heads, head_dim, max(as_count("batch", batch), rows), dtype, policy)
     if length**2 * sizes.batch * sizes.heads[0] > MAX_PAIRS * num_ranks:
         raise ValueError(
             f"seq_len {length:,} with batch {sizes.batch:,} and {sizes.heads[0]} heads has more "
             f"pairs of tokens for each of {num_ranks} ranks than {MAX_PAIRS:,}, which is all that "
             "is counted: take fewer tokens, or more ranks"
         )
-    sharded = layout_for(layout, mask, length, num_ranks, documents, slices)
-    asked = mask, length, num_ranks, documents, slices
+    sharded, name = layout_for(layout, *asked), str(sizes.dtype).removeprefix("torch.")
     return SimulatedProblem(sharded, *asked, sizes, name, policy.num_parts, kernel)

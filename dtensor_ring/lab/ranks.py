@@ -47,15 +47,22 @@ def connected(alone: bool = False) -> Iterator[Ranks]:
     dist.init_process_group(backend, timeout=timedelta(seconds=SECONDS), **only)
     try:
         device = torch.device("cuda", local) if has_gpu else torch.device("cpu")
-        options = axis_group_options(device.type)
-        mesh = init_device_mesh(
-            device.type,
-            (dist.get_world_size(),),
-            mesh_dim_names=("cp",),
-            backend_override=None if options is None else {"cp": options},
-        )
+        mesh = mesh_of_ranks(device.type, cp=dist.get_world_size())
         # GPU kernels take 16-bit dtypes only.
         yield Ranks(mesh, device, torch.bfloat16 if has_gpu else torch.float32)
     finally:
         time.sleep(0.2)  # Python aborts if it ends while gloo's threads let go of tensors
         dist.destroy_process_group()
+
+
+def mesh_of_ranks(device_type: str, **axes: int) -> DeviceMesh:
+    """Return a mesh of all ranks, whose groups have the options of an axis.
+
+    Args:
+        device_type: such as "cuda".
+        axes: number of ranks along each, by name.
+    """
+    options = axis_group_options(device_type)
+    overrides: Any = None if options is None else dict.fromkeys(axes, options)
+    shape, names = tuple(axes.values()), tuple(axes)
+    return init_device_mesh(device_type, shape, mesh_dim_names=names, backend_override=overrides)

@@ -82,9 +82,10 @@ class Recording(NamedTuple):
 
     Attributes:
         labels: where its loop is, phase by phase.
-        does: what it does, in order, `(N, 4)`: phase, `TILE` to `WAIT`, and two numbers. A tile has
-            its visible pairs of a query and a key over all heads, and `form_number`; a pass has its
-            bytes; a wait has the phase that started the messages.
+        does: what it does, in order, `(N, 5)`: phase, `TILE` to `WAIT`, and three numbers. A tile
+            has its visible pairs of a query and a key over all heads, its form, counted in `FORMS`,
+            and its query heads; a pass has its bytes; a wait has the phase that started the
+            messages.
         sends: the messages that it sends, `(M, 3)`: phase, peer and bytes.
     """
 
@@ -117,7 +118,7 @@ class Recorder(Transport):
         """Return what was noted."""
         found = (
             np.array(rows, dtype=np.int64).reshape(-1, width)
-            for rows, width in ((self._does, 4), (self._sends, 3))
+            for rows, width in ((self._does, 5), (self._sends, 3))
         )
         # Keys and values may become eight bits before the first step.
         return Recording(self._labels[:1] + self._labels, *found)
@@ -139,9 +140,9 @@ class Recorder(Transport):
     def free(self, buffer: Tensor) -> None:
         self._in_use -= buffer.numel()
 
-    def launched(self, pairs: int, form: int) -> None:
+    def launched(self, pairs: int, form: str, heads: int) -> None:
         """Note the launch of a tile."""
-        self._does.append((len(self._labels), TILE, pairs, form))
+        self._does.append((len(self._labels), TILE, pairs, FORMS.index(form), heads))
 
     def passed(self, what: str, num_bytes: int) -> None:
         """Note a pass over memory; but for packets, those of one kind in a row are one launch."""
@@ -150,11 +151,11 @@ class Recorder(Transport):
         phase, kind = len(self._labels), _PASSES[what]
         if kind != PACKET and self._does and self._does[-1][:2] == (phase, kind):
             num_bytes += self._does.pop()[2]
-        self._does.append((phase, kind, num_bytes, 0))
+        self._does.append((phase, kind, num_bytes, 0, 0))
 
     def waited(self, started: int) -> None:
         """Note a wait for the messages of a phase."""
-        self._does.append((len(self._labels), WAIT, started, 0))
+        self._does.append((len(self._labels), WAIT, started, 0, 0))
 
 
 class _Arrival(NamedTuple):
@@ -234,7 +235,7 @@ class NotedKernel(ShapeKernel):
         else:
             bounds = zip(pairwise(segments.rows), pairwise(segments.cols), strict=True)
             pairs = sum(Tile(rows, cols, launch.mask).area for rows, cols in bounds)
-        self._recorder.launched(pairs * heads, form_number(form_of(launch.mask), heads))
+        self._recorder.launched(pairs * heads, form_of(launch.mask), heads)
 
 
 @lru_cache(maxsize=1024)
@@ -251,21 +252,6 @@ def form_of(mask: Mask) -> str:
     """
     num_bounds = (mask.left is not None) + (mask.right is not None)
     return ("full", "causal", "window")[num_bounds]
-
-
-def form_number(form: str, heads: int) -> int:
-    """Return a number for the form and the query heads of a launch, see `form_and_heads`."""
-    return heads * len(FORMS) + FORMS.index(form)
-
-
-def form_and_heads(number: int) -> tuple[str, int]:
-    """Return the form and the query heads of a launch.
-
-    >>> form_and_heads(form_number("causal", 8))
-    ('causal', 8)
-    """
-    heads, form = divmod(number, len(FORMS))
-    return FORMS[form], heads
 
 
 # What labels of all-to-alls call the ring.

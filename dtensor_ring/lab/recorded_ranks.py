@@ -42,20 +42,30 @@ class StandIns(NamedTuple):
     kinds: np.ndarray
 
 
-class _Alike(NamedTuple):
-    """A rank, for all that do the same.
+class RecordedRank:
+    """A rank, for all that do the same; the loop of a direction runs when it is asked for.
 
-    Attributes:
+    Args:
         attention: of this rank.
         content: what the attentions of all of them have in common.
+        run: its recordings, forward and backward.
     """
 
-    attention: RankAttention
-    content: Hashable
+    def __init__(
+        self, attention: RankAttention, content: Hashable, run: Iterator[Recording]
+    ) -> None:
+        self.attention, self.content, self._run = attention, content, run
+        self._recorded: list[Recording] = []
+
+    def direction(self, is_forward: bool) -> Recording:
+        """Return what it does forward, or backward, which runs after the forward."""
+        while len(self._recorded) < (1 if is_forward else 2):
+            self._recorded.append(next(self._run))
+        return self._recorded[not is_forward]
 
 
 class RecordedRanks:
-    """What ranks of an axis do in one attention; loops run when they are asked for.
+    """What ranks of an axis do in one attention.
 
     Args:
         problem: the attention.
@@ -67,7 +77,7 @@ class RecordedRanks:
         heads: consecutive ranks of a group of an all-to-all.
         size: ranks of the axis.
         last_rank: the last one that is looked at.
-        content_of_last: what it has in common with ranks that do the same.
+        last: its recordings; no other rank is planned for it.
     """
 
     def __init__(
@@ -75,26 +85,29 @@ class RecordedRanks:
     ) -> None:
         self.heads, self.size = strategy.heads, problem.world_size
         self._asked, self._how = (problem, strategy), (has_segments, on_gpu)
+        self._members, self._alike = dict[Hashable, RecordedRank](), dict[Hashable, RecordedRank]()
         self._nearest = looked_at(self.size, self.heads)
         self.last_rank = int(self._nearest.max())
-        attention, content = _alike(problem, strategy, [self.last_rank])[self.last_rank]
-        self._last, self.content_of_last = attention.recordings(*self._how), content
+        self.last = self._first_alike(self.last_rank)
+
+    def _first_alike(self, rank: int) -> RecordedRank:
+        """Return the first rank that was asked for and does the same."""
+        problem, strategy = self._asked
+        exchange = _exchange(problem, strategy, rank)
+        trade = strategy.heads, _exchange_content(exchange, problem.sizes)
+        # Ranks of a group have the same ring, and so the same plan.
+        member = rank // strategy.heads, trade
+        if member not in self._members:
+            attention = _rank_attention(problem, strategy, rank, exchange)
+            content = trade, _plan_content(attention.plan, problem.world_size)
+            recorded = RecordedRank(attention, content, attention.recordings(*self._how))
+            self._members[member] = self._alike.setdefault(content, recorded)
+        return self._members[member]
 
     @cached_property
-    def last(self) -> Recording:
-        """The recording of its forward; no other rank is planned for it."""
-        return next(self._last)
-
-    @cached_property
-    def last_backward(self) -> Recording:
-        """The recording of its backward."""
-        assert self.last, "it comes first"
-        return next(self._last)
-
-    @cached_property
-    def _looked_at(self) -> dict[int, _Alike]:
-        """The ranks that are looked at; the last one is the first, so nobody stands for it."""
-        return _alike(*self._asked, np.unique(self._nearest)[::-1].tolist())
+    def _looked_at(self) -> dict[int, RecordedRank]:
+        """The ranks that are looked at; nobody stands for the last one, which was the first."""
+        return {x: self._first_alike(x) for x in np.unique(self._nearest)[::-1].tolist()}
 
     @property
     def num_planned(self) -> int:
@@ -112,39 +125,10 @@ class RecordedRanks:
         alike = [self._looked_at[x].attention.plan.rank for x in self._nearest.tolist()]
         return StandIns(self.heads, np.array(alike), np.unique(alike, return_inverse=True)[1])
 
-    @cached_property
-    def _others(self) -> list[Iterator[Recording]]:
-        """The recordings of all ranks that are recorded but the last."""
-        alike = {x.attention.plan.rank: x.attention for x in self._looked_at.values()}
-        return [alike[rank].recordings(*self._how) for rank in sorted(alike)[:-1]]
-
-    @cached_property
-    def forward(self) -> list[Recording]:
-        """The recordings of the forward."""
-        return [*map(next, self._others), self.last]
-
-    @cached_property
-    def backward(self) -> list[Recording]:
-        """The recordings of the backward."""
-        assert self.forward, "it comes first"
-        return [*map(next, self._others), self.last_backward]
-
-
-def _alike(problem: SimulatedProblem, strategy: Strategy, ranks: list[int]) -> dict[int, _Alike]:
-    """Return for each rank the first that does the same."""
-    found: dict[int, _Alike] = {}
-    members, alike = dict[Hashable, _Alike](), dict[Hashable, _Alike]()
-    for rank in ranks:
-        # Ranks of a group have the same ring, and so the same plan.
-        exchange = _exchange(problem, strategy, rank)
-        trade = strategy.heads, _exchange_content(exchange, problem.sizes)
-        member = rank // strategy.heads, trade
-        if member not in members:
-            attention = _rank_attention(problem, strategy, rank, exchange)
-            content = trade, _plan_content(attention.plan, problem.world_size)
-            members[member] = alike.setdefault(content, _Alike(attention, content))
-        found[rank] = members[member]
-    return found
+    def direction(self, is_forward: bool) -> list[Recording]:
+        """Return the recordings of the forward, or of the backward, by the number of their kind."""
+        ranks = {x.attention.plan.rank: x for x in self._looked_at.values()}
+        return [ranks[rank].direction(is_forward) for rank in sorted(ranks)]
 
 
 def rank_attention(problem: SimulatedProblem, strategy: Strategy, rank: int) -> RankAttention:

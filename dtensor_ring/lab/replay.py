@@ -14,18 +14,8 @@ from typing import NamedTuple
 import numpy as np
 
 from dtensor_ring.lab.clock import Clock, Moves, Spans, beside
-from dtensor_ring.lab.machine import Machine
-from dtensor_ring.lab.recorded import (
-    EXCHANGE,
-    MERGE,
-    PACK,
-    PACKET,
-    TILE,
-    UNPACK,
-    WAIT,
-    Recording,
-    form_and_heads,
-)
+from dtensor_ring.lab.machine import FORMS, Machine
+from dtensor_ring.lab.recorded import EXCHANGE, MERGE, PACK, PACKET, TILE, UNPACK, WAIT, Recording
 from dtensor_ring.lab.recorded_ranks import RecordedRanks, StandIns
 from dtensor_ring.planning.ranges import differing
 
@@ -67,21 +57,21 @@ class KernelSeconds(NamedTuple):
     head_dim: int
     kernel: str | None
 
-    def of(self, pairs: np.ndarray, form: int, is_forward: bool) -> np.ndarray:
-        """Return the seconds of launches of a form, see `form_and_heads`."""
-        name, heads = form_and_heads(form)
-        speed = self.machine.speed(self.dtype, self.head_dim, name, self.kernel, heads)
+    def of(self, pairs: np.ndarray, form: int, heads: int, is_forward: bool) -> np.ndarray:
+        """Return the seconds of launches of a form with some query heads, see `Recording`."""
+        how = self.dtype, self.head_dim, FORMS[form], self.kernel, heads
+        speed = self.machine.speed(*how)
         if is_forward:  # FLOPs: see `KernelSpeed`
             return speed.forward(4.0 * self.head_dim * pairs)
         return speed.backward(10.0 * self.head_dim * pairs)
 
     def of_tiles(self, does: np.ndarray, is_forward: bool) -> np.ndarray:
         """Return the seconds of the launches among the columns of `Recording.does`, else 0."""
-        _, what, numbers, extra = does
+        _, what, numbers, forms, heads = does
         seconds, tiles = np.zeros(len(what)), what == TILE
-        for form in {*extra[tiles].tolist()}:
-            where = tiles & (extra == form)
-            seconds[where] = self.of(numbers[where], form, is_forward)
+        for form, count in {*zip(forms[tiles].tolist(), heads[tiles].tolist(), strict=True)}:
+            where = tiles & (forms == form) & (heads == count)
+            seconds[where] = self.of(numbers[where], form, count, is_forward)
         return seconds
 
 
@@ -96,25 +86,26 @@ def replayed(
         is_forward: which direction.
         keeps_spans: whether to keep what each rank does when.
     """
-    recordings = ranks.forward if is_forward else ranks.backward
-    return _Replay(ranks.stand_ins, recordings, kernels, is_forward, keeps_spans).direction()
+    how = ranks.direction(is_forward), kernels, is_forward, keeps_spans
+    return _Replay(ranks.stand_ins, *how).direction()
 
 
 def least_tiles(ranks: RecordedRanks, kernels: KernelSeconds) -> float:
     """Return what both directions take at least: the tiles of the last rank."""
-    both = (kernels.of_tiles(ranks.last.does.T, x) for x in (True, False))
+    does = ranks.last.direction(is_forward=True).does.T
+    both = (kernels.of_tiles(does, x) for x in (True, False))
     return sum(float(seconds.sum()) for seconds in both)
 
 
 def least_alone(ranks: RecordedRanks, kernels: KernelSeconds, is_forward: bool) -> float:
     """Return what a direction takes at least: the last rank, if all others only wait for it."""
-    found = ranks.last if is_forward else ranks.last_backward
+    found = ranks.last.direction(is_forward)
     waiting = found._replace(does=found.does[:0], sends=found.sends[:0])
     is_last = (np.arange(ranks.size) == ranks.last_rank).astype(np.int64)
     alone = StandIns(ranks.heads, is_last * ranks.last_rank, is_last)
     # What arrives is not counted, so how much its messages slow each other is not known.
     unslowed = kernels._replace(machine=_unslowed(kernels.machine))
-    how = [waiting, found][-ranks.size :], unslowed, is_forward, False
+    how = [waiting, found], unslowed, is_forward, False
     return float(_Replay(alone, *how).direction().ends[ranks.last_rank])
 
 
@@ -154,7 +145,7 @@ class _Work:
         self.num_phases, self._num_kinds = len(self.labels[0]), len(recordings)
         assert all(len(x) == self.num_phases for x in self.labels), "all ranks have the same steps"
         kinds, does = _joined([x.does for x in recordings])
-        phases, what, numbers, _ = does
+        phases, what, numbers, *_ = does
         machine, of_tiles = kernels.machine, kernels.of_tiles(does, is_forward)
         seconds = of_tiles.copy()
         for curve, where in (
@@ -208,54 +199,45 @@ class _Sends:
     """
 
     def __init__(self, recordings: Sequence[Recording], ranks: StandIns, machine: Machine) -> None:
-        self._ranks, self._machine, self.size = ranks, machine, len(ranks.kinds)
-        kinds, (phases, peers, num_bytes) = _joined([x.sends for x in recordings])
-        # What a rank sends to one peer in one phase, such as key and value, follows one another.
-        first = np.flatnonzero(differing((phases * self.size + peers) * len(recordings) + kinds))
-        order = first[np.argsort(phases[first], kind="stable")]
-        totals = np.zeros((3, len(num_bytes)))  # bytes, and seconds within a host and between two
-        totals[0] = num_bytes
-        for level, links in enumerate(self._links):
-            # Latency is the time of the smallest message. It does not take the ports (LogGP,
-            # Alexandrov et al., 1995, doi 10.1145/215399.215427).
-            totals[1 + level] = links.p2p(num_bytes.astype(float)) - links.p2p.seconds[0]
-        if len(first):
-            totals[:, first] = np.add.reduceat(totals, first, axis=1)
-        is_exchange = np.array([x.ring == EXCHANGE for x in recordings[0].labels])
-        self._expand(kinds[order], phases[order], peers[order], totals[:, order], is_exchange)
-        self.is_exchange = is_exchange
-
-    @property
-    def _links(self) -> tuple:
-        return self._machine.inside, self._machine.between
-
-    def _expand(
-        self,
-        kinds: np.ndarray,
-        phases: np.ndarray,
-        peers: np.ndarray,
-        totals: np.ndarray,
-        is_exchange: np.ndarray,
-    ) -> None:
-        """Give each rank the messages of the one that stands for it, its peers as far ahead."""
-        ranks, size, heads = self._ranks, self.size, self._ranks.heads
-        by_kind, counts = np.argsort(ranks.kinds, kind="stable"), np.bincount(ranks.kinds)
-        row = np.repeat(np.arange(len(kinds)), counts[kinds])
-        ends = np.cumsum(counts)
-        offsets = np.cumsum(counts[kinds]) - counts[kinds]
-        place = np.arange(len(row)) - offsets[row] + (ends - counts)[kinds[row]]
-        senders = by_kind[place]
-        ahead = peers[row] + senders - ranks.ranks[senders]
-        receivers = np.where(
-            is_exchange[phases[row]], senders // heads * heads + ahead % heads, ahead % size
-        )
-        hosts = self._machine.ranks_per_host
+        self._links, self.size = (machine.inside, machine.between), len(ranks.kinds)
+        self.is_exchange = np.array([x.ring == EXCHANGE for x in recordings[0].labels])
+        of_kinds = [self._merged(x.sends) for x in recordings]
+        every = [
+            self._of_rank(rank, like, of_kinds[kind], ranks.heads)
+            for rank, (like, kind) in enumerate(zip(ranks.ranks, ranks.kinds, strict=True))
+        ]
+        columns = np.concatenate(every, axis=1)
+        columns = columns[:, np.argsort(columns[0], kind="stable")]
+        phases, senders, receivers = columns[:3].astype(np.int64)
+        hosts = machine.ranks_per_host
         levels = (senders // hosts != receivers // hosts).astype(np.int64)
         latency = np.array([x.p2p.seconds[0] for x in self._links])[levels]
-        busy = totals[1 + levels, row]
-        self._moves = Moves(senders, receivers, levels, latency, busy)
-        self.num_bytes = totals[0, row]
-        self._bounds = np.searchsorted(phases[row], np.arange(len(is_exchange) + 1))
+        self._moves = Moves(senders, receivers, levels, latency, np.choose(levels, columns[4:]))
+        self.num_bytes = columns[3]
+        self._bounds = np.searchsorted(phases, np.arange(len(self.is_exchange) + 1))
+
+    def _merged(self, sends: np.ndarray) -> np.ndarray:
+        """Return phase, peer, bytes, and seconds within a host and between two, `(5, M)`.
+
+        What a rank sends to one peer in one phase, such as key and value, goes together.
+        """
+        phases, peers, num_bytes = sends.T
+        # Latency is the time of the smallest message. It does not take the ports (LogGP,
+        # Alexandrov et al., 1995, doi 10.1145/215399.215427).
+        busy = (x.p2p(num_bytes.astype(float)) - x.p2p.seconds[0] for x in self._links)
+        columns = np.array([phases, peers, num_bytes, *busy])
+        first = np.flatnonzero(differing(phases * self.size + peers))
+        if len(first):
+            columns[2:, first] = np.add.reduceat(columns[2:], first, axis=1)
+        return columns[:, first]
+
+    def _of_rank(self, rank: int, like: int, merged: np.ndarray, heads: int) -> np.ndarray:
+        """Return phase, sender, receiver, bytes and seconds of a rank that does as another one."""
+        phases, peers = merged[:2].astype(np.int64)
+        ahead = peers + rank - like
+        in_group = rank // heads * heads + ahead % heads
+        receivers = np.where(self.is_exchange[phases], in_group, ahead % self.size)
+        return np.array([phases, np.full(len(phases), rank), receivers, *merged[2:]])
 
     def __contains__(self, number: int) -> bool:
         return bool(self._bounds[number] < self._bounds[number + 1])
@@ -311,7 +293,6 @@ class _Replay:
         self._work = _Work(recordings, kernels, is_forward)
         self._sends = _Sends(recordings, ranks, kernels.machine)
         self._clock = Clock(kernels.machine, len(ranks.kinds), keeps_spans)
-        self._are_all = bool((ranks.ranks == np.arange(len(ranks.ranks))).all())
         # When the messages of each phase are done, by rank, and what labels call them.
         self._done: dict[int, np.ndarray] = {}
         self._waits: dict[int, str] = {}
@@ -339,7 +320,7 @@ class _Replay:
 
     def _run(self, phase: _Phase, slow: np.ndarray | None) -> None:
         """Let ranks do the first of each, then the second, and so on."""
-        what, seconds, started = map(self._of_ranks, phase)
+        what, seconds, started = (of_kinds[:, self._ranks.kinds] for of_kinds in phase)
         if slow is not None:
             seconds = np.where(what == TILE, seconds * slow, seconds)
         waits = what == WAIT
@@ -349,10 +330,6 @@ class _Replay:
                 self._clock.run(name, seconds[row], active)
             if one_waits:
                 self._wait(started[row])
-
-    def _of_ranks(self, of_kinds: np.ndarray) -> np.ndarray:
-        """Return what is of recorded ranks for all ranks, `(n, W)`."""
-        return of_kinds if self._are_all else of_kinds[:, self._ranks.kinds]
 
     def _named(self, what: np.ndarray, runs: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
         """Yield what ranks run and who does; without spans, names do not matter."""

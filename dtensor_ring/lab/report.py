@@ -10,6 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NamedTuple, TypeVar
 
 import torch
+import torch.distributed as dist
 
 T = TypeVar("T")
 
@@ -77,8 +78,12 @@ def version_of(package: str) -> str:
 
 
 def refused(error: BaseException) -> int:
-    """Print why a command cannot use what it was given, as one line, and return its exit status."""
-    print(" ".join(str(error).split()), file=sys.stderr)
+    """Print why a command cannot use what it was given, as one line, and return its exit status.
+
+    Of the ranks of a launcher, the first of each host prints it.
+    """
+    if dist.get_node_local_rank(0) == 0:
+        print(" ".join(str(error).split()), file=sys.stderr)
     return 2
 
 

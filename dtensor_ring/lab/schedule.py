@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
-from dtensor_ring.balanced.balanced import check_seen, layout_for, layouts_for
+from dtensor_ring.balanced.balanced import layout_for, layouts_for
+from dtensor_ring.lab.problem import checked_attention
 from dtensor_ring.planning.layout import Layout
-from dtensor_ring.planning.mask import Boundaries, Documents, Mask, as_documents
-from dtensor_ring.planning.plan import FULL, Plan, check_documents, plan
-from dtensor_ring.planning.ranges import MAX_RANKS, as_count
+from dtensor_ring.planning.mask import Boundaries, Documents, Mask
+from dtensor_ring.planning.plan import FULL, Plan, plan
 from dtensor_ring.planning.slices import Slices
 from dtensor_ring.planning.strategy import Strategy, as_strategy
 
@@ -29,7 +29,7 @@ class Schedule:
     slices: Slices | None = None
     strategy: Strategy = field(default_factory=Strategy)
 
-    @property
+    @cached_property
     def areas(self) -> list[list[int]]:
         """Visible (query, key) pairs by rank, then by step, summed over rows of `cu_seqlens`.
 
@@ -41,9 +41,31 @@ class Schedule:
         return [areas + [0] * (num_steps - len(areas)) for areas in worked]
 
     @property
+    def total_area(self) -> int:
+        """Visible pairs of all ranks."""
+        return sum(map(sum, self.areas))
+
+    @property
     def imbalance(self) -> float:
         """Work of the busiest rank over the mean: 1.0 is perfect balance."""
-        return _imbalance(self.areas)
+        return self._over_mean(max(map(sum, self.areas)))
+
+    def _over_mean(self, area: int) -> float:
+        whole = self.total_area
+        return area * len(self.plans) / whole if whole else 1.0
+
+    @cached_property
+    def begins(self) -> list[list[int]]:
+        """When each rank begins, by step, and last when it is done, in pairs: see `makespan`."""
+        begins = [[0] * len(self.plans)]
+        for step in range(len(self.areas[0])):
+            before, begun = begins[-1], []
+            for of_rank, begin, work in zip(self.plans, before, self.areas, strict=True):
+                hops = of_rank.shards[step : step + 1]  # empty if the rank has fewer steps
+                peers = [x.peer for hop in hops for x in hop.sends + hop.receives]
+                begun.append(max([begin + work[step], *(before[peer] for peer in peers)]))
+            begins.append(begun)
+        return begins
 
     @property
     def makespan(self) -> float:
@@ -52,7 +74,7 @@ class Schedule:
         A step of a rank begins when its previous step is done, and when all ranks that it exchanges
         keys and values with in that previous step have begun it. Messages take no time.
         """
-        return _makespan(self.plans, self.areas)
+        return self._over_mean(max(self.begins[-1]))
 
     @property
     def received(self) -> list[int]:
@@ -67,7 +89,7 @@ class Schedule:
     def __str__(self) -> str:
         areas = self.areas
         # An attention without visible pairs prints zeros.
-        whole = max(1, sum(map(sum, areas)))
+        whole = max(1, self.total_area)
         num_steps = len(areas[0])
         lines = [
             f"{self.layout.spec}, {_bounds(self.mask, self.slices)}{self._strategy}: "
@@ -78,8 +100,7 @@ class Schedule:
         for rank, steps in enumerate(areas):
             cells = "".join(f"{100 * area / whole:9.2f}" for area in [*steps, sum(steps)])
             lines.append(f"{f'rank {rank}':<22}{cells}")
-        makespan = _makespan(self.plans, areas)
-        lines.append(f"busiest rank over mean: {_imbalance(areas):.3f}, makespan: {makespan:.3f}")
+        lines.append(f"busiest rank over mean: {self.imbalance:.3f}, makespan: {self.makespan:.3f}")
         received = self.received
         lines.append(f"keys and values: {sum(received)} tokens, at most {max(received)} to a rank")
         return "\n".join(lines)
@@ -142,7 +163,7 @@ def describe_schedule(
         busiest rank over mean: 1.444, makespan: 1.444
         keys and values: 4 tokens, at most 4 to a rank
     """
-    asked = _checked(mask, seq_len, world_size, cu_seqlens, slices)
+    asked = checked_attention(mask, seq_len, world_size, cu_seqlens, slices)
     _, length, num_ranks, documents, _ = asked
     chosen, spelled = layout_for(layout, *asked), as_strategy(strategy, num_ranks)
 
@@ -184,7 +205,7 @@ def compare_layouts(
         >>> print(compare_layouts(Mask.causal(), 8, 2))
         busiest rank over mean: contiguous 1.444, striped 1.111, zigzag 1.000, balanced 1.000
     """
-    asked = _checked(mask, seq_len, world_size, cu_seqlens, slices)
+    asked = checked_attention(mask, seq_len, world_size, cu_seqlens, slices)
     return LayoutComparison(
         {
             layout.name: describe_schedule(layout, *asked).imbalance
@@ -201,52 +222,6 @@ def _can_shard(layout: Layout, world_size: int, seq_len: int) -> bool:
     except ValueError:
         return False
     return True
-
-
-def _checked(
-    mask: Mask | None,
-    seq_len: int,
-    world_size: int,
-    cu_seqlens: Boundaries | None,
-    slices: Slices | None,
-) -> tuple[Mask | None, int, int, Documents | None, Slices | None]:
-    """Check the arguments, and make numbers integers: they are cache keys, and 8.0 equals 8."""
-    check_seen(mask, slices)
-    num_ranks = as_count("world_size", world_size, 1, MAX_RANKS)
-    documents = as_documents(cu_seqlens)
-    length = as_count("seq_len", seq_len)
-    check_documents(num_ranks, length, documents)
-    return mask, length, num_ranks, documents, slices
-
-
-def _imbalance(areas: list[list[int]]) -> float:
-    totals = [sum(steps) for steps in areas]
-    return max(totals) * len(totals) / sum(totals) if any(totals) else 1.0
-
-
-def step_begins(plans: Sequence[Plan], areas: list[list[int]]) -> list[list[int]]:
-    """Return when each rank begins, by step, and last when it is done: see `Schedule.makespan`."""
-    begins = [[0] * len(plans)]
-    for step in range(len(areas[0])):
-        done = [begin + work[step] for begin, work in zip(begins[-1], areas, strict=True)]
-        begins.append(
-            [
-                max([end, *(begins[-1][peer] for peer in _peers(plan, step))])
-                for end, plan in zip(done, plans, strict=True)
-            ]
-        )
-    return begins
-
-
-def _makespan(plans: Sequence[Plan], areas: list[list[int]]) -> float:
-    whole = sum(map(sum, areas))
-    return max(step_begins(plans, areas)[-1]) * len(plans) / whole if whole else 1.0
-
-
-def _peers(plan: Plan, step: int) -> Iterator[int]:
-    """Yield the ranks that a rank exchanges keys and values with during a step."""
-    for hop in plan.shards[step : step + 1]:  # empty if the rank has fewer steps
-        yield from (transfer.peer for transfer in hop.sends + hop.receives)
 
 
 def _bounds(mask: Mask | None, slices: Slices | None) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Hashable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterator
 from dataclasses import dataclass, field
 from os import PathLike
 from typing import Any, NamedTuple
@@ -15,7 +15,7 @@ from dtensor_ring.compute.kernels.registry import KERNELS
 from dtensor_ring.lab.clock import Spans
 from dtensor_ring.lab.machine import FORMS, Machine
 from dtensor_ring.lab.presets import as_machine
-from dtensor_ring.lab.problem import ProblemOptions, SimulatedProblem, problem_of
+from dtensor_ring.lab.problem import ProblemOptions, SimulatedProblem, problem_of, refuse_unknown
 from dtensor_ring.lab.recorded_ranks import RecordedRanks
 from dtensor_ring.lab.replay import Direction, KernelSeconds, least_alone, least_tiles, replayed
 from dtensor_ring.planning.mask import Boundaries, Mask
@@ -204,6 +204,7 @@ def simulate_attention(
         >>> [round(1e3 * seconds, 2) for seconds in found.seconds]
         [9.33, 23.81]
     """
+    refuse_unknown(simulate_attention, options)
     if isinstance(policy := options.get("policy"), TransferPolicy):
         policy.refuse_order("simulate_attention")
     problem = problem_of(mask, seq_len, world_size, heads, head_dim, cu_seqlens, **options)
@@ -243,23 +244,26 @@ class Simulation:
 
     def direction(self, is_forward: bool) -> Direction:
         """Return the times of the forward, or of the backward."""
-        what = replayed, self._ranks.content, is_forward
-        if what not in self._known:
-            self._known[what] = replayed(self._ranks, self._kernels, is_forward, self._keeps_spans)
-        return self._known[what]
+        content = self._ranks.content
+        return self._once(replayed, content, is_forward, keeps_spans=self._keeps_spans)
 
     def _least(self, is_forward: bool) -> float:
         """Return what a direction takes at least."""
-        what = least_alone, self._ranks.content_of_last, is_forward
-        if what not in self._known:
-            self._known[what] = least_alone(self._ranks, self._kernels, is_forward)
-        return self._known[what]
+        return self._once(least_alone, self._ranks.last.content, is_forward)
+
+    def _once(
+        self, compute: Callable[..., Any], content: Hashable, is_forward: bool, **how: bool
+    ) -> Any:
+        """Return what is computed of a direction of these ranks; strategies share what is known."""
+        key = compute, content, is_forward
+        if key not in self._known:
+            self._known[key] = compute(self._ranks, self._kernels, is_forward, **how)
+        return self._known[key]
 
     def bounds(self) -> Iterator[float]:
         """Yield what it takes at least, with ever more of it simulated, and last what it takes."""
         yield least_tiles(self._ranks, self._kernels)
         yield self._least(True) + self._least(False)
-        yield float(self.direction(True).ends.max()) + self._least(False)
         yield self.timeline().total
 
     def timeline(self) -> Timeline:

@@ -72,13 +72,13 @@ class Clocks:
         for phase in range(len(self.labels)):
             for rank, does in zip(self.ranks, self.does, strict=True):
                 slow, _ = self.slowed(self.ranks.index(rank), phase)
-                for at, what, number, form in does:
+                for at, what, number, *tile in does:
                     if at != phase:
                         continue
                     if what == WAIT:
                         rank.wait(number)
                     else:
-                        rank.run(self.seconds(what, number, form) * (slow if what == TILE else 1))
+                        rank.run(self.seconds(what, number, *tile) * (slow if what == TILE else 1))
             messages = self.messages(phase)
             taking_part = {x for message in messages for x in message[:2]}
             posted = {x: self.ranks[x].post() for x in sorted(taking_part)}
@@ -88,9 +88,9 @@ class Clocks:
                 self.move(phase, messages, posted)
         return self.ranks
 
-    def seconds(self, what: int, number: int, form: int) -> float:
+    def seconds(self, what: int, number: int, form: int, heads: int) -> float:
         if what == TILE:
-            return float(self.kernels.of(number, form, self.is_forward))
+            return float(self.kernels.of(number, form, heads, self.is_forward))
         return (self.machine.merge if what in (MERGE, ADD) else self.machine.pack)(float(number))
 
     def messages(self, phase: int) -> list[Message]:
@@ -126,9 +126,7 @@ class Clocks:
         return max(both)
 
     def tiles(self, rank: int, phase: int) -> float:
-        return sum(
-            self.seconds(w, n, f) for at, w, n, f in self.does[rank] if (at, w) == (phase, TILE)
-        )
+        return sum(self.seconds(w, *n) for at, w, *n in self.does[rank] if (at, w) == (phase, TILE))
 
     def slowed(self, rank: int, phase: int) -> tuple[float, float]:
         """How many times longer tiles of a phase take, and the messages that are beside them."""
@@ -147,7 +145,7 @@ class Clocks:
         return (transfers * slower + rest) / kernels, slower
 
     def with_tiles(self) -> list[int]:
-        return sorted({at for does in self.does for at, what, number, _ in does if what == TILE})
+        return sorted({at for does in self.does for at, what, *_ in does if what == TILE})
 
     def move(self, phase: int, messages: list[Message], posted: dict[int, float]) -> None:
         """Start messages, which share the ports of their ranks."""

@@ -20,10 +20,10 @@ from dtensor_ring.lab.calibrate import stopwatch
 from dtensor_ring.lab.calibrate.calibrate import curves_of, mesh_of_hosts, numbers_of
 from dtensor_ring.lab.calibrate.calibrate_kernels import (
     CalibratedProblem,
+    TileSeries,
     kernel_points,
-    kernel_speeds,
     mask_of_form,
-    tile_calls,
+    tile_series,
 )
 from dtensor_ring.lab.calibrate.calibrate_machine import BETWEEN, BYTES, INSIDE, link_points
 from dtensor_ring.lab.calibrate.stopwatch import QUICK_EFFORT, Effort, Series, Stopwatch
@@ -240,10 +240,11 @@ def test_head_dims_that_kernels_have(monkeypatch: pytest.MonkeyPatch) -> None:
     assert dims == [(64, 64), (96, 96), (192, 128), (256, 256)]
     latent = problem.with_other_dims(device)[2]
     assert [x.shape[3] for x in latent.tensors(4, device)] == [192, 128, 192, 128]
-    series = [*kernel_points(problem, [latent], device)]
+    tiles = tile_series(problem, [latent], device)
+    series = [*kernel_points(tiles, device)]
     assert series[-1] == "reference window 2 heads of 192/128 backward"
     times = dict.fromkeys(series, Series((1.0, 2.0), ((1.0,), (2.0,))))
-    *_, last = kernel_speeds(problem, [latent], device, times, 0.0)
+    last = tiles[-1].speed(times, 0.0)
     assert (last.head_dim, last.form, last.heads) == (160, "window", 2)
     # This one has one head dim for queries and values.
     one = problem._replace(kernel="cpu_flash").with_other_dims(device)
@@ -262,7 +263,7 @@ def test_flops_of_tiles(value_dim: int | None) -> None:
         if mask.left is not None:
             seen = seen.triu(-mask.left)
         tensors = problem.tensors(64, torch.device("cpu"))
-        tile = tile_calls(problem, Reference(), form, tensors)
+        tile = TileSeries(problem, Reference(), form).calls(tensors)
         numbers = 2 * sum(problem.head_dims)
         assert tile.flops == numbers * int(seen.sum()) * 2, form
 

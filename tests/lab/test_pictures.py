@@ -12,7 +12,14 @@ import pytest
 
 from dtensor_ring import Mask, describe_schedule
 from dtensor_ring.command.main import main
-from dtensor_ring.lab.pictures import MAX_SIDE, drawing
+from dtensor_ring.lab.pictures import (
+    MAX_SIDE,
+    memory_figure,
+    moves_figure,
+    note_of,
+    seen_pairs,
+    time_figure,
+)
 from parallel_plans.models import load
 from tests.layouts import LAYOUTS
 
@@ -32,7 +39,7 @@ def test_each_pair_is_drawn_where_its_rank_computes_it(
     layout: Any, mask: Mask, documents: list[int] | None, strategy: str
 ) -> None:
     schedule = describe_schedule(layout, mask, 96, 4, documents, strategy=strategy)
-    drawn = drawing(schedule)
+    drawn = seen_pairs(schedule)
     assert drawn.positions.tolist() == list(range(96))
     q, k = np.ogrid[:96, :96]
     seen = np.ones((96, 96), dtype=bool)
@@ -46,7 +53,7 @@ def test_each_pair_is_drawn_where_its_rank_computes_it(
     assert ((drawn.steps >= 0) == seen).all()
     heads = schedule.strategy.heads
     assert set(drawn.owners.tolist()) == set(range(0, 4, heads))
-    assert (drawn.note != "") == (heads > 1)
+    assert (note_of(schedule.strategy) != "") == (heads > 1)
     for rank, areas in enumerate(schedule.areas):
         here = drawn.steps[drawn.owners == rank // heads * heads]  # the first of its group
         assert [int((here == step).sum()) for step in range(len(areas))] == areas
@@ -58,15 +65,15 @@ def test_each_pair_is_drawn_where_its_rank_computes_it(
 
 def test_what_travels_and_when() -> None:
     schedule = describe_schedule("zigzag", Mask.causal(), 4096, 4)
-    drawn = drawing(schedule)
+    drawn = seen_pairs(schedule)
     assert len(drawn.positions) == MAX_SIDE
     assert len(set(drawn.owners.tolist())) == 4
-    received = [0] * 4
-    for move in drawn.moves:
-        received[move.rank] += 0 if move.is_sent else move.tokens
+    received = [sum(y for y in trace["y"] if y > 0) for trace in moves_figure(schedule)["data"]]
     assert received == schedule.received
-    assert max(bar.end for bar in drawn.bars) == pytest.approx(schedule.makespan)
-    assert drawn.own == [1024] * 4
+    (bars,) = time_figure(schedule)["data"]
+    ends = [begin + area for begin, area in zip(bars["base"], bars["x"], strict=True)]
+    assert max(ends) == pytest.approx(schedule.makespan)
+    assert memory_figure(schedule)["data"][0]["y"] == [1024] * 4
 
 
 def test_a_page_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -139,7 +139,7 @@ def test_equal_ranks_are_recorded_once() -> None:
         for spec in ("around", "ulysses:2+around", "ulysses:8"):
             asked = of_ranks(mask, 8)
             ranks = RecordedRanks(asked, asked.able(spec), True, True)
-            counts[mask.left, mask.right, spec] = len(ranks.forward)
+            counts[mask.left, mask.right, spec] = len(ranks.direction(is_forward=True))
     assert list(counts.values()) == [1, 2, 2, 8, 8, 2]
 
 

@@ -11,7 +11,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from expecttest import assert_expected_inline
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dtensor_ring import Balanced, Mask, Slices, ZigZag, compare_layouts, describe_schedule
@@ -99,6 +99,7 @@ def test_documents_in_any_form(cu_seqlens: object) -> None:
     assert schedule.areas == [[6 + 1, 0], [10, 4]]
 
 
+@settings(deadline=None)
 @given(shard_tables(), st.sampled_from([Mask.causal(), Mask.full(), Mask.sliding(3)]))
 def test_shares_sum_to_all_work(dealing: tuple, mask: Mask) -> None:
     layout, world_size, seq_len = dealing

@@ -14,7 +14,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from dtensor_ring import Mask
+from dtensor_ring import Mask, compare_strategies
 from dtensor_ring.compute.kernels import Saved, Scores
 from dtensor_ring.compute.kernels.reference import Reference
 from dtensor_ring.compute.trace import Label
@@ -122,6 +122,17 @@ def test_totals_written_out() -> None:
 def test_what_cannot_be_simulated(options: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=re.escape(said)):
         simulate_attention(Mask.causal(), 64, 8, (4, 2), **{"machine": MACHINE, **options})
+
+
+def test_a_misspelt_option_names_the_public_function() -> None:
+    for function, option, meant in (
+        (simulate_attention, "lay", "layout"),
+        (simulate_attention, "strategies", "strategy"),
+        (compare_strategies, "strategy", "strategies"),
+    ):
+        said = f"{function.__name__}() got an unexpected keyword argument {option!r}; did you mean"
+        with pytest.raises(TypeError, match=re.escape(f"{said} {meant!r}?")):
+            function(Mask.causal(), 64, 8, **{option: "ring"})
 
 
 def test_more_pairs_than_are_counted() -> None:

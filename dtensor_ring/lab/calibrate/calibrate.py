@@ -9,16 +9,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from dtensor_ring.lab.calibrate.calibrate_kernels import CalibratedProblem
 from dtensor_ring.lab.calibrate.calibrate_machine import BETWEEN, INSIDE, measure_machine
 from dtensor_ring.lab.calibrate.stopwatch import FULL_EFFORT, QUICK_EFFORT, Effort, Stopwatch
 from dtensor_ring.lab.machine import Curve, Machine
 from dtensor_ring.lab.presets import as_machine, is_machine_file
-from dtensor_ring.lab.ranks import connected
-from dtensor_ring.lab.report import print_table, refused, tracked, untracked
-from dtensor_ring.transport.transport import axis_group_options
+from dtensor_ring.lab.ranks import connected, mesh_of_ranks
+from dtensor_ring.lab.report import print_table, tracked, untracked
 
 # What is measured on a CPU and on a GPU unless options say otherwise: heads, and head dim.
 HEADS = (8, 2), (32, 8)
@@ -38,21 +37,22 @@ def calibrate(
         asked: `kernel`, `heads`, `head_dim` and `dtype`, each `None` for what is usual.
 
     Returns:
-        The exit status: 2 if something that was given cannot be used, which is said in one line.
+        The exit status, 0.
+
+    Raises:
+        ValueError: if something that was given cannot be used.
+        OSError: if the file cannot be written.
     """
-    try:
-        if compare and show:
-            raise ValueError("calibrate takes --show or --compare, not both")
-        if compare:
-            _compare_machines(*(as_machine(x) for x in compare))
-        elif path is None:
-            raise ValueError("calibrate needs the file that it writes, or shows with --show")
-        elif show:
-            _show_machine(_of_kernel(as_machine(path), asked["kernel"]))
-        else:
-            _measure(path, QUICK_EFFORT if quick else FULL_EFFORT, **asked)
-    except (OSError, ValueError) as error:
-        return refused(error) if dist.get_node_local_rank(0) == 0 else 2
+    if compare and show:
+        raise ValueError("calibrate takes --show or --compare, not both")
+    if compare:
+        _compare_machines(*map(as_machine, compare))
+    elif path is None:
+        raise ValueError("calibrate needs the file that it writes, or shows with --show")
+    elif show:
+        _show_machine(_of_kernel(as_machine(path), asked["kernel"]))
+    else:
+        _measure(path, QUICK_EFFORT if quick else FULL_EFFORT, **asked)
     return 0
 
 
@@ -121,11 +121,7 @@ def mesh_of_hosts(device_type: str) -> DeviceMesh:
             "all hosts need the same number of ranks, in the order of hosts, got the local ranks "
             f"{', '.join(map(str, local_ranks))}"
         )
-    options = axis_group_options(device_type)
-    axes = (BETWEEN, INSIDE)
-    overrides: Any = None if options is None else dict.fromkeys(axes, options)
-    shape = size // per_host, per_host
-    return init_device_mesh(device_type, shape, mesh_dim_names=axes, backend_override=overrides)
+    return mesh_of_ranks(device_type, **{BETWEEN: size // per_host, INSIDE: per_host})
 
 
 # Prefixes of units by their power of ten.

@@ -136,57 +136,61 @@ def mask_of_form(form: str, num_rows: int) -> Mask:
     return {"full": Mask.full(), "causal": Mask.causal(), "window": windowed}[form]
 
 
-def tile_calls(
-    problem: CalibratedProblem, kernel: Kernel, form: str, tensors: tuple[Tensor, ...]
-) -> TileCalls:
-    """Return a square tile of a form."""
-    query, grad_out, key, value = tensors
-    num_rows = query.shape[2]
-    mask = mask_of_form(form, num_rows)
-    launch, scores = Launch(WHOLE, WHOLE, mask), Scores(mask, default_scale(problem.head_dim))
-
-    def forward() -> tuple[Tensor, Tensor]:
-        return kernel.forward(query, key, value, launch, scores)
-
-    kept: list[Saved] = []
-
-    def backward() -> object:
-        if not kept:
-            kept.append(Saved(grad_out, *forward()))
-        return kernel.backward(kept[0], query, key, value, launch, scores)
-
-    area = Tile((0, num_rows), (0, num_rows), mask).area
-    flops = FORWARD_FLOPS * area * problem.heads[0] * problem.mean_dim
-    return TileCalls(float(flops), forward, backward)
-
-
-class _Speed(NamedTuple):
-    """A kernel whose tiles of a form are measured."""
+class TileSeries(NamedTuple):
+    """Square tiles of a form, by a kernel: what is measured at all sizes, in both directions."""
 
     problem: CalibratedProblem
     kernel: Kernel
     form: str
 
-    def series(self, direction: str) -> str:
-        """Return the name under which its times are kept."""
+    def name(self, direction: str) -> str:
+        """Return the name under which the times of a direction are kept."""
         heads, dims = self.problem.heads[0], self.problem.head_dims
         of = "/".join(map(str, dict.fromkeys(dims)))
         return f"{self.kernel.name} {self.form} {heads} heads of {of} {direction}"
 
+    def calls(self, tensors: tuple[Tensor, ...]) -> TileCalls:
+        """Return the tile of a query, gradient of the output, key and value."""
+        (query, grad_out, key, value), problem = tensors, self.problem
+        num_rows = query.shape[2]
+        mask = mask_of_form(self.form, num_rows)
+        launch, scores = Launch(WHOLE, WHOLE, mask), Scores(mask, default_scale(problem.head_dim))
 
-def _speeds(
+        def forward() -> tuple[Tensor, Tensor]:
+            return self.kernel.forward(query, key, value, launch, scores)
+
+        kept: list[Saved] = []
+
+        def backward() -> object:
+            if not kept:
+                kept.append(Saved(grad_out, *forward()))
+            return self.kernel.backward(kept[0], query, key, value, launch, scores)
+
+        area = Tile((0, num_rows), (0, num_rows), mask).area
+        flops = FORWARD_FLOPS * area * problem.heads[0] * problem.mean_dim
+        return TileCalls(float(flops), forward, backward)
+
+    def points(self, direction: str, tensors: Callable[..., tuple[Tensor, ...]]) -> Points:
+        """Yield the FLOPs of ever larger tiles, and their calls, for `Stopwatch.measure`."""
+        for num_rows in ROWS:
+            tile = self.calls(tensors(self.problem, num_rows))
+            if direction == DIRECTIONS[0]:
+                yield tile.flops, tile.forward
+            else:
+                yield tile.flops * BACKWARD_FLOPS / FORWARD_FLOPS, tile.backward
+
+    def speed(self, times: Mapping[str, Series], launch: float) -> KernelSpeed:
+        """Return what was measured, without the host's seconds of a launch in it."""
+        problem = self.problem
+        what = self.kernel.name, name_of(problem.dtype), problem.mean_dim, self.form
+        curves = (times[self.name(direction)].curve(launch) for direction in DIRECTIONS)
+        return KernelSpeed(*what, *curves, heads=problem.heads[0])
+
+
+def tile_series(
     problem: CalibratedProblem, others: Sequence[CalibratedProblem], device: torch.device
-) -> list[_Speed]:
-    """Return what is measured, the preferred kernel of the problem first."""
-    fewer = product(problem.tiles(device), problem.with_fewer_heads())
-    found = [_Speed(asked, *tile) for tile, asked in fewer]
-    return found + [_Speed(asked, *tile) for asked in others for tile in asked.tiles(device)]
-
-
-def kernel_points(
-    problem: CalibratedProblem, others: Sequence[CalibratedProblem], device: torch.device
-) -> dict[str, Points]:
-    """Return tiles of all kernels of the problems by their FLOPs, for `Stopwatch.measure`.
+) -> list[TileSeries]:
+    """Return what is measured, the preferred kernel of the problem first.
 
     Args:
         problem: the attention, which is measured with fewer heads, too.
@@ -196,38 +200,17 @@ def kernel_points(
     Raises:
         ValueError: if no kernel serves the problem.
     """
+    fewer = product(problem.tiles(device), problem.with_fewer_heads())
+    found = [TileSeries(asked, *tile) for tile, asked in fewer]
+    return found + [TileSeries(asked, *tile) for asked in others for tile in asked.tiles(device)]
+
+
+def kernel_points(series: Sequence[TileSeries], device: torch.device) -> dict[str, Points]:
+    """Return tiles by their FLOPs, for `Stopwatch.measure`."""
     # All forms and directions share the tensors of a size.
     tensors = cache(partial(CalibratedProblem.tensors, device=device))
-
-    def tiles(asked: CalibratedProblem, kernel: Kernel, form: str, direction: str) -> Points:
-        for num_rows in ROWS:
-            tile = tile_calls(asked, kernel, form, tensors(asked, num_rows))
-            if direction == DIRECTIONS[0]:
-                yield tile.flops, tile.forward
-            else:
-                yield tile.flops * BACKWARD_FLOPS / FORWARD_FLOPS, tile.backward
-
-    every = product(_speeds(problem, others, device), DIRECTIONS)
-    return {speed.series(direction): tiles(*speed, direction) for speed, direction in every}
-
-
-def kernel_speeds(
-    problem: CalibratedProblem,
-    others: Sequence[CalibratedProblem],
-    device: torch.device,
-    times: Mapping[str, Series],
-    launch: float,
-) -> tuple[KernelSpeed, ...]:
-    """Return what `kernel_points` took by name, without the host's seconds of a launch in it."""
-    return tuple(
-        KernelSpeed(
-            *(kernel.name, name_of(asked.dtype), asked.mean_dim, form),
-            *(times[speed.series(direction)].curve(launch) for direction in DIRECTIONS),
-            heads=asked.heads[0],
-        )
-        for speed in _speeds(problem, others, device)
-        for asked, kernel, form in [speed]
-    )
+    every = product(series, DIRECTIONS)
+    return {x.name(direction): x.points(direction, tensors) for x, direction in every}
 
 
 def name_of(dtype: torch.dtype) -> str:
@@ -238,7 +221,7 @@ def name_of(dtype: torch.dtype) -> str:
 def launch_seconds(watch: Stopwatch, problem: CalibratedProblem) -> float:
     """Return the time of the host for a launch that computes next to nothing."""
     kernel, tensors = problem.kernels(watch.device)[0], problem.tensors(FEW_ROWS, watch.device)
-    return watch.host_seconds(tile_calls(problem, kernel, "full", tensors).forward)
+    return watch.host_seconds(TileSeries(problem, kernel, "full").calls(tensors).forward)
 
 
 # Bytes that calls in turn read and write, so that caches keep nothing of the last time, and the

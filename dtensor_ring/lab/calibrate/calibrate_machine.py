@@ -18,15 +18,15 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dtensor_ring.lab.calibrate.calibrate_kernels import (
     CalibratedProblem,
+    TileSeries,
     kernel_points,
-    kernel_speeds,
     launch_seconds,
     measure_elements,
     measure_matrices,
     measure_memory,
     merge_points,
     pack_points,
-    tile_calls,
+    tile_series,
 )
 from dtensor_ring.lab.calibrate.stopwatch import Call, Points, Series, Stopwatch
 from dtensor_ring.lab.machine import Curve, Links, Machine
@@ -82,7 +82,8 @@ def measure_machine(
         for axis in (BETWEEN, INSIDE)
         if mesh[axis].size() > 1
     }
-    points = kernel_points(problem, others, device)
+    tiles = tile_series(problem, others, device)
+    points = kernel_points(tiles, device)
     points |= {"merge": merge_points(problem, device), "pack": pack_points(problem, device)}
     cold = {f"{kind} {x}": of for x in axes for kind, of in link_points(axes[x]).items()}
     times = watch.measure(points | cold, cold)
@@ -103,7 +104,7 @@ def measure_machine(
         source="measured",
         ranks_per_host=mesh[INSIDE].size(),
         memory=_memory(device, mesh[INSIDE].size()),
-        kernels=kernel_speeds(problem, others, device, times, in_launch),
+        kernels=tuple(x.speed(times, in_launch) for x in tiles),
         gemm=measure_matrices(watch, [problem.dtype, torch.float32]),
         memory_rate=rate,
         element_rate=measure_elements(watch),
@@ -248,7 +249,7 @@ def _measured_links(
     # The largest message that is not too long; at least one of the first two is.
     size = max([x for x in BYTES if links.p2p(x) <= BESIDE_SECONDS], default=BYTES[1])
     tensors = problem.tensors(BESIDE_ROWS[watch.on_gpu], watch.device)
-    tile = tile_calls(problem, kernel, "full", tensors)
+    tile = TileSeries(problem, kernel, "full").calls(tensors)
     start, works = messages.shift(size), list[Work]()
     count = max(1, round(links.p2p(size) / 2 / watch.seconds(tile.forward)))
 

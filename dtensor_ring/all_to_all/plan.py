@@ -129,6 +129,7 @@ class AllToAllPlan:
     @property
     def num_bytes(self) -> int:
         """Estimated memory of the messages and of the indices made from them, in bytes."""
+        # Members of a group get the same tokens, and share one object: it counts once.
         cols = {id(x.cols): x.cols for x in self.sends + self.receives}.values()
         num_indices = sum(len(x) for x in cols if len(x.spans) > 1)
         return 1000 + 150 * sum(len(x.spans) for x in cols) + 16 * num_indices
@@ -209,6 +210,7 @@ def _runs(sharding: ShardTable) -> tuple[np.ndarray, np.ndarray]:
     """Return first position and owner of each run; a run lasts until the next one begins."""
     if sharding.stride == 1:
         return sharding.starts, sharding.owners
+    # Strided runs of several ranks interleave: here each token is a run by itself.
     counts = sharding.lengths
     steps = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
     positions = np.repeat(sharding.starts, counts) + steps * sharding.stride

@@ -276,6 +276,7 @@ def _messages_of(
     """Plan the messages, and the sources of each part of the results."""
     outgoing, incoming = ([x for x in side if x.peer != rank] for side in (leaving, coming))
     receives = packed_messages(incoming, shapes, is_sent=False)
+    # A part comes from a message, by its index, or from an input of this rank.
     found: dict[tuple[int, int], int | TensorPart] = {
         (copy.peer, copy.part.number): index for index, copy in enumerate(receives.copies)
     }
@@ -371,6 +372,7 @@ def _sum(parts: list[Tensor]) -> Tensor:
     first, *others = parts
     if not others:
         return first
+    # A copy, as `first` may be an input of the caller, or a buffer of the transport.
     total = first.to(torch.promote_types(first.dtype, torch.float32), copy=True)
     for part in others:
         total += part

@@ -116,11 +116,13 @@ class ColumnMove:
             return (_side_of(self.move, side),)
         blocks = _side_of(self.closed, side)
         data = Cols(tuple([(a * BLOCK_SIZE, b * BLOCK_SIZE) for a, b in blocks.spans]))
+        # In the order of the tensors in `_parts`: numbers, scales, means, columns not rounded yet.
         return data, blocks, blocks, _side_of(self.open, side)
 
     def _parts(self, memory: ColumnMemory, heads: Span, side: int) -> list[MovedPart]:
         tensors: tuple[Tensor | None, ...]
         if isinstance(memory, QuantisedColumns):
+            # A cache may have more columns than move: the last ones of a prompt may be padding.
             tokens = memory.tokens.crop(self.num_cols[side])
             q = tokens.closed
             # Numbers of 8 bits as bytes: few kernels know all their dtypes.

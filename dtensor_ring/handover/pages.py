@@ -85,6 +85,7 @@ class PagedHandOver:
 
     def _copy(self, layer: int, given: MovedPages, taken: MovedPages) -> None:
         device = self.posts.device
+        # By way of a message's form: the pages of both pools may lie in memory in other ways.
         content = [torch.empty(x.shape, dtype=x.dtype, device=device) for x in given.contents]
         given.fill(layer, content)
         taken.put(layer, content)
@@ -147,6 +148,7 @@ class MovedQuantisedPages(MovedPages):
 
     def __init__(self, memory: QuantisedPages, pages: np.ndarray, num_tokens: np.ndarray) -> None:
         self._memory, unit = memory, memory._unit
+        # A page is some units. Tokens fill it from the front, so at most one unit of it is open.
         first, (num_full, rest) = pages * (memory._page // unit), np.divmod(num_tokens, unit)
         _, self._full = expanded(first, first + num_full)
         self._open = (first + num_full)[rest > 0]
@@ -190,6 +192,7 @@ class MovedQuantisedPages(MovedPages):
         memory._keep_open(self._open + layer * memory._num_units, content)
 
     def _units(self, layer: int, units: np.ndarray) -> Tensor:
+        # Units of all layers are in one tensor, layer by layer, so one index reads any of them.
         where = torch.from_numpy(units + layer * self._memory._num_units)
         return where.to(self._memory.like[0].device)
 

@@ -106,6 +106,7 @@ def column_moves(source: Side, target: Side) -> tuple[ShardMove, ...]:
             f"a cache changes hands whole: one side holds positions {_covered(before)} and the "
             f"other one {_covered(after)}"
         )
+    # Cells: positions that are neighbours, on one rank, in each of the two sides.
     bounds = np.union1d(before.starts, after.starts)
     # The run of each side that a cell is in is the last one that begins no later.
     here, there = (np.searchsorted(x.starts, bounds, "right") - 1 for x in (before, after))
@@ -117,6 +118,7 @@ def column_moves(source: Side, target: Side) -> tuple[ShardMove, ...]:
     for one, other in np.unique(shards, axis=0).tolist():
         joined = _joined(cells[(shards == (one, other)).all(1)])
         targets = target.ranks[other]
+        # Ranks of the source have all heads, so a shard of columns is on one of them.
         (origin,) = source.ranks[one]
         moves += [
             ShardMove(origin, rank, joined, (index, len(targets)))
@@ -190,8 +192,10 @@ def closed_and_open(
     # Columns before the end of the last full block have scales; those after it are not rounded.
     full = np.array(num_cols) // block * block
     closed = np.maximum(0, np.minimum(ends, full) - cols)
+    # A cut is harmless at the bound of a block, and among columns that have no scale.
     begins_whole = (cols % block == 0) | (cols >= full)
     ends_whole = (ends % block == 0) | (ends > full)
+    # A column that has a scale on one side must have one on the other.
     same = closed[:, 0] == closed[:, 1]
     if not (begins_whole.all() and ends_whole.all() and same.all()):
         raise ValueError(
@@ -245,10 +249,12 @@ def block_moves(
     for tokens in moved:
         for number, num_tokens in _blocks_of(tokens, source.block):
             one, other = source.owner(number), target.owner(number)
+            # A rank has one block of each round of W blocks: its k-th is in round k.
             here = tokens.source.blocks[one][number // source.world_size]
             there = tokens.target.blocks[other][number // target.world_size]
             pair = ranks[0][one], ranks[1][other]
             found.setdefault(pair, []).append((here, there, num_tokens))
+    # Sorted, since ranks compare their moves, and post them in this order.
     return tuple(BlockMove(*pair, np.array(found[pair])) for pair in sorted(found))
 
 

@@ -74,6 +74,7 @@ def columns_at(positions: Tensor, own: Tensor) -> Tensor:
     """
     if not len(own):
         return torch.full_like(positions, -1, dtype=torch.int32)
+    # Where a position is not among these, the search returns a neighbour, told by its value.
     columns = torch.searchsorted(own, positions, out_int32=True).clamp_(max=len(own) - 1)
     return columns.masked_fill(own[columns.long()] != positions, -1)
 
@@ -118,6 +119,7 @@ def _merged_lists(
         return positions.masked_fill(positions == NO_KEY, -1)
     shape, k = scores.shape, scores.shape[-1]
     split = scores.nbytes, positions.nbytes
+    # One message for both: a step of decoding is bound by latency, not by bytes.
     mine = torch.cat([x.contiguous().view(-1).view(torch.uint8) for x in (scores, positions)])
     rank, world_size = place
     everyone = _exchanged(mine, rank, world_size, transport)
@@ -129,6 +131,7 @@ def _merged_lists(
     if of_blocks:  # several ranks may list one: its best score is to come first
         scores, order = scores.sort(-1, descending=True)
         positions = positions.gather(-1, order)
+    # Stable: of the entries of one block the best one stays the first.
     positions, order = positions.sort(dim=-1, stable=True)
     scores = scores.gather(-1, order)
     if of_blocks:
@@ -184,6 +187,7 @@ def decode_keys(
         return found
     runs = (Run(request.starts[0], request.num_queries),)
     found = tokens_of_blocks(found, block_size, own.positions, runs, request.seen())
+    # The last block of the sequence may be short; its missing tokens are the last of a list.
     return found.masked_fill(found >= request.seq_len, -1)
 
 
@@ -314,6 +318,7 @@ def _checked_select(
     record = _best_keys_record(attention, text, own, *request)
     groups = 1 if with_weights else query.shape[1]
     wide = torch.promote_types(query.dtype, torch.float32)
+    # A message has a score, and a position of four bytes, for each chosen key.
     size = query.shape[0] * groups * query.shape[2] * choice.k * (wide.itemsize + 4)
     return checked_transport(
         group, record, "select keys", query.device, call_site=CALLER.site, first_bytes=size

@@ -113,10 +113,12 @@ def gathered_backward(
     grad_rows = torch.zeros_like(residents.rows, dtype=saved.lse.dtype)
     delta = (saved.grad_out.to(saved.lse.dtype) * saved.out).sum(-1)
     if saved.grad_lse is not None:
+        # d lse / d score is the weight, so this gradient joins the term that weights multiply.
         delta -= saved.grad_lse
     of_row = torch.stack((saved.lse, delta), -1)
     for chunk in _chunks(residents, selected, saved.lse.dtype):
         queries, grads = _grouped(query, chunk), _grouped(saved.grad_out, chunk)
+        # Both numbers of a row in one tensor are grouped by one permutation, not by two.
         lse, deltas = _grouped(of_row, chunk).split(1, -1)
         scored = _scores(queries, chunk, residents.head_dim, scale)
         # A row that sees nothing has an lse of -inf, and weights of 0.
@@ -142,6 +144,7 @@ def _chunks(residents: Residents, selected: Tensor, wide: torch.dtype) -> Iterat
         rows = _at(residents.rows, where)
         if residents.apart is not None:
             rows = torch.cat((rows, _at(residents.apart, where)), -1)
+        # Widened after the gather, so that wide numbers are those of one chunk only.
         yield Chunk(tokens, where, is_none, rows.to(wide))
 
 
@@ -197,8 +200,10 @@ def _add_rows(
     grad = torch.zeros_like(chunk.rows)
     of_keys, of_values = (x.transpose(3, 4) for x in grads)
     grad[..., : residents.head_dim] += of_keys
+    # Added, not set: the value of a latent is a part of its key.
     grad[..., slice(*residents.values)] += of_values
     # What stands for no key has a gradient of 0, and is added to row 0.
+    # Rows are summed as a matrix: one row for each token, sequence and group of heads.
     batch, groups = chunk.rows.shape[:2]
     number = torch.arange(batch * groups, device=total.device).view(batch, groups, 1, 1)
     where, flat = (chunk.where * (batch * groups) + number).flatten(), grad.flatten(0, 3)

@@ -102,6 +102,7 @@ def select(
         warn_of_tiles(plan, request)
         places = key_positions(request.layout, request.world_size, request.seq_len)
         on_host = places.of(request.rank)
+        # A copy, since the cached positions are read-only, of which torch cannot make a tensor.
         of_rows = torch.from_numpy(on_host.copy()).to(query.device)
         queries = IndexQueries(query, weights, of_rows, on_host)
         found = ring_select(queries, key, plan, choice, positions_of_keys(request), transport)
@@ -205,6 +206,7 @@ def attend(query: Tensor, rows: Tensor, *arguments: Any) -> tuple[Tensor, Tensor
             sinks=scores.sinks,
         )
     if request.world_size > 1:
+        # So that the backward call can say of which forward call it is.
         group_state_of(call.group).remember(lse)
     return out, lse
 
@@ -368,6 +370,7 @@ _SINKS = nodes.place_of_sinks(LEAVES)
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     query, rows, selected, *rest = inputs
+    # Boundaries and sinks stand among the options, and autograd must save each tensor itself.
     tensors = [i for i, x in enumerate(rest) if isinstance(x, Tensor)]
     ctx.save_for_backward(query, rows, selected, *output, *[rest[i] for i in tensors])
     ctx.tensors, ctx.rest = tensors, [None if i in tensors else x for i, x in enumerate(rest)]

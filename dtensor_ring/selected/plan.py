@@ -198,6 +198,7 @@ def shifted_pools(layout: Layout, world_size: int, seq_len: int, size: int) -> R
     pools = pool_numbers(layout, world_size, seq_len, size)
     rows: list[list[tuple[int, int]]] = []
     for runs in pools.numbers.tolist():
+        # Pool 0 has none before it. Its rank gets the last pool in place of that, so none is lost.
         first = [(0, length - 1) for start, length in runs if start == 0 and length]
         others = [(start - 1, length) for start, length in runs if start and length]
         rows.append([*first, *others, *[(pools.end - 1, 1)] * len(first)])
@@ -210,9 +211,11 @@ def shifted_pools(layout: Layout, world_size: int, seq_len: int, size: int) -> R
 def _pools_of(run: Run, seq_len: int, size: int) -> list[Run]:
     """Return the tokens of the pools whose last token is in a run."""
     if run.stride > 1:
+        # Strided tokens are no neighbours: each brings its pool only if it is the pool's last.
         firsts = lasts = run_positions([run])
     else:
         firsts, lasts = np.array([run.start]), np.array([run.last])
+    # A pool may begin on an earlier rank: its tokens there come to where it ends.
     begins = firsts // size * size
     # The last pool of a sequence may be short, and ends with it.
     ends = np.where(lasts == seq_len - 1, seq_len, (lasts + 1) // size * size)

@@ -306,6 +306,7 @@ class Packer:
         num_parts, num_pieces, _ = parts.shape
         lengths = (parts[..., 1] - parts[..., 0]).sum(1)
         of_parts = self._work.areas(*parts.reshape(-1, 2).T).reshape(num_parts, num_pieces)
+        # Of thousands of ranks only every n-th is tried as the first, or the table would be large.
         starts = np.arange(0, self._world_size, -(-self._world_size * num_parts // MAX_CANDIDATES))
         candidates = (starts[:, None] + np.arange(num_parts)) % self._world_size
         fits = np.flatnonzero((self._room[candidates] >= lengths).all(1))

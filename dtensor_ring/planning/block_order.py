@@ -259,6 +259,7 @@ class Grid:
         pieces = []
         for blocks, group in groupby(found, key=itemgetter(0)):
             tiles, span = [tile for _, tile in group], shard[blocks[1]]
+            # Seen columns of a block are neighbours in their packet: this is the first of them.
             begin = seen.packed((_clipped(seen, span).spans[0][0],) * 2)[0]
             places = tuple(moved(seen.packed(tile.cols), -begin) for tile in tiles)
             is_one = len(tiles) == 1 and tiles[0].batch is None

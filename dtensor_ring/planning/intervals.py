@@ -44,6 +44,7 @@ def intervals_of(tiles: Sequence[Tile], batch_size: int) -> KeyIntervals:
         [[1, 2, 0], [1, 2, 1], [1, 2, 3]]
     """
     alone = [tile.batch for tile in tiles if tile.batch is not None]
+    # A tile without a batch row is for all of them, so the box must have them all.
     batches = (0, batch_size) if len(alone) < len(tiles) else (min(alone), max(alone) + 1)
     rows, cols = (_hull([getattr(x, side) for x in tiles]) for side in ("rows", "cols"))
     # Lines are the queries of one batch row after the other; of one row if all see the same.

@@ -394,6 +394,7 @@ def _ordered(route: Route, inputs: PlanInputs, block: int) -> Plan:
     plan = _planned(route, inputs)
     own, of_others = own_slices(grid.query_runs[rank], slices), demand.seen_by(rank)
     seen = [of_others.get(step.source, Cols()) for step in plan.steps]
+    # A rank needs nothing from itself, so demand says nothing of its own keys.
     seen[0] = plan.steps[0].cols
     pieces = tuple(
         grid.pieces(own, step.source, step.cols, cols)

@@ -204,6 +204,8 @@ class RunTable(FrozenArrays, Layout):
             raise ValueError(
                 f"{argument} must be from 0 to {LARGEST:,}, got {given[wrong.any(-1)][0].tolist()}"
             )
+        # A cache marks its format and selections by an empty last run of row 0, so that tables of
+        # other caches are other values.
         ends = given[:1, -1:].reshape(-1, 2)
         marks = ends[(ends[:, 1] == 0) & (ends[:, 0] >= MARKED), 0]
         self.numbers, _ = self._freeze([_compact(given), marks])

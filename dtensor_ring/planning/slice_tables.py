@@ -222,6 +222,7 @@ def query_table(begins: np.ndarray, ends: np.ndarray) -> np.ndarray:
         if query < len(is_one) and is_one[query]:
             last = int(changes[np.searchsorted(changes, query)]) + 1
         row = query, last + 1, begins[query], ends[last]
+        # An end that moves along with the queries bounds the lag; one that stays is the range's.
         left = query - begins[query] if last > query and moves[0, query] else UNBOUNDED
         right = ends[query] - 1 - query if last > query and moves[1, query] else UNBOUNDED
         table.append((*row, left, right))

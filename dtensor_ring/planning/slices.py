@@ -55,6 +55,8 @@ def find_overlap(table: np.ndarray) -> Overlap | None:
     # Only slices that lie near one another are compared: there are too many pairs.
     for first, second in _near(table):
         lowest, highest = _common(first, second)
+        # Each lag of the last range belongs to a pair of the rectangle, so that three ranges
+        # decide, and no pair of positions is looked at.
         meet = (lowest <= highest).all(axis=0)
         if meet.any():
             at = int(meet.argmax())
@@ -392,6 +394,7 @@ def _in_order(table: Any) -> np.ndarray:
     table = np.array(table, dtype=np.int64).reshape(-1, NUM_FIELDS)
     q_begin, q_end, k_begin, k_end, left, right = table.T
     table = table[(q_begin < q_end) & (k_begin < k_end) & (left + right >= 0)]
+    # Slices given in another order are the same value, and find the same plan in the cache.
     return np.ascontiguousarray(table[np.lexsort((table[:, 2], table[:, 0]))])
 
 

@@ -148,6 +148,7 @@ def _pairs(query_slices: Sequence[QuerySlice], key_runs: tuple[Run, ...]) -> lis
 
 def packed_tiles(tiles: list[Tile], cols: Cols) -> list[Tile]:
     """Renumber the columns of a shard's tiles for a packet that has all columns they see."""
+    # A packet that begins at column 0 and has no gap counts columns as the shard does.
     if not tiles or (cols.spans[0][0] == 0 and len(cols.spans) == 1):
         return tiles
     packed = [replace(tile, cols=cols.packed(tile.cols)) for tile in tiles]

@@ -312,6 +312,7 @@ class SequenceAxis:
         call_check.check_options(empty, call)
         self._config.check_runs(runs is not None)
         by_row = ((batch.cu_seqlens, 2), (batch.slices, 3))
+        # A table for each batch row says how many there are; one for all is planned as one row.
         num_rows = next((len(x) for x, ndim in by_row if x is not None and x.ndim == ndim), 1)
         plan(*call.in_whole_blocks().request(num_rows))
 

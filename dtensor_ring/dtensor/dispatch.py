@@ -148,6 +148,7 @@ def local_call(call: Call, query: DTensor, key: DTensor, value: DTensor, ring: R
     local = Call(
         batch._replace(cu_seqlens=bounds, key_cu_seqlens=key_bounds, slices=slices),
         local_scores(call.scores, query, ring),
+        # A strategy that was chosen before keeps the machine by which it was.
         place if call.place.machine is None else place._replace(machine=call.place.machine),
     )
     return chosen(local, query._local_tensor, value._local_tensor)

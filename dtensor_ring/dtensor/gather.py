@@ -66,6 +66,7 @@ def sum_over_sequence(
                 "axis belongs to a batch; gather them by unshard_sequence"
             )
         length = local.shape[dim] * group.size() if seq_len is None else seq_len
+        # A sum of each rank's sum would add in an order that depends on their number.
         return tree_sum(whole_sequence(local, dim, group, length, layout), dim)
     try:
         return sum_ranks_op(local, group.group_name)

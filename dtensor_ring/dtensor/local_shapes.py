@@ -91,12 +91,15 @@ def _new_strided(x: DTensor, dim: int, given: Any, sizes: Sequence[int], stride:
     if tuple(sizes) != tuple(x.shape):
         return None
     own = _sized(x, dim, sizes, dim)
+    # The shard is dense with its dims in the memory order of the whole: strides of the whole
+    # would leave gaps.
     order = tuple(sorted(range(len(own)), key=lambda place: -stride[place]))
     return dim, (x._local_tensor, own, strides(own, order))
 
 
 def _selected(x: DTensor, dim: int, given: Any, sizes: Sequence[int], *where: Any) -> Found:
     selected = where[0] % len(sizes)
+    # The result has the dimension again that `select` took away, before or after the tokens.
     out = dim + (selected <= dim)
     return out, (x._local_tensor, _sized(x, dim, sizes, out), *where)
 

@@ -240,6 +240,7 @@ def _refuse_whole(name: str, given: DTensor, output: DTensor) -> None:
     where = output.placements[axis]
     is_whole = where.is_replicate() or where.is_partial()
     seq_len, is_ring = given.shape[SEQUENCE], given.device_mesh.size(axis) > 1
+    # A summary without a dimension of this length, such as a pooled vector, is no sequence.
     if is_whole and is_ring and seq_len in output.shape[:MAX_SEQUENCE]:
         raise ValueError(
             f"{name} got shards of {seq_len} tokens and returned all of them, "

@@ -43,6 +43,7 @@ def take(x: DTensor, positions: Sequence[int] | np.ndarray) -> Tensor:
         return whole(x).index_select(dim, torch.as_tensor(asked, device=x.device))
     local = x.to_local()
     own = run_positions(order_of(x).layout.runs(own_rank(x), x.device_mesh.size(), length))
+    # Positions of a rank ascend, so each one asked for is found, or not, by bisection.
     columns = np.searchsorted(own, asked)
     is_own = own[np.minimum(columns, len(own) - 1)] == asked if len(own) else asked < 0
     rows = local.narrow(dim, 0, 0)

@@ -139,6 +139,7 @@ def _call(bound: dict[str, Any]) -> Call:
     scores = scores_of(bound["query"], _band(left, right), bound["scale"], 0.0, None, None)
     if bounds is key_bounds:
         batch = Batch(bounds)
+    # Without a bound there is no diagonal to align.
     elif max(left, right) < 0:
         batch = Batch(bounds, key_bounds)
     else:

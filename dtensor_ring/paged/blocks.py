@@ -305,6 +305,7 @@ class Blocks:
         if first >= end:
             return  # nothing is needed, as for most decoded tokens
         block, num_hits = self.dealing.block, [0] * len(self.ranks)
+        # Columns before both ends of these blocks tell how many are a rank's, without a loop.
         need = [
             (
                 self.dealing.num_before(end * block, rank)
@@ -333,6 +334,7 @@ class Blocks:
         node = parent.children.get(tokens)
         if node is None:
             node = self.ranks[rank].nodes[index] = parent.extend(tokens, rank, index)
+        # Another sequence wrote the same tokens: its block is held in place of this one.
         elif node.index != index:
             self.ranks[rank].hold(node.index)
             self.ranks[rank].release(index)

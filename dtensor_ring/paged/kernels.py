@@ -136,6 +136,7 @@ _MADE: WeakKeyDictionary[Pages, BlockLaunches] = WeakKeyDictionary()
 def _launches(tables: np.ndarray, counts: np.ndarray) -> BlockLaunches:
     entries = np.repeat(np.arange(len(counts)), counts)
     read = tables[np.arange(tables.shape[1]) < counts[:, None]]
+    # All readers of a block side by side: it is read once, with the queries of all of them.
     order = np.argsort(read, kind="stable")
     blocks, firsts, num_readers = np.unique(read[order], return_index=True, return_counts=True)
     # Powers of two, so that few launches serve all: some queries are computed twice.
@@ -145,8 +146,10 @@ def _launches(tables: np.ndarray, counts: np.ndarray) -> BlockLaunches:
         some = widths == width
         begin, end = blocks[some].min(), blocks[some].max() + 1
         is_range = end - begin <= MOST_COMPUTED * some.sum()
+        # Of a range, blocks that nobody reads have reader 0, and no place takes their results.
         at = blocks[some] - begin if is_range else np.arange(some.sum())
         readers = np.zeros((end - begin if is_range else len(at), width), dtype=np.int64)
+        # Rows up to the power of two repeat the last reader; both copies are the same result.
         numbers = np.minimum(np.arange(width), num_readers[some, None] - 1)
         pairs = order[firsts[some, None] + numbers]
         readers[at] = entries[pairs]

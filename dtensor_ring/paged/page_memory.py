@@ -143,6 +143,7 @@ class QuantisedPages(PageMemory):
         where = slots.on(torch.device("cpu"))[0].numpy()
         units, number = np.unique(where // self._unit, return_inverse=True)
         units, places = units + layer * self._num_units, where % self._unit
+        # Tokens come up to the end of a sequence, so a unit whose last place is written is full.
         is_full = np.isin(units, units[number[places == self._unit - 1]])
         has_more = ~np.isin(units, units[number[places == 0]])  # tokens before those of this write
         written = []
@@ -176,6 +177,7 @@ class QuantisedPages(PageMemory):
             for x in _tensors(q):
                 x[_indices(there, x)] = x[_indices(here, x)]
         self._release(there[~is_open])
+        # An open unit lies elsewhere, in a slot: its copy gets a slot of its own.
         slots = self._slot[here[is_open]]
         self._keep_open(there[is_open], [x[_indices(slots, x)] for x in self._open])
 

@@ -136,6 +136,7 @@ class _Wrappers:
             is_full = len(self._kept) == WRAPPERS
             found = self._kept[0] if is_full else self._made()
             found.plan(pages, self._num_rows, *self._sizes, **self._how)
+        # The first one was used longest ago, and plans again when there are too many.
         self._kept = [x for x in self._kept if x is not found] + [found]
         return found.made
 

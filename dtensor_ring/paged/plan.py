@@ -101,6 +101,7 @@ def last_token_reads(
         begin = np.maximum(begin, last - mask.left)
     first, end = (dealing.nums_before(x, rank) for x in (begin, lengths))
     # All queries of a row see the columns from `inner` to `outer`.
+    # The last query begins latest, and the first one ends first: between them all is seen.
     inner = -(-first[:, -1] // block) * block
     outer = end[:, 0] // block * block if whole_blocks else end[:, 0]
     is_whole = inner < outer
@@ -126,6 +127,7 @@ def _two_ranges(
     is_column = numbers < num_cols[rows, None]
     # Columns past the end of a row read its last one again, and `is_column` hides them.
     numbers = np.minimum(numbers, num_cols[rows, None] - 1)
+    # Numbers count through both ranges: those of the second one skip what is between them.
     later = (after[0] - num_before - before[0])[rows, None] * (numbers >= num_before[rows, None])
     cols = before[0][rows, None] + numbers + later
     first, end = (x[rows, :, None] for x in seen)

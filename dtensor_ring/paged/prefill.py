@@ -137,6 +137,7 @@ class PackedPrompts:
         for pieces in self.prompts:
             begin, end = pieces[-1].tokens
             (table,) = slices_of(mask, (end, end)).tables
+            # Queries of tokens that are held already were computed in an earlier step.
             table = table[table[:, 1] > begin]
             rows += [_moved(table, piece, pieces[-1]) for piece in pieces]
         return Slices.of_tables(_joined(stacked(rows)))

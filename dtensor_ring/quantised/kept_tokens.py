@@ -263,6 +263,7 @@ class QuantisedTokens(KeptTokens):
         num_full = open.shape[SEQUENCE] // self.block_size * self.block_size
         if not num_full:
             return replace(self, open=open)
+        # Only values have means, so these tell which of both they are.
         quantise = KINDS["keys" if self.closed.means is None else "values"]
         parts = open[:, :, :num_full].split(self._at_once, SEQUENCE)
         new = [quantise(part, self.format, self.block_size) for part in parts]
@@ -280,6 +281,7 @@ class QuantisedTokens(KeptTokens):
             return self
         end = min(num_tokens // self.block_size * self.block_size, self._num_closed)
         open = self.open
+        # The cut is within a closed block: its first tokens are open again, as they were rounded.
         if end < self._num_closed:
             open = dequantise(_part(self.closed, end, end + self.block_size), open.dtype)
         return self._of(_part(self.closed, 0, end), open[:, :, : num_tokens - end])

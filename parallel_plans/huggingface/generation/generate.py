@@ -400,6 +400,7 @@ def written(x: Any) -> str:
 
 
 def _digest(device: torch.device) -> str:
+    # The state of a generator has kilobytes, of which ranks compare a digest.
     states = b"".join(bytes(state.cpu().numpy()) for state in _random_states(device))
     return blake2b(states, digest_size=6).hexdigest()
 

@@ -256,6 +256,7 @@ async def _answered(service: Service, request: Request, asked: Asked) -> Respons
     whole, left = asyncio.ensure_future(answer.whole()), asyncio.ensure_future(_has_left(request))
     try:
         await asyncio.wait((whole, left), return_when=asyncio.FIRST_COMPLETED)
+        # 499 is nginx's number for a client that has gone; only logs will see it.
         return JSONResponse(await whole) if whole.done() else Response(status_code=499)
     finally:
         whole.cancel()

@@ -163,6 +163,7 @@ class Engine:
     def _apply(self, commands: StepCommands) -> list[SampleTokens]:
         """Add and cancel what the commands say; return what the batch refused."""
         refused: list[SampleTokens] = []
+        # Neighbours only: requests are added in the order in which they came.
         for _, found in groupby(commands.adds, key=lambda x: (x.seed, repr(x.options))):
             alike = list(found)
             names = [x.request_id for x in alike]
@@ -213,6 +214,7 @@ class Frontend:
                 self._take(self._inbox.get_nowait(), commands)
         self.since = time.monotonic()
         if self._end_at is not None:
+            # The server ends once all answers are given, or after the time that they had.
             commands.is_end = not self._num_sent or time.monotonic() >= self._end_at
         return commands
 

@@ -241,6 +241,7 @@ class ContinuousBatch:
         scheduler.prefilled(chunks)
         ends = extend_all(requests, logits)
         if forward.states is not None:
+            # A draft may have gone further: states stay at the last token that was right.
             forward.states.keep([len(x.tokens) - 1 - x.held.num_written for x in requests])
         scheduler.decoded(requests)
         self._end_requests(requests, ends)

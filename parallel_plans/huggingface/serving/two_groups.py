@@ -230,6 +230,7 @@ class TwoGroupBatch(ContinuousBatch):
         with self._moving(moved, chunks, requests) as moving:
             self._prefill([] if ahead else chunks, moving)
             ends = self._decode(requests, copies, moving, told)
+        # Ranks that decode have committed their tokens already; this one hears of them now.
         if ends is None:
             ends, drafts = told.note()
             scheduler.decoded(requests)

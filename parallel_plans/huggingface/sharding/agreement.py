@@ -285,6 +285,7 @@ def _moments(x: Tensor) -> tuple[float, float]:
 
 def _are_close(one: tuple[float, float], other: tuple[float, float]) -> bool:
     """Return whether means are equal but for rounding; NaN equals NaN."""
+    # Rounding moves a mean by far less, and other content by far more, than a hundredth.
     limit = 1e-2 * max(one[1], other[1])
     pairs = zip(one, other, strict=True)
     return all(isclose(x, y, abs_tol=limit) or (isnan(x) and isnan(y)) for x, y in pairs)
@@ -373,6 +374,7 @@ def sum_of_bits(x: Tensor) -> Tensor:
     The bits are summed as integers, so rounding and order have no effect.
     """
     flat = x.contiguous().view(-1).view(torch.uint8)
+    # A view as int64 must begin at a multiple of its eight bytes.
     if flat.storage_offset() % WORD_BYTES:
         flat = flat.clone()
     end = flat.numel() // WORD_BYTES * WORD_BYTES

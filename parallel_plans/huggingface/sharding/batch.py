@@ -215,6 +215,8 @@ def shard(batch: ModelBatch, indices: Tensor, sharded_length: int, past: int = 0
     others = {name: local(x) if isinstance(x, Tensor) else x for name, x in batch.others.items()}
     if FEATURES in others:
         is_image = batch.others[IS_IMAGE]
+        # Features are those of the whole batch, a row for each token of an image: that of a token
+        # is how many such tokens come before it.
         rows = local(is_image.flatten().cumsum(0).view(is_image.shape) - 1)[others[IS_IMAGE]]
         others[FEATURES] = [x.index_select(0, rows.to(x.device)) for x in others[FEATURES]]
     return replace(

@@ -124,6 +124,7 @@ def _scatter(x: Any, mask: Any, source: Any) -> Any:
     if not _is_late(x) or mask.ndim != 3 or source.dtype != x.dtype:
         return NotImplemented
     *of_tokens, width = x.shape
+    # A mask that was expanded over features has no stride there: it chooses whole tokens.
     is_of_tokens = mask.shape[2] == 1 or mask.stride(2) == 0
     if not is_of_tokens or [*mask.shape[:2]] != of_tokens or source.numel() % width:
         return NotImplemented
@@ -178,6 +179,7 @@ def late_or_now(embedding: Any, embed: Embed, ids: Tensor) -> Tensor:
     # All ranks refuse a wrong id, not only the one that has the token.
     if not ids.is_cuda and not _are_in_range(ids, len(weight)):
         return embed(ids)
+    # One token tells width and dtype of what the embedding returns.
     with torch.no_grad():
         one = embed(ids[:1, :1])
     return LateEmbeddings.of(embed, ids, one)

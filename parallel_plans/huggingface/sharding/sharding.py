@@ -261,6 +261,7 @@ class Sharding:
         if batch.positions is not None or self._counts is None:
             return batch.positions
         mask = batch.mask if mask is None else mask
+        # A model counts positions by a mask, which must have the cached tokens, too.
         if past and mask is None:
             mask = tokens.new_ones(len(tokens), past + num_tokens)
         found = self._counts(tokens, mask)

@@ -156,6 +156,7 @@ class BlockScores:
 
     def masked_fill(self, places: Any, value: Any) -> BlockScores:
         """Hide the keys after each query."""
+        # A mask that hides anything else would change what a query may choose.
         if places != Places("later keys") or value != -torch.inf:
             raise UnknownScoresError(f"it fills its {self.stage} with {value} at {places}")
         return self._goes("products", "products up to the query")

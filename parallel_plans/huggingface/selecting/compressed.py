@@ -221,6 +221,7 @@ def _index(indexer: Any, hidden: Tensor, q_residual: Tensor, position_ids: Tenso
 def _parts(pooling: Any, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return keys, gates, and by the first token cos, sin and whether the sequence begins."""
     width = pooling.position_bias.shape[1]
+    # In the order in which `_described` joins a row: keys, gates, cos and sin, first or not.
     keys, gates, angles, is_first = tokens.tensor_split([width, 2 * width, -1], -1)
     cos, sin = angles[:, :, 0].chunk(2, -1)
     return keys, gates + pooling.position_bias, cos, sin, is_first[:, :, :1].bool()

@@ -216,6 +216,8 @@ def _lightning_added(x: Tensor, layer: Any, pass_on: PassOn) -> Tensor | None:
     total = -layer.slope_rate.view(-1).to(x.dtype) * count.unsqueeze(-1)  # (L, heads)
     # What is left of each token's share at the end of these tokens.
     rest = (total[-1] - total).exp().unsqueeze(-1)
+    # S = sum over tokens t of exp(total[L] - total[t]) * k[t] v[t]^T, which the loop of the layer
+    # adds up block by block.
     state = torch.einsum("blhk,blhv->bhkv", key * rest, value)
     before = pass_on(StateMap(state, decay=total[-1].expand(len(x), -1)))
     if before is None:

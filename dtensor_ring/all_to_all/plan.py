@@ -86,6 +86,11 @@ def head_shard_of(member: int, num_ranks: int, num_key_heads: int) -> HeadShard:
     if num_key_heads >= num_ranks:
         begin, end = (i * num_key_heads // num_ranks for i in (member, member + 1))
         return HeadShard(begin, end)
+    # Two key heads and eight query heads over four ranks: a key head is copied to two ranks, each
+    # with two of the four query heads that see it.
+    #     rank         0     1     2     3
+    #     key heads    0     0     1     1
+    #     query heads  0 1   2 3   4 5   6 7
     head = member * num_key_heads // num_ranks
     # Rounded up: the first rank whose key head is this one, and the first of the next one.
     first, end = (-(-i * num_ranks // num_key_heads) for i in (head, head + 1))

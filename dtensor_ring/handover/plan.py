@@ -107,6 +107,10 @@ def column_moves(source: Side, target: Side) -> tuple[ShardMove, ...]:
             f"other one {_covered(after)}"
         )
     # Cells: positions that are neighbours, on one rank, in each of the two sides.
+    # Eight positions in zigzag over two ranks go to one rank: three cells, of 2, 4 and 2.
+    #     source   0 0 1 1 1 1 0 0
+    #     target   0 0 0 0 0 0 0 0
+    #     cells    a a b b b b c c
     bounds = np.union1d(before.starts, after.starts)
     # The run of each side that a cell is in is the last one that begins no later.
     here, there = (np.searchsorted(x.starts, bounds, "right") - 1 for x in (before, after))

@@ -184,6 +184,12 @@ def blocks_of(
     return _spans(runs, block)
 
 
+# Six blocks of queries on two ranks, a and b. Rank a adds up the nodes (1, 0) and (0, 5), rank b
+# (1, 1) and (0, 4); whoever owns the keys joins these four by the tree.
+#     level 2       0         1
+#     level 1     0   1       2
+#     level 0    0 1 2 3     4 5
+#     rank       a a b b     b a
 def nodes_of(own: Iterable[int], leaves: Sequence[int]) -> list[Node]:
     """Return the nodes that a rank can add up from its own leaves of all, ascending.
 

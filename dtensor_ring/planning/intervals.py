@@ -96,6 +96,10 @@ def _table(lines: np.ndarray, firsts: np.ndarray, ends: np.ndarray, num_lines: i
         ends: the key after its last one.
         num_lines: number of lines; some may have no interval.
     """
+    # A line that sees the keys 0, 1 and 4, one that sees 2 to 4, and one that sees none:
+    #     2 4 5    [0, 2) and [4, 5)
+    #     0 2 5    [0, 0) and [2, 5)
+    #     0 0 0    [0, 0) and [0, 0)
     counts = np.bincount(lines, minlength=num_lines)
     _, place = numbered(counts)
     # The first interval of a table begins at key 0, and is empty if a line sees that one not.

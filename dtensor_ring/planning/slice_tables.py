@@ -103,6 +103,13 @@ def check_count(num_slices: int) -> None:
 
 def block_table(bounds: np.ndarray, ranges: RangeArray, left: int) -> np.ndarray:
     """Return the table of causal documents with a window, and blocks that see themselves fully."""
+    # Six tokens, of which 2 and 3 are a block:
+    #     #.....
+    #     ##....
+    #     ####..
+    #     ####..
+    #     #####.
+    #     ######
     blocks = np.stack(ranges)[:, ranges[0] < ranges[1]]
     cuts = np.unique(np.concatenate([bounds, *blocks]))
     begins, ends = cuts[:-1], cuts[1:]
@@ -138,6 +145,13 @@ def block_causal_table(lengths: np.ndarray, num_earlier: int | None) -> np.ndarr
 def block_diffusion_table(lengths: np.ndarray) -> np.ndarray:
     """Return the table of a sequence of noisy blocks, followed by the same blocks without noise."""
     bounds = bounds_of(lengths)
+    # Blocks of 2 and 1 tokens, noisy ones first. Clean blocks see clean ones only:
+    #     ##....
+    #     ##....
+    #     ..###.
+    #     ...##.
+    #     ...##.
+    #     ...###
     noisy, end = (bounds[:-1], bounds[1:]), bounds[-1:]
     clean = noisy[0] + end, noisy[1] + end
     parts = (noisy, noisy), (noisy, (end, clean[0])), (clean, (end, clean[1]))
@@ -146,6 +160,13 @@ def block_diffusion_table(lengths: np.ndarray) -> np.ndarray:
 
 def pool_table(num_tokens: int, size: int) -> np.ndarray:
     """Return the table of tokens that see the pools of `size` tokens which end before them."""
+    # Six tokens and pools of two: a token sees the pools that end at it, or before it.
+    #     ...
+    #     #..
+    #     #..
+    #     ##.
+    #     ##.
+    #     ###
     number = np.arange(num_tokens // size)
     check_count(len(number))
     begins = (number + 1) * size - 1  # a token is the last of one pool, and sees that
@@ -163,6 +184,12 @@ def tree_table(parents: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     bounds = bounds_of(lengths)
     nodes = bounds[:-1], bounds[1:]
     # If nodes are in the order of a walk, the descendants of a node follow it in one range.
+    # A root of two tokens, its two children, and another root of one token:
+    #     #....
+    #     ##...
+    #     ###..
+    #     ##.#.
+    #     ....#
     ancestor, first, end = np.array(_seen(parents.tolist()), dtype=np.int64).reshape(-1, 3).T
     keys = bounds[ancestor], bounds[ancestor + 1]
     earlier = table_of((bounds[first], bounds[end]), keys, UNBOUNDED, UNBOUNDED)
@@ -190,6 +217,13 @@ def global_table(bounds: np.ndarray, counts: np.ndarray, window: int) -> np.ndar
     """Return the table of documents with causal windows, whose first tokens all later ones see."""
     documents = bounds[:-1], bounds[1:]
     begins, inner = beginnings(bounds, counts)
+    # Six tokens with a window of one before them, and the first seen by all:
+    #     #.....
+    #     ##....
+    #     ###...
+    #     #.##..
+    #     #..##.
+    #     #...##
     tokens = table_of(documents, (begins, inner), UNBOUNDED, 0)
     return np.concatenate([tokens, table_of(documents, (inner, bounds[1:]), window, 0)])
 
@@ -197,6 +231,9 @@ def global_table(bounds: np.ndarray, counts: np.ndarray, window: int) -> np.ndar
 def aligned_table(bounds: np.ndarray, key_bounds: np.ndarray, mask: Mask) -> np.ndarray:
     """Return the table of query and key documents, with the mask aligned at their last tokens."""
     # A lag of 0 lies between the last query and the last key of a document, not the first ones.
+    # Two queries that continue three cached keys, under a causal mask:
+    #     ####.
+    #     #####
     ahead = key_bounds[1:] - bounds[1:]
     left, right = (
         np.full_like(ahead, UNBOUNDED) if x == UNBOUNDED else x + sign * ahead

@@ -230,6 +230,12 @@ def _band_parts(
         yield from _square_causal(num_rows, num_cols, right)
     elif left is not None and right is None and num_rows > num_cols:
         # Rows before the last num_cols see all columns; the rest is no taller than wide.
+        # With 5 rows, 3 columns and left = 3, a tile that shows all, and a band below it:
+        #     fff
+        #     fff
+        #     bbb
+        #     bbb
+        #     .bb
         excess = num_rows - num_cols
         yield Tile((0, excess), (0, num_cols), FULL)
         yield Tile((excess, num_rows), (0, num_cols), Mask(left - excess, None))
@@ -246,6 +252,11 @@ def _band_parts(
 def _square_causal(num_rows: int, num_cols: int, right: int) -> Iterator[Tile]:
     """Cut a trapezoid, which has only a right bound, into full rectangles and a causal square."""
     # The first row sees `right` columns more than the diagonal; rows after the square see all.
+    # With 4 rows, 5 columns and right = 2, three tiles: f, c (causal) and g.
+    #     ffc..
+    #     ffcc.
+    #     ffccc
+    #     ggggg
     square = num_cols - right
     if right:
         yield Tile((0, square), (0, right), FULL)
@@ -283,6 +294,11 @@ def _join_last(joined: list[Tile], tile: Tile) -> Tile | None:
             joined.pop()
             return replace(tile, rows=(last.rows[0], tile.rows[1]))
     # Two adjacent causal runs make a square, a rectangle and a square: one causal square.
+    # Where one run ends and the next one begins, upper, corner and lower tile are:
+    #     u...
+    #     uu..
+    #     ccl.
+    #     ccll
     if len(joined) > 1 and _is_staircase(joined[-2], last, tile):
         del joined[-2:]
         return replace(

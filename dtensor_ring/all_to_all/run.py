@@ -134,6 +134,8 @@ def packed_messages(
         shapes: the shapes of the tensors.
         is_sent: whether the messages leave; then peers that get the same parts share one copy.
     """
+    # The buffer, each message aligned for any dtype:
+    #     | peer 1: wide parts, narrow parts | padding | peer 2: wide parts, narrow parts |
     copies, messages, known, end = list[Copy](), list[tuple[int, Span]](), dict[Hashable, Span](), 0
     for split in splits:
         # Peers that get the same rows of the same heads share one packed message.

@@ -224,6 +224,11 @@ def ulysses_attention(
     """
     query, key, value = as_autocast(query, key, value)
     check_inputs(query, key, value, call.scores.sinks, may_be_biased=True)
+    # With P ranks that share the heads:
+    #     (B, N, L, H)            this rank's tokens, all heads
+    #     (B, N / P, P * L, H)    after the exchange: tokens of P ranks, its own heads
+    #     (B, N / P, P * L, Hv)   after the ring op, which is a ring among groups of P ranks
+    #     (B, N, L, Hv)           after the exchange back
     exchange = HeadExchange(call, query, key)
     query, key, value, *others = exchange.to_heads([query], [key, value])
     rounded = others[0] if others else None

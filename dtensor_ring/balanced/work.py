@@ -330,6 +330,7 @@ class Packer:
 
 def _folded(begin: int, end: int, num_parts: int) -> np.ndarray:
     """Return parts of equal length with an early and a late piece each, `(M, 2, 2)`."""
+    # Eight positions in two parts: 1 1 0 0 0 0 1 1.
     edges = begin + (end - begin) * np.arange(2 * num_parts + 1) // (2 * num_parts)
     pieces = np.stack([edges[:-1], edges[1:]], axis=1)
     # The last rank gets the latest piece. Ranks all around the ring see early pieces, only the next

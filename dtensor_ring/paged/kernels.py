@@ -137,6 +137,9 @@ def _launches(tables: np.ndarray, counts: np.ndarray) -> BlockLaunches:
     entries = np.repeat(np.arange(len(counts)), counts)
     read = tables[np.arange(tables.shape[1]) < counts[:, None]]
     # All readers of a block side by side: it is read once, with the queries of all of them.
+    # Entry 0 reads the blocks 3 and 5, entry 1 the blocks 3 and 7. Two launches:
+    #     one reader     blocks 5 6 7 as a range; what reader 0 gets of 6 is not used
+    #     two readers    block 3, with the queries of both
     order = np.argsort(read, kind="stable")
     blocks, firsts, num_readers = np.unique(read[order], return_index=True, return_counts=True)
     # Powers of two, so that few launches serve all: some queries are computed twice.

@@ -124,6 +124,10 @@ class QuantisedPages(PageMemory):
         self._num_pages, self._num_units = pages, pages * self._page // self._unit  # of a layer
         total = layers * self._num_units
         none = [torch.empty(0, heads, self._unit, x[4], dtype=dtype, device=device) for x in shapes]
+        # Pages of two units, where the sequence that ends in page 1 has one open unit:
+        #     page    0      1      2
+        #     unit    0  1   2  3   4  5
+        #     slot   -1 -1  -1  0  -1 -1
         self._open = none  # (slots, N, unit, H)
         self._slot = np.full(total, -1)  # of each unit; closed ones have none
         self._free: list[int] = []

@@ -99,6 +99,11 @@ def last_token_reads(
     begin = np.zeros_like(lengths) if mask.chunk is None else last // mask.chunk * mask.chunk
     if mask.left is not None:
         begin = np.maximum(begin, last - mask.left)
+    # Blocks of 4, a window of 8 before each token, two last queries, at 9 and 10:
+    #     columns   0 1 2 3  4 5 6 7  8 9 10
+    #     query 9     # # #  # # # #  # #
+    #     query 10      # #  # # # #  # # #
+    #     read        edges  whole    edges
     first, end = (dealing.nums_before(x, rank) for x in (begin, lengths))
     # All queries of a row see the columns from `inner` to `outer`.
     # The last query begins latest, and the first one ends first: between them all is seen.

@@ -87,6 +87,10 @@ class PackedPrompts:
         self._dealing = dealing
         self.cached: dict[CachedBlock, int] = {}
         self.num_cached = 0
+        # Prompts b and c share their first block. What is held comes first, then new tokens:
+        #     sequence    b0 b1 c1 | new of b | new of c
+        #     prompt b    b0 b1 as one piece, and its new tokens
+        #     prompt c    b0 and c1 as two, since b1 is between them, and its new tokens
         held = [[*self._held(sequence)] for sequence, _ in chunks]
         self.prompts: list[list[PromptPiece]] = []
         start = self.num_cached

@@ -110,6 +110,8 @@ class ChangingDocuments(Documents):
             >>> [x.tolist() for x in documents.segments(np.arange(4, 8), np.arange(4))]
             [[0, 1, 3, 3, 4, 4], [0, 4, 4, 4, 4, 4]]
         """
+        # Documents of 3, 3 and 2 tokens with room for one more, and a tile of the queries 2 to 5:
+        # rows are 0 1 4 4 4 4 4. The first document has one query, the second one three.
         rows, cols = (np.searchsorted(x, self.bounds) for x in (queries, keys))
         return (
             np.append(rows, [len(queries)] * 2),

@@ -102,6 +102,8 @@ def _segments(sharding: ShardTable, ranges: np.ndarray, line: int) -> RunSegment
     ends = np.minimum(ends[numbers], starts + sharding.lengths[runs])
     cols = sharding.cols[runs] + begins - starts
     # Slices lie `line` apart, more than any lag, so no search reaches another slice.
+    # Two slices of 8 tokens are 9 apart: a run of the positions 4 to 7 that both of them cut is
+    # the segments [4, 8) and [13, 17).
     shift = numbers * line
     return RunSegments(begins + shift, ends + shift, sharding.owners[runs], cols, numbers)
 

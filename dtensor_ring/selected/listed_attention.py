@@ -109,6 +109,9 @@ def gathered_backward(
 
     The formula is that of flash attention (Dao et al., 2022, arXiv 2205.14135, appendix B.4).
     """
+    # With S = Q K^T, P = exp(scale * S - lse) and D = rowsum(dO * O) - dlse:
+    #     dS = scale * P * (dO V^T - D)
+    #     dQ = dS K        dK = dS^T Q        dV = P^T dO
     grad_query = empty(query, query.shape, order_of(query))
     grad_rows = torch.zeros_like(residents.rows, dtype=saved.lse.dtype)
     delta = (saved.grad_out.to(saved.lse.dtype) * saved.out).sum(-1)

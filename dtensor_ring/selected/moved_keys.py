@@ -47,6 +47,9 @@ class Moved(NamedTuple):
     given: list[Tensor]
 
 
+# What two ranks send each other, in this order; without requests if all keys travel:
+#     forward     requests, then keys with their values
+#     backward    requests, then keys with their values, then gradients of both
 class SelectedKeys:
     """Brings the keys that local queries selected, and takes their gradients home.
 

@@ -116,6 +116,10 @@ class BestKeys:
             scores: `(B', G, R, C)`, -inf where a query does not see a key.
             positions: ascending, int32, `(C,)`: positions, or numbers of blocks.
         """
+        # With k = 2, a row has the keys 3 and 8 so far, and meets 1 and 5:
+        #     position   1    3    5    8
+        #     score     0.7  0.5  0.9  0.9
+        #     kept                 x    x
         there = batches, slice(None), rows
         # Of these keys only their own k best can be among the best of all.
         both = (self._scores[there], self._positions[there]), best_keys(scores, positions, self._k)

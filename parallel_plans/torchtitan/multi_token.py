@@ -64,6 +64,10 @@ class Ahead:
             return None
         tokens, positions = batch["input"], batch["positions"]
         found = []
+        # Two documents, and what the first head beside the main one reads and predicts:
+        #     tokens      a b c d | e f
+        #     reads       b c d . | f .
+        #     predicts    c d . . | . .
         for shift in range(1, num_heads + 1):
             how: dict[str, Any] = {"shift": shift, "positions": positions}
             how["return_valid_mask"] = True

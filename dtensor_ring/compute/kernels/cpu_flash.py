@@ -270,6 +270,9 @@ def _backward_square(
         for grad, x in zip(grads, found, strict=True):
             grad.copy_(x)
         return
+    # The squares of both halves, and all that the second half sees of the first:
+    #     s .
+    #     b s
     first, second = _halves(num_rows)
     for half in (first, second):
         here = _tokens(by_row, half), _tokens(by_col, half)

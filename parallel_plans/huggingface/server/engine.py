@@ -126,6 +126,11 @@ def broadcast_bytes(group: dist.ProcessGroup, data: bytes) -> bytes:
     return found + rest.numpy().tobytes()
 
 
+# Who does what between two broadcasts:
+#     HTTP thread              engine of the first rank      engines of other ranks
+#     requests -> inbox    ->  commands, broadcast       ->  the same commands
+#                              a step of the batch           the same step
+#     answers  <- publish  <-  its tokens
 class Engine:
     """Runs a continuous batch on this rank until the server ends.
 

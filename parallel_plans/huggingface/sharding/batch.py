@@ -200,6 +200,9 @@ def shard(batch: ModelBatch, indices: Tensor, sharded_length: int, past: int = 0
     def local(x: Tensor | None, dim: int = 1, value: int = 0, shift: int = 0) -> Any:
         if x is None:
             return None
+        # Labels shift where the whole batch is. In zigzag over two ranks, rank 0 of 8 tokens has:
+        #     tokens   0 1 6 7
+        #     labels   1 2 7 8    8 is past the end, so it is ignored
         where = (indices + shift if shift else indices).to(x.device)
         if not (is_padded or shift):
             return x.index_select(dim, where)

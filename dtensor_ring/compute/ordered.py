@@ -133,7 +133,7 @@ class OrderedOutput:
         """Return memory for nodes: out, top and total of queries, `(nodes, B, N, L, Hv + 2)`."""
         query = self._query
         wide = torch.promote_types(query.dtype, torch.float32)
-        return query.new_empty(num_nodes, *query.shape[:3], self._head_dim + 2, dtype=wide)
+        return query.new_empty((num_nodes, *query.shape[:3], self._head_dim + 2), dtype=wide)
 
     def result(self) -> tuple[Tensor, Tensor]:
         """Return `out` `(B, N, L, Hv)`, in the query's memory order, and `lse` `(B, N, L)`."""

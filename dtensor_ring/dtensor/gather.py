@@ -138,7 +138,7 @@ def all_to_all_tokens(local: Tensor, dim: int, args: AllToAllArgs) -> Tensor:
     flat = local.reshape(prod(before), 1, length, prod(after))
     run: Any = all_to_all_op
     (result,) = run([flat], *flatten_all_to_all(args))
-    return result.reshape(*before, result.shape[2], *after)
+    return result.reshape((*before, result.shape[2], *after))
 
 
 def whole_of(dtensor: DTensor, axis: int, local: Tensor) -> Tensor:

@@ -256,8 +256,8 @@ def next_token_labels(
     # The token before a boundary is the last of its document; empty documents repeat a boundary.
     ends = cu_seqlens[..., 1:].to(tokens.device, torch.int64)
     rows, seq_len = tokens.shape[:-1], tokens.shape[-1]
-    is_last = tokens.new_zeros(*rows, seq_len + 1, dtype=torch.bool)
-    is_last.scatter_(-1, ends.expand(*rows, -1), True)
+    is_last = tokens.new_zeros((*rows, seq_len + 1), dtype=torch.bool)
+    is_last.scatter_(-1, ends.expand((*rows, -1)), True)
     return labels.masked_fill(is_last[..., 1:], ignore_index)
 
 

@@ -48,7 +48,7 @@ class KeptColumns(NamedTuple):
         with torch.inference_mode(False):  # tensors made in it are read-only outside
             if format is None:
                 return PlainColumns(torch.empty(shape, dtype=self.dtype, device=device))
-            none = torch.empty(*shape[:2], 0, head_dim, dtype=self.dtype, device=device)
+            none = torch.empty((*shape[:2], 0, head_dim), dtype=self.dtype, device=device)
             return QuantisedColumns(
                 _blank(QuantisedTokens.empty(none, format, kind), num_cols), kind
             )
@@ -59,7 +59,7 @@ def _blank(none: QuantisedTokens, num_cols: int) -> QuantisedTokens:
     num_blocks, num_open = divmod(num_cols, none.block_size)
 
     def wider(x: Tensor, number: int) -> Tensor:
-        return x.new_empty(*x.shape[:2], number, x.shape[3])
+        return x.new_empty((*x.shape[:2], number, x.shape[3]))
 
     q = none.closed
     closed = replace(

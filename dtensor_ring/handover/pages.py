@@ -186,7 +186,7 @@ class MovedQuantisedPages(MovedPages):
         numbers, places = self._places()
         content = []
         for x, new in zip(memory._open, tensors, strict=True):
-            whole = x.new_zeros(len(self._open), *x.shape[1:])
+            whole = x.new_zeros((len(self._open), *x.shape[1:]))
             whole[numbers, :, places] = new
             content.append(whole)
         memory._keep_open(self._open + layer * memory._num_units, content)

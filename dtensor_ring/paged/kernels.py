@@ -86,7 +86,7 @@ class BlockLaunch:
         found = kernel.forward(queries, keys, values, Launch(WHOLE, WHOLE, FULL), scores)
         out, lse = (unfold_heads(x, query.shape[2]) for x in found)
         rows = readers.numel(), query.shape[1]
-        return out.transpose(1, 2).reshape(*rows, *out.shape[1::2]), lse.mT.reshape(*rows, -1)
+        return out.transpose(1, 2).reshape((*rows, *out.shape[1::2])), lse.mT.reshape((*rows, -1))
 
     def _read(self, x: Tensor) -> Tensor:
         """Return the blocks: without a copy if they are neighbours."""

@@ -164,7 +164,7 @@ class QuantisedPages(PageMemory):
         units = (pages[:, None] * per_page + np.arange(per_page)).reshape(-1)
         units = units + layer * self._num_units
         found = [self._content(which, units).transpose(1, 2) for which in (0, 1)]
-        keys, values = (x.reshape(len(pages), self._page, *x.shape[2:]) for x in found)
+        keys, values = (x.reshape((len(pages), self._page, *x.shape[2:])) for x in found)
         return keys, values
 
     def to_attend(self, layer: int, pages: np.ndarray | None) -> Pair:
@@ -188,7 +188,7 @@ class QuantisedPages(PageMemory):
     def _content(self, which: int, units: np.ndarray) -> Tensor:
         """Return keys (0) or values (1) of some units, `(U, N, unit, H)`."""
         opened, q = self._open[which], self._closed[which]
-        out = opened.new_empty(len(units), *opened.shape[1:])
+        out = opened.new_empty((len(units), *opened.shape[1:]))
         slots = self._slot[units]
         out[_indices(slots >= 0, out)] = opened[_indices(slots[slots >= 0], opened)]
         # Units without a slot are in eight bits, and are dequantised a few at a time.
@@ -233,7 +233,7 @@ class QuantisedPages(PageMemory):
         more = num_slots - len(self._free)
         if more > 0:
             more = max(more, before)  # so that all copies together cost little
-            self._open = [torch.cat([x, x.new_zeros(more, *x.shape[1:])]) for x in self._open]
+            self._open = [torch.cat([x, x.new_zeros((more, *x.shape[1:]))]) for x in self._open]
             self._free.extend(range(before, before + more))
 
 
@@ -285,7 +285,7 @@ def _tensors(q: Quantised) -> list[Tensor]:
 
 def _zeros(like: Quantised, num_rows: int) -> Quantised:
     """Return as many rows of zeros in the format of `like`, which has none."""
-    made = [x.new_zeros(num_rows, *x.shape[1:]) for x in _tensors(like)]
+    made = [x.new_zeros((num_rows, *x.shape[1:])) for x in _tensors(like)]
     means = None if like.means is None else made[2]
     return replace(like, data=made[0].view(like.data.dtype), scales=made[1], means=means)
 

@@ -78,7 +78,7 @@ class PagedFlashInfer(PagedKernel):
         num_entries, num_rows = query.shape[:2]
         with COMPILER, torch.no_grad():
             wrapper = _wrappers_of(query, key_blocks, scores).planned(pages)
-            rows = query.reshape(num_entries * num_rows, *query.shape[2:]).contiguous()
+            rows = query.reshape((num_entries * num_rows, *query.shape[2:])).contiguous()
             out, lse = wrapper.run(rows, (key_blocks, value_blocks), return_lse=True)
         # FlashInfer's lse has base 2.
         lse = (lse * math.log(2)).unflatten(0, (num_entries, num_rows))

@@ -162,7 +162,7 @@ def no_tokens(like: Tensor, format: Format | None, kind: str) -> KeptTokens:
     """
     if format is not None:
         return QuantisedTokens.empty(like, format, kind)
-    return PlainTokens(like.new_empty(*like.shape[:SEQUENCE], 0, like.shape[3]))
+    return PlainTokens(like.new_empty((*like.shape[:SEQUENCE], 0, like.shape[3])))
 
 
 @dataclass(frozen=True)
@@ -222,7 +222,7 @@ class QuantisedTokens(KeptTokens):
     def empty(cls, like: Tensor, format: Format, kind: str) -> QuantisedTokens:
         """Return no tokens yet, see `no_tokens`."""
         check_floating(like.dtype)
-        none = like.new_empty(*like.shape[:SEQUENCE], 0, like.shape[3])
+        none = like.new_empty((*like.shape[:SEQUENCE], 0, like.shape[3]))
         return cls(KINDS[kind](none, format, BLOCK_SIZE), none, format)
 
     @property
@@ -239,7 +239,7 @@ class QuantisedTokens(KeptTokens):
         return sum(x.nbytes for x in closed if x is not None)
 
     def read(self) -> Tensor:
-        out = self.open.new_empty(*self.open.shape[:2], self.num_tokens, self.open.shape[3])
+        out = self.open.new_empty((*self.open.shape[:2], self.num_tokens, self.open.shape[3]))
         for begin in range(0, self._num_closed, step := self._at_once):
             part = _part(self.closed, begin, min(begin + step, self._num_closed))
             into = out.narrow(SEQUENCE, begin, part.data.shape[SEQUENCE])

@@ -125,7 +125,7 @@ def _merged_lists(
     everyone = _exchanged(mine, rank, world_size, transport)
     of_scores, of_positions = everyone.split(split, 1)
     scores, positions = (
-        x.contiguous().view(dtype).view(world_size, *shape).movedim(0, -2).flatten(-2)
+        x.contiguous().view(dtype).view((world_size, *shape)).movedim(0, -2).flatten(-2)
         for x, dtype in ((of_scores, scores.dtype), (of_positions, positions.dtype))
     )
     if of_blocks:  # several ranks may list one: its best score is to come first

@@ -163,7 +163,7 @@ def _at(rows: Tensor, where: Tensor) -> Tensor:
     batch, groups = where.shape[:2]
     by_group = rows.unflatten(2, (groups, -1))
     if not len(rows):
-        return rows.new_zeros(*where.shape, *by_group.shape[3:])
+        return rows.new_zeros((*where.shape, *by_group.shape[3:]))
     of_batch = torch.arange(batch, device=rows.device).view(-1, 1, 1, 1)
     return by_group[where, of_batch, torch.arange(groups, device=rows.device).view(-1, 1, 1)]
 
@@ -210,7 +210,7 @@ def _add_rows(
     batch, groups = chunk.rows.shape[:2]
     number = torch.arange(batch * groups, device=total.device).view(batch, groups, 1, 1)
     where, flat = (chunk.where * (batch * groups) + number).flatten(), grad.flatten(0, 3)
-    rows = total.view(-1, *flat.shape[1:])
+    rows = total.view((-1, *flat.shape[1:]))
     if not len(rows):
         return
     if total.is_cuda:

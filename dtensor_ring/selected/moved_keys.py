@@ -89,7 +89,7 @@ class SelectedKeys:
         lengths = [len(own) if peer == self._rank else len(x) for peer, x in enumerate(wanted)]
         ends = np.cumsum([0, *lengths]).tolist()
         spans = list(pairwise(ends))
-        rows = own if len(wanted) == 1 else own.new_empty(ends[-1], *own.shape[1:])
+        rows = own if len(wanted) == 1 else own.new_empty((ends[-1], *own.shape[1:]))
         parts = [rows[begin:end] for begin, end in spans]
         if len(wanted) > 1:
             parts[self._rank].copy_(own)
@@ -110,7 +110,7 @@ class SelectedKeys:
         begin, end = moved.spans[self._rank]
         total = grad[begin:end]
         if len(moved.spans) > 1:
-            arrived = [grad.new_empty(len(x), *grad.shape[1:], dtype=dtype) for x in moved.given]
+            arrived = [grad.new_empty((len(x), *grad.shape[1:]), dtype=dtype) for x in moved.given]
             self._exchange(arrived, [grad[a:b].to(dtype) for a, b in moved.spans])
             # Messages arrive in any order; floats added in that order would differ from run to run.
             for cols, part in zip(moved.given, arrived, strict=True):  # in the order of the ranks

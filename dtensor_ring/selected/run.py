@@ -307,7 +307,7 @@ def tokens_of_pools(pools: Tensor, size: int, of_rows: Tensor) -> Tensor:
     # After the last pool that ended there are fewer than `size` tokens, or it would be another.
     after = (_pools_before(of_rows, size) * size).unsqueeze(-1) + inside[:-1]
     after = after.masked_fill(after > of_rows.unsqueeze(-1), NO_KEY)
-    at = torch.cat([at.flatten(-2), after.expand(*pools.shape[:2], -1, -1)], -1)
+    at = torch.cat([at.flatten(-2), after.expand((*pools.shape[:2], -1, -1))], -1)
     at = at.sort(-1).values
     return at.masked_fill_(at == NO_KEY, -1)
 

@@ -71,7 +71,7 @@ class Maps(NamedTuple):
 
 def factors(decay: Tensor, state: Tensor) -> Tensor:
     """Return the exponential of decays, in dims that broadcast to those of the state."""
-    return decay.exp().view(*decay.shape, *[1] * (state.dim() - decay.dim()))
+    return decay.exp().view((*decay.shape, *[1] * (state.dim() - decay.dim())))
 
 
 def scan(

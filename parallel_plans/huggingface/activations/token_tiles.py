@@ -127,7 +127,7 @@ def _joined(outputs: list[Any], rows: Any) -> Any:
         if not isinstance(tiles[0], Tensor):
             return tiles[0]
         if tiles[0].ndim > 2:
-            return torch.cat(tiles, 1).view(*rows, *tiles[0].shape[2:])
+            return torch.cat(tiles, 1).view((*rows, *tiles[0].shape[2:]))
         return torch.cat(tiles)
 
     return tree_unflatten([joined(*tiles) for tiles in zip(*leaves, strict=True)], spec)

@@ -104,7 +104,7 @@ class RouterSpec(NamedTuple):
 
     def by_token(self, logits: Tensor) -> Tensor:
         """Reshape the logits of a router from `(B * L, E)` to `(B, L, E)`."""
-        return logits.view(*self.weights.shape, logits.shape[-1])
+        return logits.view((*self.weights.shape, logits.shape[-1]))
 
 
 def uses_router_logits(model: Any, batch: dict[str, Any], why_not: str | None) -> bool:
@@ -239,7 +239,7 @@ class LossHead(nn.Linear):
         hidden, labels = input.flatten(0, -2), self.labels.flatten()
         found = projected_cross_entropy(hidden, self.weight, self.bias, labels, *self.transform)
         # A copy, as FSDP2 warns of views.
-        self.losses = found.view(*input.shape[:-1], 1).clone()
+        self.losses = found.view((*input.shape[:-1], 1)).clone()
         return self.losses
 
 

@@ -328,7 +328,7 @@ class PrefilledTokens(PooledStep):
         out = self._memory.axis.attention(query, keys, values, **seen, **scores)
         if not padding.shape[2]:
             return out
-        return torch.cat([out, value.new_zeros(*padding.shape[:3], value.shape[3])], 2)
+        return torch.cat([out, value.new_zeros((*padding.shape[:3], value.shape[3]))], 2)
 
 
 class MixedTokens(PooledStep):

@@ -124,7 +124,7 @@ class StateMemory:
         self._device = device
         with torch.inference_mode(False):  # later steps may run outside of it
             self._layers: list[States] = [
-                {x.key: torch.zeros(1, *x.shape, dtype=x.dtype, device=device) for x in layer}
+                {x.key: torch.zeros((1, *x.shape), dtype=x.dtype, device=device) for x in layer}
                 for layer in specs
             ]
 
@@ -143,7 +143,7 @@ class StateMemory:
             for layer in self._layers:
                 for key, x in layer.items():
                     if len(x) < num_slots:
-                        layer[key] = x.new_zeros(num_slots + SPARE_SLOTS, *x.shape[1:])
+                        layer[key] = x.new_zeros((num_slots + SPARE_SLOTS, *x.shape[1:]))
                         # Slots keep their numbers, so states stay in their rows.
                         layer[key][: len(x)] = x
 
@@ -307,7 +307,7 @@ class PrefilledStates:
         found = gather_rows(flat, self._num_ends, self._mesh)
         parts, rows = found.split([x.numel() for x in like], 1), self._memory.indices(self._slots)
         for (number, key), x, part in zip(names, like, parts, strict=True):
-            states = part.reshape(-1, *x.shape[1:]).to(x.dtype)
+            states = part.reshape((-1, *x.shape[1:])).to(x.dtype)
             self._memory.write(number, rows, {key: states})
 
 

@@ -207,7 +207,7 @@ def shard(batch: ModelBatch, indices: Tensor, sharded_length: int, past: int = 0
         if not (is_padded or shift):
             return x.index_select(dim, where)
         # Indices past the end are padding: they read the last token, and get `value` in its place.
-        is_after = (where >= seq_len).view(-1, *(1,) * ((x.ndim - 1 - dim) % x.ndim))
+        is_after = (where >= seq_len).view((-1, *(1,) * ((x.ndim - 1 - dim) % x.ndim)))
         return x.index_select(dim, where.clamp(max=seq_len - 1)).masked_fill(is_after, value)
 
     if batch.positions is None:

@@ -158,14 +158,14 @@ def _delta_rule(scan: Callable[..., Any], pass_on: PassOn, continues: bool) -> C
         size = key.shape[-1]
         if not continues:
             out, last = scan(query, key, value, initial_state=None, **options)
-            pass_on(StateMap(last, matrix=last.new_zeros(*last.shape[:-1], size)))
+            pass_on(StateMap(last, matrix=last.new_zeros((*last.shape[:-1], size))))
             return out, last
         # The columns of the identity have no values to learn.
-        zeros = value.new_zeros(*value.shape[:-1], size)
+        zeros = value.new_zeros((*value.shape[:-1], size))
         shape = len(value), value.shape[2], size
-        one = torch.eye(size, dtype=torch.float32, device=value.device).expand(*shape, size)
+        one = torch.eye(size, dtype=torch.float32, device=value.device).expand((*shape, size))
         # Zero for the values, as in a scan from zero, and the identity beside it.
-        start = torch.cat([one.new_zeros(*shape, value.shape[-1]), one], -1)
+        start = torch.cat([one.new_zeros((*shape, value.shape[-1])), one], -1)
         outs, ends = scan(query, key, torch.cat([value, zeros], -1), initial_state=start, **options)
         out, reads = outs.split([value.shape[-1], size], -1)
         last, matrix = ends.split([value.shape[-1], size], -1)

@@ -270,7 +270,7 @@ def _rows(x: Any) -> Iterator[Tensor]:
 def _formed(x: Any, parts: Iterator[Tensor], tokens: list[int]) -> Any:
     """Return the next of `parts` in the form of `x`: by image, or by layer and image."""
     if isinstance(x, Tensor):
-        return next(parts).reshape(-1, *x.shape[1:])
+        return next(parts).reshape((-1, *x.shape[1:]))
     if x and isinstance(x[0], Tensor):
         return next(parts).split(tokens)
     return type(x)(_formed(layer, parts, tokens) for layer in x)

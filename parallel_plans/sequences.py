@@ -25,7 +25,8 @@ def boundaries(starts: Tensor) -> Tensor:
         >>> boundaries(torch.tensor([[True, False, False, True]])).tolist()
         [0, 3, 4, 4, 4]
     """
-    return filled_boundaries(starts.nonzero().cpu(), *starts.shape)
+    num_rows, seq_len = starts.shape
+    return filled_boundaries(starts.nonzero().cpu(), num_rows, seq_len)
 
 
 def filled_boundaries(

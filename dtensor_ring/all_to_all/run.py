@@ -264,7 +264,8 @@ def arrived_rows(plan: AllToAllPlan, block_size: int) -> tuple[list[Cols], int]:
 
 def _split(peer: int, rows: Sequence[Cols], heads: Sequence[Span]) -> Split:
     """Return these rows and heads of each tensor."""
-    parts = (TensorPart(i, *part) for i, part in enumerate(zip(rows, heads, strict=True)))
+    pairs = zip(rows, heads, strict=True)
+    parts = (TensorPart(i, cols, span) for i, (cols, span) in enumerate(pairs))
     return Split(peer, tuple(parts))
 
 

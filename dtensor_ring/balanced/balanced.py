@@ -328,8 +328,8 @@ def _by_units(
         tried.add(num_parts.tobytes())
         packer, is_large = Packer(work, world_size, seq_len), num_parts > 1
         # Large units first: they need neighbours with room, and small ones fill what is left.
-        packer.pack_parts(Units(*(x[is_large] for x in units)), num_parts[is_large])
-        packer.pack_units(Units(*(x[~is_large] for x in units)))
+        packer.pack_parts(Units._make(x[is_large] for x in units), num_parts[is_large])
+        packer.pack_units(Units._make(x[~is_large] for x in units))
         yield packer.partition()
 
 

@@ -55,7 +55,7 @@ class Mean(NamedTuple):
 
     def region(self, where: Region) -> Mean:
         """Return views of a region."""
-        return Mean(*(part_of(x, where) for x in self))
+        return Mean._make(part_of(x, where) for x in self)
 
     def joined(self, other: Mean) -> Mean:
         """Return the outputs over the keys of both; it may overwrite both."""

@@ -66,7 +66,8 @@ class ShardMove(NamedTuple):
 
     def span_of(self, num_heads: int) -> Span:
         """Return the heads that go, of `num_heads`; fewer heads than shards are copied."""
-        return head_span(*self.heads, num_heads)
+        index, count = self.heads
+        return head_span(index, count, num_heads)
 
     def source_cols(self) -> Cols:
         """Return the columns at the source."""
@@ -114,8 +115,10 @@ def column_moves(source: Side, target: Side) -> tuple[ShardMove, ...]:
     bounds = np.union1d(before.starts, after.starts)
     # The run of each side that a cell is in is the last one that begins no later.
     here, there = (np.searchsorted(x.starts, bounds, "right") - 1 for x in (before, after))
-    ends = np.minimum(*(x.starts[i] + x.lengths[i] for x, i in ((before, here), (after, there))))
-    cols = [x.cols[i] + bounds - x.starts[i] for x, i in ((before, here), (after, there))]
+    sides = (before, here), (after, there)
+    end_here, end_there = (side.starts[i] + side.lengths[i] for side, i in sides)
+    ends = np.minimum(end_here, end_there)
+    cols = [side.cols[i] + bounds - side.starts[i] for side, i in sides]
     cells = np.stack([*cols, ends - bounds], 1)
     shards = np.stack([before.shards[here], after.shards[there]], 1)
     moves = []
@@ -146,7 +149,7 @@ def _held(runs: np.ndarray) -> _SideRuns:
     shards = np.broadcast_to(np.arange(len(runs))[:, None], lengths.shape)
     there = lengths > 0
     order = np.argsort(starts[there])
-    return _SideRuns(*(x[there][order] for x in (starts, lengths, cols, shards)))
+    return _SideRuns._make(x[there][order] for x in (starts, lengths, cols, shards))
 
 
 def _covered(held: _SideRuns) -> list[list[int]]:
@@ -259,7 +262,7 @@ def block_moves(
             pair = ranks[0][one], ranks[1][other]
             found.setdefault(pair, []).append((here, there, num_tokens))
     # Sorted, since ranks compare their moves, and post them in this order.
-    return tuple(BlockMove(*pair, np.array(found[pair])) for pair in sorted(found))
+    return tuple(BlockMove(one, other, np.array(found[one, other])) for one, other in sorted(found))
 
 
 def _blocks_of(tokens: MovedTokens, block: int) -> Iterator[tuple[int, int]]:

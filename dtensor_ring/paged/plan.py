@@ -172,7 +172,10 @@ def block_reads(
         found[tile.rows, seen[row, tile.rows]].append((row, begin // block, end - begin))
         seen[row, tile.rows] += 1
         edges += [replace(tile, cols=x) for x in ((first, begin), (end, last)) if length(x)]
-    whole = (Reads(queries, *np.array(x).T) for (queries, _), x in found.items())
+    whole = []
+    for (queries, _), ranges in found.items():
+        rows, firsts, num_keys = np.array(ranges).T
+        whole.append(Reads(queries, rows, firsts, num_keys))
     return BlockReads(tuple(whole), _edges(edges, shape[1]) if edges else None)
 
 

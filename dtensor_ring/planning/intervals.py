@@ -49,7 +49,8 @@ def intervals_of(tiles: Sequence[Tile], batch_size: int) -> KeyIntervals:
     rows, cols = (_hull([getattr(x, side) for x in tiles]) for side in ("rows", "cols"))
     # Lines are the queries of one batch row after the other; of one row if all see the same.
     num_batches = length(batches) if alone else 1
-    lines, firsts, ends = united(*_seen(tiles, (batches[0], rows[0], cols[0]), num_batches, rows))
+    lines, firsts, ends = _seen(tiles, (batches[0], rows[0], cols[0]), num_batches, rows)
+    lines, firsts, ends = united(lines, firsts, ends)
     table = _table(lines, firsts, ends, num_batches * length(rows))
     table = table.reshape(num_batches, length(rows), table.shape[1])
     return KeyIntervals(batches, rows, cols, np.ascontiguousarray(table.transpose(0, 2, 1)))

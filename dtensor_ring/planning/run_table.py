@@ -108,7 +108,8 @@ def shard_table(layout: Layout, world_size: int, seq_len: int) -> ShardTable:
     ]
     # Sort by position, because the searches rely on it.
     table = np.array(sorted(rows), dtype=np.int64).reshape(-1, 4)
-    return ShardTable(shards, *np.ascontiguousarray(table.T))
+    starts, lengths, owners, cols = np.ascontiguousarray(table.T)
+    return ShardTable(shards, starts, lengths, owners, cols)
 
 
 def _offsets(shard: tuple[Run, ...]) -> list[int]:

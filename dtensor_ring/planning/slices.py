@@ -13,6 +13,7 @@ from dtensor_ring.planning.builders import Builders, PartBuilders
 from dtensor_ring.planning.lru import cached_bytes
 from dtensor_ring.planning.mask import Documents, Mask
 from dtensor_ring.planning.ranges import (
+    MAX_TOKENS,
     FrozenArrays,
     SupportsArray,
     as_count,
@@ -307,7 +308,7 @@ class Slices(Builders, PartBuilders, FrozenArrays):
         """
         # A single table serves every row.
         is_one = len(self.tables) == 1
-        row = as_count("row", row, 0, *([] if is_one else [len(self.tables) - 1]))
+        row = as_count("row", row, 0, MAX_TOKENS if is_one else len(self.tables) - 1)
         lag = as_int("query", query) - as_int("key", key)
         q_begin, q_end, k_begin, k_end, left, right = self.tables[0 if is_one else row].T
         inside = (q_begin <= query) & (query < q_end) & (k_begin <= key) & (key < k_end)

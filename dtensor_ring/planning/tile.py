@@ -115,7 +115,7 @@ def shard_tiles(
         batch: the batch row, `None` for all of them.
     """
     return coalesce(
-        [tile for pair in _pairs(query_slices, key_runs) for tile in _tiles(*pair, batch)]
+        [tile for pair in _pairs(query_slices, key_runs) for tile in _tiles(pair, batch)]
     )
 
 
@@ -124,18 +124,24 @@ def tiles_by_run(
 ) -> Iterator[tuple[Run, Run, Tile]]:
     """Yield the tiles of each run of queries and run of keys, with both; none are joined."""
     for pair in _pairs(query_slices, key_runs):
-        yield from ((pair[2].run, pair[3], tile) for tile in _tiles(*pair, batch))
+        yield from ((pair.query_slice.run, pair.key, tile) for tile in _tiles(pair, batch))
 
 
-# A row, a column, and the queries and keys that meet there.
-_Pair = tuple[int, int, QuerySlice, Run, Span]
+class _Pair(NamedTuple):
+    """A row, a column, and the queries and keys that meet there."""
+
+    row: int
+    col: int
+    query_slice: QuerySlice
+    key: Run
+    span: Span
 
 
 def _pairs(query_slices: Sequence[QuerySlice], key_runs: tuple[Run, ...]) -> list[_Pair]:
     """Return the pairs of queries and keys that may see each other, by row, then column."""
     keys = _placed(key_runs)
     pairs = [
-        (query_slice.row + query_slice.span[0], col + span[0], query_slice, key, span)
+        _Pair(query_slice.row + query_slice.span[0], col + span[0], query_slice, key, span)
         for query_slice in query_slices
         for col, key in _in_reach(query_slice.keys, keys)
         # A strided run may skip a short slice.
@@ -156,12 +162,11 @@ def packed_tiles(tiles: list[Tile], cols: Cols) -> list[Tile]:
     return packed if len(cols.spans) == 1 else coalesce(packed)
 
 
-def _tiles(
-    row: int, col: int, query_slice: QuerySlice, key: Run, span: Span, batch: int | None
-) -> Iterator[Tile]:
+def _tiles(pair: _Pair, batch: int | None) -> Iterator[Tile]:
     """Yield the tiles of a query slice and a span of a key run, moved to their row and column."""
-    band = _index_band(query_slice, key, span[0])
-    for tile in _band_tiles(length(query_slice.span), length(span), *band):
+    row, col, query_slice, key, span = pair
+    left, right = _index_band(query_slice, key, span[0])
+    for tile in _band_tiles(length(query_slice.span), length(span), left, right):
         yield Tile(moved(tile.rows, row), moved(tile.cols, col), tile.mask, batch)
 
 

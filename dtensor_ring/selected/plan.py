@@ -203,7 +203,11 @@ def shifted_pools(layout: Layout, world_size: int, seq_len: int, size: int) -> R
         others = [(start - 1, length) for start, length in runs if start and length]
         rows.append([*first, *others, *[(pools.end - 1, 1)] * len(first)])
     joined_rows = [
-        [(x.start, x.length) for x in joined([Run(*run) for run in row if run[1]])] for row in rows
+        [
+            (x.start, x.length)
+            for x in joined([Run(start, number) for start, number in row if number])
+        ]
+        for row in rows
     ]
     return RunTable(joined_rows, "pools")
 

@@ -66,7 +66,7 @@ class Maps(NamedTuple):
         shapes = [x.shape[1:] for x in self if x is not None]
         parts = flat.split([x.numel() for x in shapes])
         views = iter(x.view(shape) for x, shape in zip(parts, shapes, strict=True))
-        return Maps(next(views), *(None if x is None else next(views) for x in self[1:]))
+        return Maps._make(None if x is None else next(views) for x in self)
 
 
 def factors(decay: Tensor, state: Tensor) -> Tensor:

@@ -277,8 +277,12 @@ class ShardedModel(ParallelStyle):
         model.config.get_text_config()._attn_implementation = IMPLEMENTATION
         if transform is not None:
             install_head(backbone, transform)
+        why_no_loss, why_no_balance = why_not
         loss = LossFunction(
-            getattr(backbone, "_loss_function", None), predicts_next(backbone), *why_not
+            getattr(backbone, "_loss_function", None),
+            predicts_next(backbone),
+            why_no_loss,
+            why_no_balance,
         )
         head = None if self.unshard_outputs else linear_head(model, backbone)
         # Any head that is not linear gets the hidden states whole.
@@ -286,9 +290,19 @@ class ShardedModel(ParallelStyle):
         passing = None
         if states:
             passing = state_passing.AxisStatePassing(axis, states, hybrid_of(decoder, states))
-        how = unshards, passing, self.cache_dtype, self.local_batch, why_whole(model), drops
-        places = count_places(decoder)
-        sharding = Sharding(decoder, axis, layer_masks, loss, *how, counts_places=places)
+        sharding = Sharding(
+            decoder,
+            axis,
+            layer_masks,
+            loss,
+            unshards,
+            passing=passing,
+            cache_dtype=self.cache_dtype,
+            local_batch=self.local_batch,
+            why_whole=why_whole(model),
+            drops=drops,
+            counts_places=count_places(decoder),
+        )
         if passing is not None:
             stateful.pass_states(stateful.stateful_layers(decoder), passing)
         select_keys_of(decoder)

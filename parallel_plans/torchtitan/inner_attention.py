@@ -275,8 +275,11 @@ def attend(
     """Compute attention of this rank's tokens within their documents, `(B, L, N, Hv)`."""
     # Types cannot express that the op attends to keys of other ranks, so they are not checked.
     with within_layer(layer), spmd.no_typecheck():
+        query, key, value = (x.transpose(1, 2) for x in (q_BLNH, k_BLNH, v_BLNH))
         return axis.attention(
-            *(x.transpose(1, 2) for x in (q_BLNH, k_BLNH, v_BLNH)),
+            query,
+            key,
+            value,
             cu_seqlens=documents.cu_seqlens,
             runs=documents.runs,
             **options,

@@ -74,12 +74,13 @@ class Ahead:
             ahead, is_token = roll_mtp_sequence(tokens, fill_value=0, **how)
             of_labels, _ = roll_mtp_sequence(labels, fill_value=IGNORE_INDEX, **how)
             found.append([own.of(x) for x in (ahead, is_token, of_labels)])
-        return cls(*zip(*found, strict=True))
+        of_tokens, of_places, of_labels = zip(*found, strict=True)
+        return cls(of_tokens, of_places, of_labels)
 
     def to(self, device: torch.device) -> Ahead:
         """Return the same on a device."""
-        sides = self.tokens, self.is_token, self.labels
-        return Ahead(*(tuple(x.to(device) for x in side) for side in sides))
+        sides = {"tokens": self.tokens, "is_token": self.is_token, "labels": self.labels}
+        return Ahead(**{name: tuple(x.to(device) for x in side) for name, side in sides.items()})
 
 
 @dataclass(frozen=True)

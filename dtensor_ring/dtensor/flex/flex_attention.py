@@ -234,7 +234,15 @@ def table_of(blocks: MaskBlocks, captured: tuple[Any, ...]) -> Tensor:
     numbers = [x for x in captured if not isinstance(x, Tensor)]
     function = text_of(blocks.function)
     return block_mask_slices_op(
-        list(blocks.lengths), *blocks[1:5], list(blocks.block_size), function, tensors, numbers
+        list(blocks.lengths),
+        blocks.partial_counts,
+        blocks.partial_indices,
+        blocks.full_counts,
+        blocks.full_indices,
+        list(blocks.block_size),
+        function,
+        tensors,
+        numbers,
     )
 
 
@@ -263,7 +271,15 @@ def _block_mask_slices(
     rest = iter(numbers)
     arguments = [next(rest) if x is None else x for x in captured]
     sizes = (lengths[0], lengths[1]), (block_size[0], block_size[1])
-    blocks = MaskBlocks(sizes[0], *tables, sizes[1], _bound(function_of(function), arguments))
+    blocks = MaskBlocks(
+        lengths=sizes[0],
+        partial_counts=partial_counts,
+        partial_indices=partial_indices,
+        full_counts=full_counts,
+        full_indices=full_indices,
+        block_size=sizes[1],
+        function=_bound(function_of(function), arguments),
+    )
     found = _known(blocks, (*tables, *captured), (*sizes, function, *numbers))
     num_slices, capacity = found.shape[-2], _capacity(lengths[0])
     if num_slices > capacity:

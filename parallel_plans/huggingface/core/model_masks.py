@@ -83,7 +83,8 @@ class ModelMask:
         begins, ends = self._edge(-1), self._edge(1) + 1
         self._check(begins, ends)
         # Cached tokens are not queries: their ranges are empty.
-        return PrecomputedMask(*(nn.functional.pad(x, (self._past, 0)) for x in (begins, ends)))
+        begins, ends = (nn.functional.pad(x, (self._past, 0)) for x in (begins, ends))
+        return PrecomputedMask(begins, ends)
 
     @property
     def _queries(self) -> Tensor:

@@ -127,7 +127,8 @@ class ContextParallelCache(Cache):
         for number, layer in enumerate(layers):
             pair, index = self.memory.whole(number) if number in self._kept else (None, None)
             if pair is not None:
-                layer.update(*pair)
+                keys, values = pair
+                layer.update(keys, values)
             if index is not None:
                 self._refuse_axes(self._indexers[number])
                 padding = self.memory.left_padding

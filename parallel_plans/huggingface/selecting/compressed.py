@@ -65,7 +65,8 @@ class PooledKeys:
         if func is not torch.cat or not isinstance(args[0][0], Tensor) or len(args[0]) != 2:
             name = getattr(func, "__name__", str(func))
             raise ValueError(f"a layer calls {name} on keys that are pools of tokens")
-        return TokensAndPools(*args[0])
+        tokens, pools = args[0]
+        return TokensAndPools(tokens, pools)
 
     def attend(
         self, query: Tensor, inputs: InputsWithPools, scale: float | None

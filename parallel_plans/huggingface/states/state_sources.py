@@ -114,9 +114,11 @@ def _of_runs(own: StateMap, num_runs: int) -> list[StateMap]:
     def part(x: Tensor | None, number: int) -> Tensor | None:
         return None if x is None else x.unflatten(0, (-1, num_runs))[:, number]
 
-    fields = own.decay, own.matrix
     states = own.state.unflatten(0, (-1, num_runs)).unbind(1)
-    return [StateMap(x, *(part(y, number) for y in fields)) for number, x in enumerate(states)]
+    return [
+        StateMap(x, decay=part(own.decay, number), matrix=part(own.matrix, number))
+        for number, x in enumerate(states)
+    ]
 
 
 class ScannedStates:

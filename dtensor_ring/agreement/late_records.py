@@ -136,6 +136,12 @@ class Failed(NamedTuple):
 # rank after it notices, too, and so on around the ring. The host raises at its next call, or wait,
 # of the group.
 #
+# Two calls, of which the host waits for nothing:
+#
+#     host of rank r            post 7 | post 8 | ...
+#     its sender                       | send 7 | send 8
+#     receiver of rank r + 1                    | compare 7 | compare 8
+#
 # A record has `_HEADER` only, if the same kind of call was made before: digest, call site, and the
 # two numbers. The first time the text follows, which names what differs. Both ranks keep the last
 # `MAX_KINDS` kinds, in the order in which they were sent, so they know the same ones.
@@ -247,6 +253,7 @@ class LateRecords:
             self._said_goodbye.set()
 
     def _send(self, message: bytes, seconds: float = 0.0) -> None:
+        # Waited for, so that a rank has one record on its way at a time, and they keep their order.
         # Gloo takes a limit of 0 seconds for that of the group.
         limit = timedelta(seconds=seconds)
         # The thread keeps the message until it has left. The host does not wait for this.

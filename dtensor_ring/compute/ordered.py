@@ -59,11 +59,13 @@ class Mean(NamedTuple):
 
     def joined(self, other: Mean) -> Mean:
         """Return the outputs over the keys of both; it may overwrite both."""
+        # Weights are relative to the larger top: none exceeds 1, and sums of them do not overflow.
         # Rows that neither side has seen, and rows of infinite scores, have no difference.
         lag = torch.where(self.top == other.top, 0.0, self.top - other.top)
         smaller = exact_exp(-lag.abs())
         # One of both weights is 1.
         ours, theirs = torch.where(lag < 0, smaller, 1.0), torch.where(lag > 0, smaller, 1.0)
+        # No comparison with a nan is true, so both weights would be 1, and hide it.
         ours, theirs = (torch.where(lag.isnan(), lag, x) for x in (ours, theirs))
         # A fused product and sum would round once in vectors, and twice elsewhere.
         out = self.out.to(lag.dtype).mul_(ours.unsqueeze(-1))
@@ -299,6 +301,7 @@ def sinks_by_block(saved: Saved, sinks: Tensor, order: BlockOrder) -> Tensor:
     # A row that sees nothing has an lse of -inf, and the exponential of a sink less that is
     # infinite.
     of_rows = weight.masked_fill_(saved.lse == -torch.inf, 0.0).mul_(slope)
+    # By block: ranks have whole blocks, and the sum over blocks does not ask which rank has them.
     sums = [tree_sum(tree_sum(columns(of_rows, x), 2), 0) for x in order.rows.values()]
     return torch.stack(sums) if sums else of_rows.new_empty(0, len(sinks))
 

@@ -173,6 +173,7 @@ def _with_pools(
     """Return attention to tokens and to pools with one softmax, `(B, N, L, H)`."""
     # Sinks take part in that to tokens, which a query always sees.
     query, key, value = states
+    # Outputs over disjoint keys merge exactly by their lse, so one softmax needs no joint call.
     found = [inputs.attend_with_lse(query, key, value, **how)]
     of_pools = pools.attend(query, ring.pools or inputs, how["scale"])
     if of_pools is not None:

@@ -147,6 +147,7 @@ def load_balancing_loss(
     """
     num_experts, weights = router_logits[0].shape[-1], spec.weights.flatten().float()
     of_choices = weights.repeat_interleave(spec.top_k)
+    # f and P of equations 5 and 6, as sums; padding weighs nothing in both.
     assigned = weights.new_zeros(num_experts)
     probability = weights.new_zeros(num_experts)
     for logits in router_logits:
@@ -379,5 +380,6 @@ def _fitted(ladder: Tensor, logits: Tensor, softcap: float) -> LogitsTransform:
     x, y = ladder[is_small], logits[is_small]
     if softcap:
         y = (y / softcap).atanh() * softcap
+    # Least squares for a line through 0.
     scale = float(x.dot(y) / x.dot(x))
     return LogitsTransform(1.0 if isclose(scale, 1, rel_tol=1e-6) else scale, softcap)

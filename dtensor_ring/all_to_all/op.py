@@ -210,6 +210,7 @@ class AllToAllArgs(NamedTuple):
         """Return the ranks whose tokens a rank has after the exchange."""
         if self.is_back:
             return range(rank, rank + 1)
+        # Ranks 0 to heads - 1 share the heads, then the next `heads` ranks, and so on.
         first = rank // self.heads * self.heads
         return range(first, first + self.heads)
 
@@ -409,6 +410,7 @@ class _AllToAllFunction(_SingleLevelFunction):
             kv_dtype=None,
             is_back=not args.is_back,
             num_tokens=tensors[0].shape[2],
+            # The backward of a backward is a forward again, and belongs to no earlier call.
             forward_call=0 if args.forward_call else forward_call,
         )
         ctx.set_materialize_grads(False)

@@ -413,6 +413,7 @@ def _received(group: ProcessGroup, path: str, device: str) -> Machine:
         return _read(path, device)
     with checked_barrier(group, "reading the file of a machine", {}):
         pass  # raises if a rank is in another call, where the collective below would hang
+    # The error travels, too: if the reader raised alone, the others would wait for its text.
     box: list[Any] = [_text(path, device) if group.rank() == 0 else None]
     dist.broadcast_object_list(box, group=group, group_src=0)
     text, error = box[0]

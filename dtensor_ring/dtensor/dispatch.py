@@ -129,6 +129,7 @@ def ulysses_dtensors(
 
 def _from_local(local: Tensor, shape: tuple[int, ...], ring: Ring) -> DTensor:
     """Wrap a local tensor like `wrap`, but differentiably."""
+    # The strides of a DTensor are those of the whole tensor, in the order of its shards.
     stride = strides(shape, order_of(local))
     made = DTensor.from_local(
         local, ring.mesh, ring.placements, run_check=False, shape=torch.Size(shape), stride=stride

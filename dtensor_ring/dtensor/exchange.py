@@ -92,6 +92,7 @@ def relayout(
     before, after = _side("layout", now, length, group), _side("to", to, length, group)
     if before.layout == after.layout:
         return tensor
+    # Groups of one rank: tokens change their rank, and heads stay whole.
     args = AllToAllArgs.of_tokens(
         batch_runs=BatchRuns(before.runs, after.runs),
         layout=before.spec,

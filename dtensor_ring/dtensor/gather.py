@@ -120,6 +120,7 @@ def whole_sequence(
     length = seq_len
     if isinstance(layout, Padded):
         length, layout = layout.whole_length(seq_len, group.size()), layout.layout
+        # Shards of an exchange have the lengths of the layout; padding is cut off at the end.
         missing = layout.num_tokens(group.rank(), group.size(), length) - local.shape[dim]
         # `pad` counts dims from the last one.
         local = F.pad(local, (0, 0) * (local.ndim - dim - 1) + (0, missing))

@@ -148,6 +148,7 @@ class MovedQuantisedPages(MovedPages):
 
     def __init__(self, memory: QuantisedPages, pages: np.ndarray, num_tokens: np.ndarray) -> None:
         self._memory, unit = memory, memory._unit
+        # With units of 16, the first 40 tokens of a page are units 0 and 1, and 8 tokens of unit 2.
         # A page is some units. Tokens fill it from the front, so at most one unit of it is open.
         first, (num_full, rest) = pages * (memory._page // unit), np.divmod(num_tokens, unit)
         _, self._full = expanded(first, first + num_full)

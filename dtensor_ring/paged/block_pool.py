@@ -58,6 +58,8 @@ class BlockPool:
         block = as_count("block", block, 1, MAX_BLOCK)
         world_size = as_count("world_size", world_size, 1, MAX_RANKS)
         num_blocks = as_count("num_blocks", num_blocks, 1, MAX_BLOCKS // world_size)
+        # The first six blocks of a sequence on three ranks, in alternating direction:
+        #     rank 0: 0 5    rank 1: 1 4    rank 2: 2 3
         self._blocks = Blocks(num_blocks, Serpentine(block, world_size))
         self._sequences: dict[int, PooledSequence] = {}
         self._num_added = 0

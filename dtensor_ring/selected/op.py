@@ -106,6 +106,7 @@ def select(
         of_rows = torch.from_numpy(on_host.copy()).to(query.device)
         queries = IndexQueries(query, weights, of_rows, on_host)
         found = ring_select(queries, key, plan, choice, positions_of_keys(request), transport)
+    # The loop chose numbers of pools or of blocks, and attention takes positions of tokens.
     if pool_size > 1:
         return tokens_of_pools(found, pool_size, of_rows)
     if block_size == 1:
@@ -385,6 +386,7 @@ def _gradient(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tup
         return none
     for i, x in zip(ctx.tensors, saved, strict=True):
         rest[i] = x
+    # D = rowsum(grad_out * out) - grad_lse has both, and a zero is as good as none.
     # Only lse was used: the formula still takes a gradient of out.
     grad_out = torch.zeros_like(out) if grad_out is None else grad_out
     inputs = grad_out, grad_lse, query, rows, selected, *rest[:4], out, lse, *rest[4:]

@@ -206,6 +206,7 @@ def _cost(
     owners = owners_of(layout, world_size, 2) if stays else range(world_size)
     token = 2 * hybrid.heads[1] * hybrid.head_dim * hybrid.itemsize
     pair = PAIR * hybrid.heads[0] * hybrid.head_dim
+    # In `makespan` the group with the most work computes, and the others wait for it.
     return HybridCost(
         layout.spec,
         0 if stays else _moved(hybrid, layout, seq_len, world_size),

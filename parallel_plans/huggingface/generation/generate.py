@@ -185,6 +185,7 @@ def call_with_cache(
         memory.appending(tokens, padding, num_kept) as (new, inputs),
         _states(sharding, cache, new, mask),
     ):
+        # Many new tokens are sharded as in training; few are the same on all ranks.
         if new.sharded_length:  # otherwise a layer's message compares the tokens
             sharding.check_same_batch(arguments | {"input_ids": tokens}, "a sharded append step")
             sharding.tokenwise.begin(model)
@@ -299,6 +300,7 @@ def install_generate(model: Any, sharding: Sharding) -> None:
             _check(self, sharding, _asked(plain, self, args, kwargs))
             with whole_outputs(self), _generating(sharding):
                 result = type(self).generate(self, *args, **kwargs)
+        # The ranks know already: the group is shut down.
         except RingError:
             raise
         except BaseException:

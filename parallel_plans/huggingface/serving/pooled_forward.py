@@ -92,6 +92,9 @@ class PooledForward:
         Returns:
             The logits of these tokens of `decoding`, sequence by sequence, `(T, V)`.
         """
+        # A forward's row: tokens of prompts on the ranks that keep them, then last tokens on all.
+        #     rank 0    a0 a1 b0    c9 d4
+        #     rank 1    a2 a3 b1    c9 d4
         device, steps, num_decoded = self._model.device, list[PooledStep](), 0
         if chunks:
             steps.append(PrefilledTokens(self.memory, chunks, device))

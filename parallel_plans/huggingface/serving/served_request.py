@@ -350,6 +350,9 @@ def extend_all(requests: Sequence[ServedRequest], logits: Tensor) -> list[bool]:
         requests: the requests.
         logits: `(T, V)`, after the last token of each request, and after each one of its draft.
     """
+    # Rows of logits of a request with the draft 5 7, and of one without; `firsts` are 0, 3 and 4:
+    #     row           0           1          2          3
+    #     token after   the last    5          7          the last
     firsts = [*accumulate((1 + len(x.drafted) for x in requests), initial=0)]
     has_ended, left, number = [False] * len(requests), [*range(len(requests))], 0
     while left:  # the step may have had tokens of prompts only

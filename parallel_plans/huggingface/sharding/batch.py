@@ -217,6 +217,8 @@ def shard(batch: ModelBatch, indices: Tensor, sharded_length: int, past: int = 0
         positions = local(batch.positions, dim=-1)
     others = {name: local(x) if isinstance(x, Tensor) else x for name, x in batch.others.items()}
     if FEATURES in others:
+        # Features have a row for each image token of the batch, in order. A rank takes the rows
+        # of its own tokens: the number of such tokens before one is its row.
         is_image = batch.others[IS_IMAGE]
         # Features are those of the whole batch, a row for each token of an image: that of a token
         # is how many such tokens come before it.

@@ -287,6 +287,7 @@ class Sharding:
             weights = is_token.expand(batch.tokens.shape[:2]) if batch.mask is None else batch.mask
             router, how[ROUTER_LOGITS] = router_spec(model, weights), True
         kept = self.keep_logits(how, plan.layout, plan.seq_len, plan.sharded_length)
+        # If logits are asked for, or the head is not what it was, the loss is made of logits.
         in_head = not has_logits and loss_head(model) is not None
         own, of_head = (None, batch.labels) if in_head else (batch.labels, None)
         return how, OutputSpec(plan, own, of_head, batch.num_items, has_logits, router, kept)

@@ -362,14 +362,14 @@ def has_late_messages(group: dist.ProcessGroup) -> bool:
 
 def _backends(group: dist.ProcessGroup, device_type: str | None = None) -> set[str]:
     """Return the names of the backends that a group has, for all devices or for one type."""
-    found = set()
+    names = set()
     for device in group._device_types:
         try:
             if device_type in (None, device.type):
-                found.add(group._get_backend(device).name())
+                names.add(group._get_backend(device).name())
         except RuntimeError:  # none for this device
             continue
-    return found
+    return names
 
 
 def time_limit_of(group: dist.ProcessGroup) -> timedelta:

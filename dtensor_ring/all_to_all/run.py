@@ -280,16 +280,16 @@ def _messages_of(
     outgoing, incoming = ([x for x in side if x.peer != rank] for side in (leaving, coming))
     receives = packed_messages(incoming, shapes, is_sent=False)
     # A part comes from a message, by its index, or from an input of this rank.
-    found: dict[tuple[int, int], int | TensorPart] = {
+    by_part: dict[tuple[int, int], int | TensorPart] = {
         (copy.peer, copy.part.number): index for index, copy in enumerate(receives.copies)
     }
     for split in leaving:
         if split.peer == rank:
-            found |= {(rank, part.number): part for part in split.parts}
+            by_part |= {(rank, part.number): part for part in split.parts}
     sources = dict[TensorPart, list[int | TensorPart]]()
     for split in coming:  # on the reverse exchange, a key head has copies from several ranks
         for part in split.parts:
-            sources.setdefault(part, []).append(found[split.peer, part.number])
+            sources.setdefault(part, []).append(by_part[split.peer, part.number])
     result_parts = [ResultPart(part, tuple(of)) for part, of in sources.items()]
     local_parts = tuple(
         x for x in result_parts if all(isinstance(of, TensorPart) for of in x.sources)

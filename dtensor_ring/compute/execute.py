@@ -285,15 +285,15 @@ class _Chain:
 
     def launches(self, shape: Shape) -> list[Launch]:
         """Return launches of segments, and launches of single tiles where there are too few."""
-        found: list[Launch] = []
+        joined: list[Launch] = []
         alone: list[_Link] = []
         for first, end in self._cuts(shape):
             links = self.links[first:end]
             if len(_tiles(links, shape[0])) >= FEWEST:
-                found.append(self._segments(links, shape))
+                joined.append(self._segments(links, shape))
             else:
                 alone += links
-        return found + list(map(_single, _tiles(alone, shape[0])))
+        return joined + list(map(_single, _tiles(alone, shape[0])))
 
     def _cuts(self, shape: Shape) -> list[Span]:
         """Return ranges of links; each range becomes one launch."""

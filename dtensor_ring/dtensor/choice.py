@@ -157,15 +157,15 @@ def choice_of(group_name: str, *asked: Any) -> tuple[str, str]:
     if config is not here.config or len(known) > MAX_CHOICES:
         known = {}
         here.choices = here.config, known
-    found = known.get(asked)
-    if found is None:
+    chosen = known.get(asked)
+    if chosen is None:
         layout, device, dtype, kernel, document, *rest = asked
         mask, sizes, machine = Mask(*rest[:4]), CallSizes(*rest[4:]), machine_of(here, device)
         spec = _choose(here, machine, layout, dtype, kernel, document, mask, sizes)
-        found = known[asked] = spec, machine.label
+        chosen = known[asked] = spec, machine.label
         if dist.get_rank() == here.ranks[0]:
             _LOG.info('"auto" takes %s on %s for %s, %s', spec, machine.name, mask, sizes)
-    return found
+    return chosen
 
 
 def _choose(

@@ -192,13 +192,13 @@ class HandOver:
 
     def _incoming(self, number: int) -> list[Incoming]:
         """Return the messages of a layer that this rank gets."""
-        found = []
+        messages = []
         for move in self._plan.moves:
             if move.move.target == self._rank != move.move.source:
                 parts = self._taken(number, move)
                 contents = [x.content for x in parts]
-                found.append(Incoming(move.move.source, contents, partial(put, parts)))
-        return found
+                messages.append(Incoming(move.move.source, contents, partial(put, parts)))
+        return messages
 
     def _taken(self, number: int, move: ColumnMove) -> list[MovedPart]:
         return [part for memory in self._made[number] for part in move.taken(memory)]

@@ -61,12 +61,12 @@ def _blank(none: QuantisedTokens, num_cols: int) -> QuantisedTokens:
     def wider(x: Tensor, number: int) -> Tensor:
         return x.new_empty((*x.shape[:2], number, x.shape[3]))
 
-    q = none.closed
+    blocks = none.closed
     closed = replace(
-        q,
-        data=wider(q.data, num_blocks * none.block_size),
-        scales=wider(q.scales, num_blocks),
-        means=None if q.means is None else wider(q.means, num_blocks),
+        blocks,
+        data=wider(blocks.data, num_blocks * none.block_size),
+        scales=wider(blocks.scales, num_blocks),
+        means=None if blocks.means is None else wider(blocks.means, num_blocks),
     )
     return replace(none, closed=closed, open=wider(none.open, num_open))
 

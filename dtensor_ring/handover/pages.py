@@ -163,14 +163,14 @@ class MovedQuantisedPages(MovedPages):
         self.contents += [Content((total, x.shape[1], x.shape[3]), x.dtype) for x in memory._open]
 
     def fill(self, layer: int, packed: Sequence[Tensor]) -> None:
-        found = list(packed)
+        remaining = list(packed)
         rows = self._units(layer, self._full)
         for q in self._memory._closed:
             for x in _tensors(q):
-                torch.index_select(x, 0, rows, out=found.pop(0))
+                torch.index_select(x, 0, rows, out=remaining.pop(0))
         numbers, places = self._places()
         units = self._open + layer * self._memory._num_units
-        for which, into in enumerate(found):
+        for which, into in enumerate(remaining):
             into.copy_(self._memory._content(which, units)[numbers, :, places])
 
     def put(self, layer: int, packed: Sequence[Tensor]) -> None:

@@ -252,7 +252,7 @@ def block_moves(
             f"{source.block} and {target.block} tokens"
         )
     # One entry for a pair of ranks, whose blocks travel together.
-    found: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
+    by_pair: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
     for tokens in moved:
         for number, num_tokens in _blocks_of(tokens, source.block):
             one, other = source.owner(number), target.owner(number)
@@ -260,9 +260,11 @@ def block_moves(
             here = tokens.source.blocks[one][number // source.world_size]
             there = tokens.target.blocks[other][number // target.world_size]
             pair = ranks[0][one], ranks[1][other]
-            found.setdefault(pair, []).append((here, there, num_tokens))
+            by_pair.setdefault(pair, []).append((here, there, num_tokens))
     # Sorted, since ranks compare their moves, and post them in this order.
-    return tuple(BlockMove(one, other, np.array(found[one, other])) for one, other in sorted(found))
+    return tuple(
+        BlockMove(one, other, np.array(by_pair[one, other])) for one, other in sorted(by_pair)
+    )
 
 
 def _blocks_of(tokens: MovedTokens, block: int) -> Iterator[tuple[int, int]]:

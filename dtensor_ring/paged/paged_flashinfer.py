@@ -131,14 +131,14 @@ class _Wrappers:
 
     def planned(self, pages: Pages) -> Any:
         """Return a wrapper of the package that has planned for these blocks."""
-        found = next((x for x in self._kept if x.has(pages)), None)
-        if found is None:
+        wrapper = next((x for x in self._kept if x.has(pages)), None)
+        if wrapper is None:
             is_full = len(self._kept) == WRAPPERS
-            found = self._kept[0] if is_full else self._made()
-            found.plan(pages, self._num_rows, *self._sizes, **self._how)
+            wrapper = self._kept[0] if is_full else self._made()
+            wrapper.plan(pages, self._num_rows, *self._sizes, **self._how)
         # The first one was used longest ago, and plans again when there are too many.
-        self._kept = [x for x in self._kept if x is not found] + [found]
-        return found.made
+        self._kept = [x for x in self._kept if x is not wrapper] + [wrapper]
+        return wrapper.made
 
     def _made(self) -> _Wrapper:
         from flashinfer import BatchPrefillWithPagedKVCacheWrapper

@@ -158,7 +158,7 @@ def block_reads(
     >>> found.whole[0].firsts, found.whole[0].num_keys, found.edges.cols
     (array([1]), array([6]), array([[3]]))
     """
-    found: dict[tuple[Span, int], list[tuple[int, int, int]]] = defaultdict(list)
+    by_rows: dict[tuple[Span, int], list[tuple[int, int, int]]] = defaultdict(list)
     seen: dict[tuple[int, Span], int] = defaultdict(int)
     edges: list[Tile] = []
     for tile in _by_row(tiles, shape[0]):
@@ -169,11 +169,11 @@ def block_reads(
             continue
         row = tile.batch or 0
         # A row that reads several ranges has each of them in another launch.
-        found[tile.rows, seen[row, tile.rows]].append((row, begin // block, end - begin))
+        by_rows[tile.rows, seen[row, tile.rows]].append((row, begin // block, end - begin))
         seen[row, tile.rows] += 1
         edges += [replace(tile, cols=x) for x in ((first, begin), (end, last)) if length(x)]
     whole = []
-    for (queries, _), ranges in found.items():
+    for (queries, _), ranges in by_rows.items():
         rows, firsts, num_keys = np.array(ranges).T
         whole.append(Reads(queries, rows, firsts, num_keys))
     return BlockReads(tuple(whole), _edges(edges, shape[1]) if edges else None)

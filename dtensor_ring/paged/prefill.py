@@ -154,13 +154,13 @@ def _moved(table: np.ndarray, keys: PromptPiece, queries: PromptPiece) -> np.nda
     # Lags in the sequence are larger: what comes between the pieces is not of the prompt.
     apart = queries.shift - keys.shift
     left, right = table.T[4] + apart, table.T[5] - apart
-    found = np.stack([q_begin, q_end, k_begin, k_end, left, right], axis=1)
-    found = found[(q_begin < q_end) & (k_begin < k_end)]
+    pieces = np.stack([q_begin, q_end, k_begin, k_end, left, right], axis=1)
+    pieces = pieces[(q_begin < q_end) & (k_begin < k_end)]
     # Bounds that hide nothing are dropped, so that prompts which see the same can be joined.
-    q_begin, q_end, k_begin, k_end, left, right = found.T
-    found[left >= q_end - 1 - k_begin, 4] = UNBOUNDED
-    found[right >= k_end - 1 - q_begin, 5] = UNBOUNDED
-    return found
+    q_begin, q_end, k_begin, k_end, left, right = pieces.T
+    pieces[left >= q_end - 1 - k_begin, 4] = UNBOUNDED
+    pieces[right >= k_end - 1 - q_begin, 5] = UNBOUNDED
+    return pieces
 
 
 def _joined(table: np.ndarray) -> np.ndarray:

@@ -67,14 +67,14 @@ class ChangingDocuments(Documents):
         Raises:
             ValueError: if they are no boundaries of the sequence, or more than there is room for.
         """
-        found = as_documents(np.asarray(cu_seqlens))
-        assert found is not None, "there are boundaries"
-        found.check(self._seq_len)
-        bounds = found.arrays[0]
-        if len(found.arrays) > 1 or bounds.size - 1 > self._room:
+        documents = as_documents(np.asarray(cu_seqlens))
+        assert documents is not None, "there are boundaries"
+        documents.check(self._seq_len)
+        bounds = documents.arrays[0]
+        if len(documents.arrays) > 1 or bounds.size - 1 > self._room:
             raise ValueError(
                 f"there is room for {self._room} documents, the same in all batch rows, got "
-                f"{[row.size - 1 for row in found.arrays]}; make it with a larger max_documents"
+                f"{[row.size - 1 for row in documents.arrays]}; make it with a larger max_documents"
             )
         return np.append(bounds, np.full(self._room + 1 - bounds.size, bounds[-1]))
 

@@ -105,15 +105,15 @@ def select(
         # A copy, since the cached positions are read-only, of which torch cannot make a tensor.
         of_rows = torch.from_numpy(on_host.copy()).to(query.device)
         queries = IndexQueries(query, weights, of_rows, on_host)
-        found = ring_select(queries, key, plan, choice, positions_of_keys(request), transport)
+        chosen = ring_select(queries, key, plan, choice, positions_of_keys(request), transport)
     # The loop chose numbers of pools or of blocks, and attention takes positions of tokens.
     if pool_size > 1:
-        return tokens_of_pools(found, pool_size, of_rows)
+        return tokens_of_pools(chosen, pool_size, of_rows)
     if block_size == 1:
-        return found
+        return chosen
     shards = shard_table(request.layout, request.world_size, request.seq_len).shards
     seen = _slices(request)
-    return tokens_of_blocks(found, block_size, of_rows, shards[request.rank], seen)
+    return tokens_of_blocks(chosen, block_size, of_rows, shards[request.rank], seen)
 
 
 def request_of_keys(request: PlanRequest, pool_size: int) -> PlanRequest:

@@ -206,12 +206,12 @@ class QuantisedPacket(Packet):
         batch, heads, num_tokens, head_dim = key.shape
         size = packet_size(dtype, batch, heads, (head_dim, value.shape[3])).of_shard(num_tokens)
         memory = torch.empty(size, dtype=torch.uint8, device=key.device)
-        found = cls.lying_in(memory, source, shard, dtype, blocks)
+        packet = cls.lying_in(memory, source, shard, dtype, blocks)
         if is_dry:
-            note_pass("pack", key.nbytes + value.nbytes + found.num_bytes)
+            note_pass("pack", key.nbytes + value.nbytes + packet.num_bytes)
         else:
-            quantise_pair(key, value, BY_DTYPE[dtype], BLOCK_SIZE, found._parts)
-        return found
+            quantise_pair(key, value, BY_DTYPE[dtype], BLOCK_SIZE, packet._parts)
+        return packet
 
     @classmethod
     def lying_in(

@@ -63,7 +63,7 @@ class Ahead:
         if not num_heads:
             return None
         tokens, positions = batch["input"], batch["positions"]
-        found = []
+        by_head = []
         # Two documents, and what the first head beside the main one reads and predicts:
         #     tokens      a b c d | e f
         #     reads       b c d . | f .
@@ -73,8 +73,8 @@ class Ahead:
             how["return_valid_mask"] = True
             ahead, is_token = roll_mtp_sequence(tokens, fill_value=0, **how)
             of_labels, _ = roll_mtp_sequence(labels, fill_value=IGNORE_INDEX, **how)
-            found.append([own.of(x) for x in (ahead, is_token, of_labels)])
-        of_tokens, of_places, of_labels = zip(*found, strict=True)
+            by_head.append([own.of(x) for x in (ahead, is_token, of_labels)])
+        of_tokens, of_places, of_labels = zip(*by_head, strict=True)
         return cls(of_tokens, of_places, of_labels)
 
     def to(self, device: torch.device) -> Ahead:

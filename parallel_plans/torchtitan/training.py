@@ -38,13 +38,13 @@ def ring_layout(config: Any) -> str:
     Raises:
         ValueError: if there is no ring, or if layers have different layouts.
     """
-    found = {ring.layout for _, ring, _, _ in config.traverse(RingAttention.Config)}
-    if len(found) != 1:
+    layouts = {ring.layout for _, ring, _, _ in config.traverse(RingAttention.Config)}
+    if len(layouts) != 1:
         raise ValueError(
             "all layers of a model share one layout of its tokens, got "
-            f"{sorted(found) or 'no ring'}"
+            f"{sorted(layouts) or 'no ring'}"
         )
-    return found.pop()
+    return layouts.pop()
 
 
 def check_experts(config: Any, ep: int) -> None:

@@ -159,14 +159,14 @@ def slices_of_blocks(blocks: MaskBlocks) -> Slices:
         torch.stack([torch.nn.functional.pad(x, (0, widest - x.shape[1])) for x in side]).numpy()
         for side in zip(*rows, strict=True)
     )
-    found = Slices.per_query(begins, ends)
-    num_slices = max(map(len, found.tables))
+    slices = Slices.per_query(begins, ends)
+    num_slices = max(map(len, slices.tables))
     if num_slices > MAX_SLICES:
         raise ValueError(
             f"block_mask takes {num_slices:,} slices, at most {MAX_SLICES:,} can be planned: it is "
             "no union of a few bands; use FlexAttention itself for it"
         )
-    return found
+    return slices
 
 
 def _row(blocks: MaskBlocks, row: int, device: torch.device) -> Ranges:

@@ -280,8 +280,8 @@ def _block_mask_slices(
         block_size=sizes[1],
         function=_bound(function_of(function), arguments),
     )
-    found = _known(blocks, (*tables, *captured), (*sizes, function, *numbers))
-    num_slices, capacity = found.shape[-2], _capacity(lengths[0])
+    known_slices = _known(blocks, (*tables, *captured), (*sizes, function, *numbers))
+    num_slices, capacity = known_slices.shape[-2], _capacity(lengths[0])
     if num_slices > capacity:
         raise ValueError(
             f"block_mask takes {num_slices:,} slices, at most {capacity:,} are possible with "
@@ -289,7 +289,7 @@ def _block_mask_slices(
             f"slices_of_block_mask and ring_attention take up to {MAX_SLICES:,}"
         )
     table = np.zeros((len(partial_counts), capacity, NUM_FIELDS), dtype=np.int32)
-    table[:, :num_slices] = found
+    table[:, :num_slices] = known_slices
     return torch.from_numpy(table[0] if len(table) == 1 else table)
 
 

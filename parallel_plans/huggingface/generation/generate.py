@@ -378,12 +378,12 @@ def _check_prompt(asked: dict[str, Any], num_cached: int) -> None:
 def _described(model: Any, asked: dict[str, Any]) -> dict[str, str]:
     """Describe what must be the same on all ranks."""
     listed = {name: x for name, x in asked.items() if x is not None and name not in OWN_OF_RANKS}
-    found = described(listed)
-    found |= {name: written(x) for name, x in listed.items() if not isinstance(x, Tensor)}
-    found["generation_config of the model"] = written(model.generation_config)
+    facts = described(listed)
+    facts |= {name: written(x) for name, x in listed.items() if not isinstance(x, Tensor)}
+    facts["generation_config of the model"] = written(model.generation_config)
     if _option(model, asked, "do_sample"):
-        found["random state"] = _digest(model.device)
-    return found
+        facts["random state"] = _digest(model.device)
+    return facts
 
 
 def _tokens_of(result: Any) -> dict[str, str]:

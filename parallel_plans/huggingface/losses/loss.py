@@ -75,14 +75,16 @@ def other_loss(model: Any) -> str | None:
         if predicts_next(model):
             inputs |= {"shift_labels": labels.flip(1), "num_items_in_batch": NUM_ITEMS}
         try:
-            found = float(probe(model, everything, **inputs).loss)
+            own_loss = float(probe(model, everything, **inputs).loss)
         except Exception as error:  # a custom loss may raise anything
             return f"its loss takes no labels that are shifted already ({error})"
     count = inputs.get("num_items_in_batch", NUM_TOKENS)
     expected = float(token_loss(logits, inputs.get("shift_labels", labels), count))
-    if not isfinite(expected) or isclose(found, expected, rel_tol=0.01, abs_tol=1e-6):
+    if not isfinite(expected) or isclose(own_loss, expected, rel_tol=0.01, abs_tol=1e-6):
         return None
-    return f"its loss of a few tokens is {found:.4f}, where their cross-entropy is {expected:.4f}"
+    return (
+        f"its loss of a few tokens is {own_loss:.4f}, where their cross-entropy is {expected:.4f}"
+    )
 
 
 # Outputs that a model adds when router logits are requested.

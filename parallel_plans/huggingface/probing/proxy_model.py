@@ -212,13 +212,13 @@ def _token(x: Any) -> Any:
 def _rotary(options: dict[str, Any]) -> dict[str, Any]:
     """Return rotary options for the number of frequencies of a small head."""
     half = HEAD_DIM // 2
-    found = {name: _rotary(x) if isinstance(x, dict) else x for name, x in options.items()}
+    small = {name: _rotary(x) if isinstance(x, dict) else x for name, x in options.items()}
     for name, x in options.items():
         if name == SECTIONS and x:
-            found[name] = _sections(len(x), options)
+            small[name] = _sections(len(x), options)
         elif name in ("short_factor", "long_factor") and x:
-            found[name] = x[:half]
-    return found
+            small[name] = x[:half]
+    return small
 
 
 def _sections(number: int, options: dict[str, Any]) -> list[int]:

@@ -151,12 +151,12 @@ def _facts(model: nn.Module) -> list[Any]:
     """Return what tells whether any module was replaced, or is of another kind."""
     facts: list[Any] = []
     todo: list[nn.Module | None] = [model]
-    found = set[nn.Module]()
+    seen = set[nn.Module]()
     while todo:
         module = todo.pop()
-        if module is None or module in found:
+        if module is None or module in seen:
             continue
-        found.add(module)
+        seen.add(module)
         own = vars(module)
         weight = own["_parameters"].get("weight")
         local = getattr(weight, "_local_tensor", None)

@@ -116,14 +116,14 @@ def broadcast_bytes(group: dist.ProcessGroup, data: bytes) -> bytes:
     dist.broadcast(frame, group=group, group_src=0)
     head = frame.numpy().tobytes()
     size = int.from_bytes(head[:NUM_LENGTH], "little")
-    found = head[NUM_LENGTH : NUM_LENGTH + min(size, room)]
+    first_part = head[NUM_LENGTH : NUM_LENGTH + min(size, room)]
     if size <= room:
-        return found
+        return first_part
     rest = torch.empty(size - room, dtype=torch.uint8)
     if group.rank() == 0:
         rest = torch.frombuffer(bytearray(data[room:]), dtype=torch.uint8)
     dist.broadcast(rest, group=group, group_src=0)
-    return found + rest.numpy().tobytes()
+    return first_part + rest.numpy().tobytes()
 
 
 # Who does what between two broadcasts:
@@ -237,23 +237,23 @@ class Frontend:
         self, batch: ContinuousBatch, outputs: Sequence[Any], refused: list[SampleTokens]
     ) -> None:
         """Give out the tokens of a step."""
-        found = [x for x in refused if self._num_sent.pop(x.sample_id, None) is not None]
+        samples = [x for x in refused if self._num_sent.pop(x.sample_id, None) is not None]
         for output in outputs:
             num_sent = self._num_sent.pop(output.request_id, None)
             if num_sent is not None:  # else nobody waits for it
                 tokens = output.generated_tokens[num_sent:]
-                found.append(SampleTokens(output.request_id, tokens, True, output.error, 400))
+                samples.append(SampleTokens(output.request_id, tokens, True, output.error, 400))
         for name, num_sent in list(self._num_sent.items()):
             tokens = batch.new_tokens(name, num_sent)
             if tokens is None:  # a sample of a prompt that was refused
                 del self._num_sent[name]
-                found.append(SampleTokens(name, [], True, "its prompt cannot be served", 400))
+                samples.append(SampleTokens(name, [], True, "its prompt cannot be served", 400))
             elif tokens:
                 self._num_sent[name] += len(tokens)
-                found.append(SampleTokens(name, tokens))
+                samples.append(SampleTokens(name, tokens))
         look = self._look(batch)
-        if found or look:
-            self._publish(found, look)
+        if samples or look:
+            self._publish(samples, look)
 
     def _look(self, batch: ContinuousBatch) -> EngineLook | None:
         """Return the numbers of the engine, from time to time."""

@@ -265,15 +265,15 @@ def checksum_words(parts: Parts, reads_floats: bool) -> list[int]:
 
     Integers count by `checksum_of`, floating tensors by a sum of their bits.
     """
-    found = [parts.text, str([*parts.numbers.values()])]
+    lines = [parts.text, str([*parts.numbers.values()])]
     for x in parts.tensors.values():
-        found.append(f"{x.dtype} {tuple(x.shape)}")
+        lines.append(f"{x.dtype} {tuple(x.shape)}")
         # Rounded numbers may differ in the last bits between ranks that computed the same.
         if not _is_rounded(x):
-            found.append(str(checksum_of(x)))
+            lines.append(str(checksum_of(x)))
         elif reads_floats:
-            found.append(str(sum_of_bits(x).item()))
-    text = "\n".join(found).encode()
+            lines.append(str(sum_of_bits(x).item()))
+    text = "\n".join(lines).encode()
     return [crc32(text) & 0xFFFFFF, crc32(text, 1) & 0xFFFFFF]
 
 

@@ -272,15 +272,15 @@ def check_batch(model: Any, arguments: dict[str, Any]) -> int:
     if arguments.get("input_ids") is None and arguments.get("inputs_embeds") is None:
         raise ValueError("a context-parallel model needs input_ids or inputs_embeds, got none")
     for name in ("inputs_embeds", "attention_mask", *_OF_INTEGERS):
-        x = arguments.get(name)
-        if x is not None and (not isinstance(x, Tensor) or isinstance(x, DTensor)):
+        given = arguments.get(name)
+        if given is not None and (not isinstance(given, Tensor) or isinstance(given, DTensor)):
             raise ValueError(
                 f"{name} must be one tensor over a sharded sequence, plain and whole on every "
-                f"rank, got {type(x).__name__}"
+                f"rank, got {type(given).__name__}"
             )
-        if x is not None:
-            check_strided(name, x)
-            _check_dtype(name, x)
+        if given is not None:
+            check_strided(name, given)
+            _check_dtype(name, given)
     if arguments.get("output_attentions"):
         raise ValueError(
             "output_attentions is not supported over a sharded sequence, whose scores no rank has; "

@@ -128,12 +128,12 @@ class Sharding:
     ) -> dict[str, Any]:
         """Return the arguments of a call that are not `None`, by name."""
         check_implementation(model.config)
-        found = named_arguments(self._names, args, kwargs)
+        named = named_arguments(self._names, args, kwargs)
         if "cache_position" not in self._names:
-            found.pop("cache_position", None)  # of transformers 4
+            named.pop("cache_position", None)  # of transformers 4
         if "labels" not in self._names and model.get_output_embeddings() is None:
-            found.pop("labels", None)  # the outer model of a base model takes them
-        return found
+            named.pop("labels", None)  # the outer model of a base model takes them
+        return named
 
     def inputs(self, model: Any, arguments: dict[str, Any]) -> tuple[dict[str, Any], OutputSpec]:
         """Return the keywords of the forward on this rank, and what joining its outputs needs."""

@@ -77,8 +77,18 @@ class PostedCall(NamedTuple):
     @property
     def header(self) -> Header:
         """The header; a part of the call site that is not known is 0 there."""
-        site = [(crc32(text.encode()) or 1) if text else 0 for text in self.call_site]
-        return Header(_HASH, self.number, self.forward_call, self.record.digest, *site)
+        line, layer, placements = (
+            (crc32(text.encode()) or 1) if text else 0 for text in self.call_site
+        )
+        return Header(
+            what=_HASH,
+            number=self.number,
+            forward_call=self.forward_call,
+            digest=self.record.digest,
+            line=line,
+            layer=layer,
+            placements=placements,
+        )
 
     @property
     def text(self) -> bytearray:

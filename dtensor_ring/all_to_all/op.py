@@ -328,8 +328,10 @@ def checked_all_to_all(
         forward_call=0,
     )
     way = is_plain(transport_of(group), first.device), first.device.type
-    mask_tensors = *args.documents(batch), args.slices(batch)
-    record = _all_to_all_record(way, batch, dims, same, *layouts, *mask_tensors)
+    (before, after), (documents, key_documents) = layouts, args.documents(batch)
+    record = _all_to_all_record(
+        way, batch, dims, same, before, after, documents, key_documents, args.slices(batch)
+    )
     direction = _direction(args.is_back)
     return checked_transport(group, record, direction, first.device, args.forward_call, CALLER.site)
 
@@ -423,7 +425,7 @@ class _AllToAllFunction(_SingleLevelFunction):
         results: list[Any] = [None] * len(ctx.args.num_heads)
         if given:
             args = ctx.args._replace(
-                batch_runs=BatchRuns(*ctx.saved_tensors),
+                batch_runs=BatchRuns._make(ctx.saved_tensors),
                 num_heads=tuple(ctx.args.num_heads[i] for i in given),
             )
             found = all_to_all_op([grads[i] for i in given], *flatten_all_to_all(args))

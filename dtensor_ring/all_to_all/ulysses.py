@@ -202,8 +202,10 @@ class HeadExchange:
 
     @property
     def _span(self) -> slice:
-        shard = head_shard_of(self._rank % self._heads, self._heads, self._num_heads[1])
-        return slice(*shard.span(*self._num_heads))
+        num_heads, num_key_heads = self._num_heads
+        shard = head_shard_of(self._rank % self._heads, self._heads, num_key_heads)
+        first, end = shard.span(num_heads, num_key_heads)
+        return slice(first, end)
 
 
 def ulysses_attention(

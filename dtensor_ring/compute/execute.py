@@ -298,7 +298,7 @@ class _Chain:
     def _cuts(self, shape: Shape) -> list[Span]:
         """Return ranges of links; each range becomes one launch."""
         blocks = [num_blocks(max(length(tile.rows), length(tile.cols))) for _, tile in self.links]
-        gaps = [_gap(*pair, shape) for pair in pairwise(self.links)]
+        gaps = [_gap(before, after, shape) for before, after in pairwise(self.links)]
         return cut(blocks, gaps)
 
     def _segments(self, links: list[_Link], shape: Shape) -> Launch:

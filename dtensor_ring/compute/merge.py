@@ -205,7 +205,10 @@ def _addends(one: Accumulation) -> tuple[list[_Addend], Tensor | None]:
         return [_Addend(partial.x) for partial in one.partials], None
     first, *others = one.partials
     weights = Weights(one)
-    joining = [_Addend(partial.x, *weights.join(partial.region, partial.lse)) for partial in others]
+    joining: list[_Addend] = []
+    for partial in others:  # in this order, as each changes the lse that the next one joins
+        weight, kept = weights.join(partial.region, partial.lse)
+        joining.append(_Addend(partial.x, weight, kept))
     scale = weights.divide(one.sinks) if one.denominator is None else None
     return [_Addend(first.x), *joining], scale
 

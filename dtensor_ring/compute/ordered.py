@@ -114,10 +114,10 @@ class OrderedOutput:
         """
         for piece in self._order.pieces[step.number]:
             with label("tile"):
-                results = [
-                    kernel.forward(*_inputs(tile, self._query, kv), launch, scores)
-                    for tile, launch in _launches(piece, in_flight)
-                ]
+                results = []
+                for tile, launch in _launches(piece, in_flight):
+                    q, k, v = _inputs(tile, self._query, kv)
+                    results.append(kernel.forward(q, k, v, launch, scores))
             # A leaf is merged at once, so its partial results need not be kept.
             with label("merge"):
                 number, key_block = piece.blocks
@@ -210,15 +210,11 @@ class OrderedGradients:
             of_keys = self._of_others = self._trees(self._order.sizes[step.number])
         for piece in self._order.pieces[step.number]:
             with label("tile"):
-                results = [
-                    kernel.backward(
-                        saved.region(rows_of(tile)),
-                        *_inputs(tile, self._query, kv),
-                        launch,
-                        scores,
-                    )
-                    for tile, launch in _launches(piece)
-                ]
+                results = []
+                for tile, launch in _launches(piece):
+                    q, k, v = _inputs(tile, self._query, kv)
+                    of_rows = saved.region(rows_of(tile))
+                    results.append(kernel.backward(of_rows, q, k, v, launch, scores))
             with label("merge"):
                 query_block, key_block = piece.blocks
                 of_query, of_key = self._leaves(step, piece, results)
@@ -250,13 +246,11 @@ class OrderedGradients:
         order, of_keys = self._order, {x: tree.result for x, tree in self._own.items()}
         query = {number: tree.result for number, tree in self._of_queries.items()}
         keys, values = ({x: pair[i] for x, pair in of_keys.items()} for i in range(2))
-        sides = (
-            (self._query, query, order.rows),
-            (self._shard[0], keys, order.cols),
-            (self._shard[1], values, order.cols),
+        return (
+            _assembled(self._query, query, order.rows),
+            _assembled(self._shard[0], keys, order.cols),
+            _assembled(self._shard[1], values, order.cols),
         )
-        dq, dk, dv = (_assembled(*side) for side in sides)
-        return dq, dk, dv
 
     def _trees(self, blocks: dict[int, Span] | dict[int, int]) -> dict[int, Tree[Pair]]:
         leaves = ((x, self._order.queries_of.get(x, ())) for x in blocks)

@@ -208,7 +208,8 @@ def attend(
     sinks = call.scores.sinks
     if sinks is not None and sinks.ndim == 3:  # of each query, which the op does not take
         plain = call._replace(scores=call.scores._replace(sinks=None))
-        return with_sinks(query, *attend(query, key, value, plain, with_lse=True), sinks)
+        out, lse = attend(query, key, value, plain, with_lse=True)
+        return with_sinks(query, out, lse, sinks)
     if torch.compiler.is_compiling():
         tag_compiled()  # other calls do this when they look up the group
         return _attend(query, key, value, call, with_lse)

@@ -160,7 +160,8 @@ def choice_of(group_name: str, *asked: Any) -> tuple[str, str]:
     chosen = known.get(asked)
     if chosen is None:
         layout, device, dtype, kernel, document, *rest = asked
-        mask, sizes, machine = Mask(*rest[:4]), CallSizes(*rest[4:]), machine_of(here, device)
+        mask, sizes = Mask(*rest[:4]), CallSizes._make(rest[4:])
+        machine = machine_of(here, device)
         spec = _choose(here, machine, layout, dtype, kernel, document, mask, sizes)
         chosen = known[asked] = spec, machine.label
         if dist.get_rank() == here.ranks[0]:

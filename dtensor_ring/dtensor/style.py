@@ -311,9 +311,10 @@ class ShardedMultiheadAttention(nn.MultiheadAttention):
             )
         if not self.batch_first:
             inputs = tuple(x.transpose(0, 1) for x in inputs)
+        weights, biases = self._projections()
         heads: Any = (
             F.linear(x, weight, bias).unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
-            for x, weight, bias in zip(inputs, *self._projections(), strict=True)
+            for x, weight, bias in zip(inputs, weights, biases, strict=True)
         )
         if self.seq_len is not None:
             on = self.axis.token_mesh
@@ -321,7 +322,8 @@ class ShardedMultiheadAttention(nn.MultiheadAttention):
         with within_layer(self):
             mask = Mask.causal() if is_causal else Mask.full()
             dropout_p = self.dropout if self.training else 0.0
-            out = self.axis.attention(*heads, mask=mask, dropout_p=dropout_p)
+            q, k, v = heads
+            out = self.axis.attention(q, k, v, mask=mask, dropout_p=dropout_p)
         out = out.to_local() if isinstance(out, DTensor) else out
         out = self.out_proj(out.transpose(1, 2).flatten(2))
         return out if self.batch_first else out.transpose(0, 1), None

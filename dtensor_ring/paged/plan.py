@@ -185,14 +185,15 @@ def _edges(tiles: list[Tile], num_queries: int) -> EdgeReads:
     shape = len(rows), max(map(len, cols))
     listed = np.empty(shape, dtype=np.int64)
     for row, mine in zip(listed, cols, strict=True):
-        numbers = np.concatenate([np.arange(*span) for span in mine.spans])
+        numbers = np.concatenate([np.arange(first, end) for first, end in mine.spans])
         # Rows are padded with their last column, which `visible` hides.
         row[: len(mine)], row[len(mine) :] = numbers, numbers[-1]
     visible = np.zeros((shape[0], num_queries, shape[1]), dtype=bool)
     for tile in tiles:
         number = rows.index(tile.batch or 0)
-        part = visible[number, slice(*tile.rows), slice(*cols[number].packed(tile.cols))]
-        part |= sees(tile.mask, *part.shape)
+        (first_row, end_row), (first, end) = tile.rows, cols[number].packed(tile.cols)
+        part = visible[number, first_row:end_row, first:end]
+        part |= sees(tile.mask, end_row - first_row, end - first)
     return EdgeReads(np.array(rows), listed, visible)
 
 

@@ -124,7 +124,7 @@ class PackedPrompts:
     def query_runs(self) -> np.ndarray:
         """Return start and length of each rank's runs of new tokens, `(W, R, 2)`, int32."""
         new = [x[-1] for x in self.prompts]
-        runs = [np.add(self._dealing.runs(*x.tokens), (x.shift, 0)) for x in new]
+        runs = [np.add(self._dealing.runs(x.tokens[0], x.tokens[1]), (x.shift, 0)) for x in new]
         return np.concatenate(runs, axis=1).astype(np.int32)
 
     @property
@@ -149,8 +149,9 @@ class PackedPrompts:
 
 def _moved(table: np.ndarray, keys: PromptPiece, queries: PromptPiece) -> np.ndarray:
     """Return the slices of a piece of queries and a piece of keys, moved to where both lie."""
-    q_begin, q_end = (np.clip(x, *queries.tokens) + queries.shift for x in table.T[:2])
-    k_begin, k_end = (np.clip(x, *keys.tokens) + keys.shift for x in table.T[2:4])
+    (first, end), (first_key, end_key) = queries.tokens, keys.tokens
+    q_begin, q_end = (np.clip(x, first, end) + queries.shift for x in table.T[:2])
+    k_begin, k_end = (np.clip(x, first_key, end_key) + keys.shift for x in table.T[2:4])
     # Lags in the sequence are larger: what comes between the pieces is not of the prompt.
     apart = queries.shift - keys.shift
     left, right = table.T[4] + apart, table.T[5] - apart

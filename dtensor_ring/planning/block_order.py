@@ -287,7 +287,7 @@ class Grid:
         """Return the order of a rank from what it has for each step, see `BlockOrder`."""
         rows, cols = self.rows(rank), self.cols(rank)
         # Keys of other ranks, too: this rank adds up their gradients before it sends them.
-        touched = set(cols).union(*(x.blocks[1:] for of_step in pieces for x in of_step))
+        touched = {*cols, *(x.blocks[1] for of_step in pieces for x in of_step)}
         return BlockOrder(
             rows,
             cols,

@@ -63,9 +63,8 @@ def document_table(bounds: np.ndarray, masks: Iterable[Mask]) -> np.ndarray:
         numbers.setdefault(mask, []).append(number)
     tables = []
     for mask, chosen in numbers.items():
-        ranges = bounds[:-1][chosen], bounds[1:][chosen]
-        if mask.chunk is not None:
-            ranges = chunks(*ranges, mask.chunk)
+        begins, ends = bounds[:-1][chosen], bounds[1:][chosen]
+        ranges = (begins, ends) if mask.chunk is None else chunks(begins, ends, mask.chunk)
         tables.append(masked_table(ranges, ranges, mask))
     return stacked(tables)
 
@@ -155,7 +154,8 @@ def block_diffusion_table(lengths: np.ndarray) -> np.ndarray:
     noisy, end = (bounds[:-1], bounds[1:]), bounds[-1:]
     clean = noisy[0] + end, noisy[1] + end
     parts = (noisy, noisy), (noisy, (end, clean[0])), (clean, (end, clean[1]))
-    return np.concatenate([table_of(*ranges, UNBOUNDED, UNBOUNDED) for ranges in parts])
+    tables = [table_of(queries, keys, UNBOUNDED, UNBOUNDED) for queries, keys in parts]
+    return np.concatenate(tables)
 
 
 def pool_table(num_tokens: int, size: int) -> np.ndarray:

@@ -61,8 +61,8 @@ def find_overlap(table: np.ndarray) -> Overlap | None:
         meet = (lowest <= highest).all(axis=0)
         if meet.any():
             at = int(meet.argmax())
-            query_key = _pair(lowest[:, at])
-            return Overlap(tuple(first[at].tolist()), tuple(second[at].tolist()), *query_key)
+            query, key = _pair(lowest[:, at])
+            return Overlap(tuple(first[at].tolist()), tuple(second[at].tolist()), query, key)
     return None
 
 
@@ -439,5 +439,5 @@ def slices_of(
 def _ranges(row: Sequence[int] | np.ndarray, chunk: int | None) -> RangeArray:
     """Return the begins and ends of documents, or of the chunks within them."""
     bounds = np.asarray(row, dtype=np.int64)
-    ranges = bounds[:-1], bounds[1:]
-    return ranges if chunk is None else chunks(*ranges, chunk)
+    begins, ends = bounds[:-1], bounds[1:]
+    return (begins, ends) if chunk is None else chunks(begins, ends, chunk)

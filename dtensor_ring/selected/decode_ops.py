@@ -315,7 +315,7 @@ def _checked_select(
     agree = call.batch.agree
     text = "none" if agree is None else numbers_text(boundaries.on_host(agree).numpy().reshape(-1))
     attention = attention_facts("select keys", query, key, call.scores, (query.shape[1], 1))
-    record = _best_keys_record(attention, text, own, *request)
+    record = _best_keys_record(attention, text, own, request)
     groups = 1 if with_weights else query.shape[1]
     wide = torch.promote_types(query.dtype, torch.float32)
     # A message has a score, and a position of four bytes, for each chosen key.
@@ -327,9 +327,8 @@ def _checked_select(
 
 @cached_bytes(max_bytes=8 << 20, num_bytes=lambda record: 4 * MAX_BYTES)
 def _best_keys_record(
-    attention: AttentionFacts, agree: str, own: tuple[KeyChoice, bool], *asked: Any
+    attention: AttentionFacts, agree: str, own: tuple[KeyChoice, bool], request: DecodeRequest
 ) -> CallRecord:
-    request = DecodeRequest(*asked)
     listed: dict[str, object] = {
         "tokens of queries": request.num_queries,
         AGREE: agree,

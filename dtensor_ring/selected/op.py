@@ -188,7 +188,7 @@ def check_index(query: Tensor, key: Tensor, weights: Tensor | None) -> None:
 
 def attend(query: Tensor, rows: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
     """Run the attention over selected keys on plain tensors."""
-    listed, call = Listed(*arguments[:5]), unflatten(arguments[5:])
+    listed, call = Listed._make(arguments[:5]), unflatten(arguments[5:])
     check_listed(query, rows, listed, call)
     call.place.policy.refuse_order("attention to selected keys")
     request = request_of_keys(call.request(query.shape[0]), listed.pool_size)
@@ -216,7 +216,7 @@ def backward(
     grad_out: Tensor, grad_lse: Tensor | None, query: Tensor, rows: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Run the backward op of the attention over selected keys, see `gathered_backward`."""
-    listed, (out, lse), call = Listed(*rest[:5]), rest[5:7], unflatten(rest[7:])
+    listed, (out, lse), call = Listed._make(rest[:5]), rest[5:7], unflatten(rest[7:])
     call.place.policy.refuse_order("attention to selected keys")
     request = request_of_keys(call.request(query.shape[0]), listed.pool_size)
     listed = listed.routed(request)
@@ -295,7 +295,7 @@ def check_selected(query: Tensor, selected: Tensor, num_key_heads: int) -> None:
 
 
 def _fake_attend(query: Tensor, rows: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
-    listed, call = Listed(*arguments[:5]), unflatten(arguments[5:])
+    listed, call = Listed._make(arguments[:5]), unflatten(arguments[5:])
     check_listed(query, rows, listed, call)
     check_batch(query, call.batch)
     wide = torch.promote_types(query.dtype, torch.float32)
@@ -347,15 +347,17 @@ def _checked(
     number = 0 if lse is None else group_state_of(group).forward_call_of(lse)
     heads = query.shape[1], value.shape[1]
     facts = attention_facts(direction, query, value, call.scores, heads)
-    record = _selected_record(facts, tuple(own.items()), call.place.policy, *request)
+    record = _selected_record(facts, tuple(own.items()), call.place.policy, request)
     return checked_transport(group, record, direction, query.device, number, CALLER.site)
 
 
 @cached_bytes(max_bytes=8 << 20, num_bytes=lambda record: 4 * MAX_BYTES)
 def _selected_record(
-    attention: AttentionFacts, own: tuple[tuple[str, object], ...], policy: Any, *asked: Any
+    attention: AttentionFacts,
+    own: tuple[tuple[str, object], ...],
+    policy: Any,
+    request: PlanRequest,
 ) -> CallRecord:
-    request = PlanRequest(*asked)
     shared: dict[str, object] = {
         "tokens of keys": request.key_seq_len,
         "strategy": request.strategy.spec,

@@ -129,8 +129,8 @@ def _rounded(segments: Segments) -> Segments:
         # A graph is made for each number of segments, and powers of two are few.
         number = len(segments.rows) - 1
         rest = _power(number) - number
-        sides = ((*x, *[x[-1]] * rest) for x in (segments.rows, segments.cols))
-        rounded = _ROUNDED[segments] = Segments(*sides)
+        rows, cols = ((*x, *[x[-1]] * rest) for x in (segments.rows, segments.cols))
+        rounded = _ROUNDED[segments] = Segments(rows, cols)
     return rounded
 
 

@@ -432,7 +432,7 @@ class Build(NamedTuple):
 
     def module(self) -> ModuleType:
         """Return the build for this torch and GPU, which is downloaded if necessary."""
-        return _loaded(*self)
+        return _loaded(self.repository, self.version)
 
     def missing(self) -> str | None:
         """Return why the build does not load, or `None`."""

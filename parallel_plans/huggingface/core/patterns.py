@@ -315,7 +315,7 @@ def _fitting(function: MaskFunction, size: int | None) -> Mask | None:
     pairs = list(product(positions, positions))
     seen = _evaluate(function, pairs)
     for mask in _candidates(size):
-        if all(mask.sees(*pair) == sees for pair, sees in zip(pairs, seen, strict=True)):
+        if all(mask.sees(q, k) == sees for (q, k), sees in zip(pairs, seen, strict=True)):
             return mask
     return None
 

@@ -240,7 +240,10 @@ class LossHead(nn.Linear):
         if self.labels is None:
             return super().forward(input)
         hidden, labels = input.flatten(0, -2), self.labels.flatten()
-        found = projected_cross_entropy(hidden, self.weight, self.bias, labels, *self.transform)
+        scale, softcap = self.transform
+        found = projected_cross_entropy(
+            hidden, self.weight, self.bias, labels, scale=scale, softcap=softcap
+        )
         # A copy, as FSDP2 warns of views.
         self.losses = found.view((*input.shape[:-1], 1)).clone()
         return self.losses

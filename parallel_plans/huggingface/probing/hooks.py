@@ -60,7 +60,8 @@ class HookCheck:
     def end(self) -> None:
         """Put back the hooks that were not called."""
         while self._watched:
-            _put_back(*self._watched.pop())
+            hooks, number, watched = self._watched.pop()
+            _put_back(hooks, number, watched)
 
     def _watch(self, hooks: Hooks, number: int, name: str, is_pre: bool) -> None:
         """Replace a hook, until it is called, by one that looks at what it changes."""

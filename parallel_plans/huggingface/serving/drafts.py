@@ -85,7 +85,15 @@ class DraftOptions:
         rest.pop("assistant_model", None)
         if getattr(of_model, LOOKUP, None) is not None:
             rest[LOOKUP] = None  # as an option it counts more than what the model's config says
-        return cls(assistant, *asked.values()), rest, config
+        drafts = cls(
+            assistant,
+            lookup=asked[LOOKUP],
+            ngram=asked[NGRAM],
+            number=asked[NUMBER],
+            schedule=asked[SCHEDULE],
+            confidence=asked[CONFIDENCE],
+        )
+        return drafts, rest, config
 
     def of_config(self, config: Any) -> tuple[int, bool, float]:
         """Return how many tokens are proposed, whether that number changes, and the confidence.

@@ -101,7 +101,7 @@ class PooledForward:
         if decoding:
             steps.append(DecodedTokens(self.memory, decoding, device))
             num_decoded = len(steps[-1].tokens)
-        step = steps[0] if len(steps) == 1 else MixedTokens(*steps)
+        step = steps[0] if len(steps) == 1 else MixedTokens(steps)
         # Without `decoding` no logits: the last token of a prompt is decoded.
         none = torch.empty(0, dtype=torch.int64, device=device)
         lengths, states = [len(x.tokens) for x in steps], self.states
@@ -341,7 +341,7 @@ class MixedTokens(PooledStep):
         steps: the parts, in the order of their tokens.
     """
 
-    def __init__(self, *steps: PooledStep) -> None:
+    def __init__(self, steps: Sequence[PooledStep]) -> None:
         self._steps, self._num_keys = steps, [0]
         self._lengths = [len(x.tokens) for x in steps]
         self.tokens = torch.cat([x.tokens for x in steps])

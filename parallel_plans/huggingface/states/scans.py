@@ -120,7 +120,7 @@ def _mamba2(scan: Callable[..., Any], pass_on: PassOn, continues: bool) -> Calla
         step = dt.float() if dt_bias is None else dt.float() + dt_bias.float()
         step = softplus(step) if dt_softplus else step
         # The logarithm of what is left of the state before these tokens, at each of them.
-        total = (a.float() * step.clamp(*dt_limit)).cumsum(1)
+        total = (a.float() * step.clamp(dt_limit[0], dt_limit[1])).cumsum(1)
         before = pass_on(StateMap(last, decay=total[:, -1]))
         if before is None:
             return out, last

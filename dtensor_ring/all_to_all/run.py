@@ -108,7 +108,7 @@ class PackedMessages(NamedTuple):
 
     def started(self, buffer: Tensor) -> list[P2P]:
         """Return the messages in the buffer, for `Transport.start`."""
-        return [P2P(buffer[slice(*span)], peer, source=peer) for peer, span in self.messages]
+        return [P2P(buffer[first:end], peer, source=peer) for peer, (first, end) in self.messages]
 
     def views(self, buffer: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return the copies in the buffer, `(B, n, C, H)`, with the dtypes of their tensors."""

@@ -92,7 +92,7 @@ class BlockLaunch:
         """Return the blocks: without a copy if they are neighbours."""
         if isinstance(self.blocks, Numbers):
             return x[self.blocks.on(x.device)[0]]
-        return x[slice(*self.blocks)]
+        return x[self.blocks[0] : self.blocks[1]]
 
 
 @dataclass(frozen=True)

@@ -322,7 +322,7 @@ class PagedPrefill:
         if not self._mine:
             return key, value
         pages = self._cache._memory.read(number, np.array([x.index for x in self._mine]))
-        cached = ([x.flatten(0, 1)[slice(*y)] for y in self._spans] for x in pages)
+        cached = ([x.flatten(0, 1)[first:end] for first, end in self._spans] for x in pages)
         keys, values = (
             torch.cat([*(x.transpose(0, 1).unsqueeze(0) for x in parts), new], 2)
             for parts, new in zip(cached, (key, value), strict=True)

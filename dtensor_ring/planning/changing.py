@@ -137,9 +137,9 @@ class Changing:
         Raises:
             ValueError: if its segments would not have the mask of the tile.
         """
-        queries = run_positions(self.runs)[slice(tile.rows[0], tile.rows[1])]
+        queries = run_positions(self.runs)[tile.rows[0] : tile.rows[1]]
         columns = np.concatenate([np.arange(first, end) for first, end in step.cols.spans])
-        keys = run_positions(step.runs)[columns][slice(tile.cols[0], tile.cols[1])]
+        keys = run_positions(step.runs)[columns][tile.cols[0] : tile.cols[1]]
         is_square = tile.mask == CAUSAL and np.array_equal(queries, keys)
         if tile.mask != FULL and not is_square:
             raise ValueError(

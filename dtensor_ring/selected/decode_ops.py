@@ -94,7 +94,7 @@ def _decode_select(
     batch, heads, num_queries, _ = own.query.shape
     found = BestKeys((batch, heads if own.weights is None else 1, num_queries), choice.k, own.query)
     for tile in step.tiles:
-        score_tile(found, own, key, tile, choice, at[slice(*tile.cols)])
+        score_tile(found, own, key, tile, choice, at[tile.cols[0] : tile.cols[1]])
     return found.lists
 
 

@@ -187,7 +187,7 @@ def _keys(chunk: Chunk, head_dim: int) -> Tensor:
 
 def _values(chunk: Chunk, span: Span) -> Tensor:
     """Return the values of a chunk, `(B, G, R, n, K, Hv)`."""
-    return chunk.rows[..., slice(*span)].transpose(3, 4)
+    return chunk.rows[..., span[0] : span[1]].transpose(3, 4)
 
 
 def _scores(queries: Tensor, chunk: Chunk, head_dim: int, scale: float) -> Tensor:
@@ -204,7 +204,7 @@ def _add_rows(
     of_keys, of_values = (x.transpose(3, 4) for x in grads)
     grad[..., : residents.head_dim] += of_keys
     # Added, not set: the value of a latent is a part of its key.
-    grad[..., slice(*residents.values)] += of_values
+    grad[..., residents.values[0] : residents.values[1]] += of_values
     # What stands for no key has a gradient of 0, and is added to row 0.
     # Rows are summed as a matrix: one row for each token, sequence and group of heads.
     batch, groups = chunk.rows.shape[:2]

@@ -216,7 +216,7 @@ def ring_select(
             at = columns_in(positions.of(step.source), step.cols)
             with label("tile"):
                 for tile in step.tiles:
-                    score_tile(best, own, keys, tile, choice, at[slice(*tile.cols)])
+                    score_tile(best, own, keys, tile, choice, at[tile.cols[0] : tile.cols[1]])
             shards.end_step(step, label)
     return best.result()
 

@@ -262,7 +262,7 @@ class PrefilledStates:
         head, *others = self._pieces
         sources: list[Any] = [GivenStates(self._known(number, piece)) for piece in others]
         outputs = [
-            run(padded[:, slice(*piece.tokens)], None, source)
+            run(padded[:, piece.tokens[0] : piece.tokens[1]], None, source)
             for piece, source in zip(others, sources, strict=True)
         ]
         known = self._known(number, head) if head.begins else None
@@ -270,7 +270,7 @@ class PrefilledStates:
         # The first piece may go on from the rank before, so its scan comes after the last piece has
         # its states.
         sources.insert(0, PrefillStates(self._mesh, self._fewest, known, last))
-        outputs.insert(0, run(padded[:, slice(*head.tokens)], None, sources[0]))
+        outputs.insert(0, run(padded[:, head.tokens[0] : head.tokens[1]], None, sources[0]))
         pieces = zip(self._pieces, sources, strict=True)
         self._after[number] = [source.after for piece, source in pieces if piece.ends]
         self._like[number] = sources[0].after

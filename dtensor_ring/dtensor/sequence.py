@@ -253,6 +253,7 @@ def next_token_labels(
     labels = torch.nn.functional.pad(tokens, (0, 1), value=ignore_index)[..., 1:]
     if cu_seqlens is None:
         return labels
+    # The documents abc and de have the ends 3 and 5, and the labels b c . e .
     # The token before a boundary is the last of its document; empty documents repeat a boundary.
     ends = cu_seqlens[..., 1:].to(tokens.device, torch.int64)
     rows, seq_len = tokens.shape[:-1], tokens.shape[-1]

@@ -101,6 +101,7 @@ def _best(local: Tensor, dims: list[int], x: DTensor, largest: bool) -> Tensor:
         shape = [1 if d in dims else length for d, length in enumerate(local.shape)]
         own = local.new_full(shape, _bound(local.dtype, not largest))
     size, rank = x.device_mesh.size(), own_rank(x)
+    # Each place is filled on one rank, and zeros add nothing: one sum gathers all extremes.
     by_rank = own.new_zeros((size, *own.shape))
     by_rank[rank] = own
     everyone = summed(by_rank, x)

@@ -131,6 +131,9 @@ def _merged_lists(
     if of_blocks:  # several ranks may list one: its best score is to come first
         scores, order = scores.sort(-1, descending=True)
         positions = positions.gather(-1, order)
+    # Block 4 is on two lists, as two ranks have keys of it. Only its better score counts:
+    #     position    2     4     4     7
+    #     score      0.5   0.9   -inf  0.7
     # Stable: of the entries of one block the best one stays the first.
     positions, order = positions.sort(dim=-1, stable=True)
     scores = scores.gather(-1, order)

@@ -223,6 +223,7 @@ class ContextParallelTrainer(Trainer):
         if not self.is_fsdp_enabled or self.accelerator._models:
             return
         model: Any = self.model
+        # An optimizer that moves nothing, and is forgotten below.
         given = torch.optim.SGD(model.parameters(), lr=0.0)
         self.model, optimizer = self.accelerator.prepare(model, given)
         self.accelerator._optimizers.remove(optimizer)

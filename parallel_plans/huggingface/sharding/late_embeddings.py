@@ -33,6 +33,7 @@ class Merge(NamedTuple):
         """Return the embeddings `(B, L, H)` of some tokens of each row, with their features."""
         if not len(self.features):
             return embeds + self.features.sum()  # zero, and so is the gradient of what made them
+        # Tokens that are features, 0 1 1 0 1, have the rows 0, 1 and 2: counted, -1 0 1 1 2.
         counted = self.is_feature.flatten().cumsum(0, dtype=torch.int32) - 1
         local = counted.view(self.is_feature.shape).index_select(1, tokens)
         rows = self.features.index_select(0, local.clamp_(min=0).flatten()).view(embeds.shape)

@@ -67,6 +67,8 @@ class Tree(Generic[T]):
     def add(self, node: Node, value: T) -> None:
         """Add the value of a leaf, level 0, or of a node that another rank added up."""
         level, number = node
+        # A node and its sibling, whose numbers differ in the last bit, make the node above them:
+        # nodes 4 and 5 of a level make node 2 of the next one, whichever of them comes first.
         while level < self._top:
             sibling = level, number ^ 1
             # A node without leaves is nothing to add: what stands beside it rises alone.

@@ -107,6 +107,8 @@ class StepCommands:
 
 def broadcast_bytes(group: dist.ProcessGroup, data: bytes) -> bytes:
     """Return the bytes that the first rank of a group of CPUs gives; other ranks give none."""
+    # A frame, whose size all ranks know before they get it:
+    #     | length | as much of the data as there is room for | zeros |
     frame = torch.zeros(FRAME, dtype=torch.uint8)
     room = FRAME - NUM_LENGTH
     if group.rank() == 0:

@@ -169,6 +169,8 @@ def looked_up(tokens: array[int], ngram: int, count: int) -> list[int]:
     """
     if not count:
         return []
+    # Of 7 8 9 7 8, the pair 7 8 stood at the start: what followed it is proposed, 9 7 8. The
+    # longest group of last tokens that stood before decides.
     ids = np.frombuffer(tokens, dtype=np.int64)
     for size in range(min(ngram, len(ids) - 1), 0, -1):
         # Places that have the last token, then those among them that have the tokens before it,

@@ -187,6 +187,7 @@ class Agreement:
                 return
         words = torch.tensor(checksum_words(parts, self._reads_floats))
         sums, squares = self._axis.sum(torch.stack([words, words * words]))
+        # Two sums are all that travels, and yet they tell whether any rank differs.
         # W numbers are equal if and only if W times the sum of squares is the square of their sum.
         if torch.equal(self._axis.mesh.size() * squares, sums * sums):
             return

@@ -185,7 +185,6 @@ def call_with_cache(
         memory.appending(tokens, padding, num_kept) as (new, inputs),
         _states(sharding, cache, new, mask),
     ):
-        # Many new tokens are sharded as in training; few are the same on all ranks.
         if new.sharded_length:  # otherwise a layer's message compares the tokens
             sharding.check_same_batch(arguments | {"input_ids": tokens}, "a sharded append step")
             sharding.tokenwise.begin(model)

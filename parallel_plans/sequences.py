@@ -25,7 +25,8 @@ def boundaries(starts: Tensor) -> Tensor:
         >>> boundaries(torch.tensor([[True, False, False, True]])).tolist()
         [0, 3, 4, 4, 4]
     """
-    return filled_boundaries(starts.nonzero().cpu(), *starts.shape)
+    num_rows, seq_len = starts.shape
+    return filled_boundaries(starts.nonzero().cpu(), num_rows, seq_len)
 
 
 def filled_boundaries(
@@ -45,6 +46,7 @@ def filled_boundaries(
     places = torch.arange(len(rows)) - (counts.cumsum(0) - counts)[rows]
     room = seq_len
     if min_room is not None:
+        # Powers of two: boundaries have few shapes, and graphs are compiled for few.
         room = min(seq_len, max(min_room, 1 << int(counts.max() - 1).bit_length()))
     bounds = torch.full((num_rows, room + 1), seq_len, dtype=torch.int32)
     bounds[rows, places] = columns.int()
@@ -103,6 +105,7 @@ class SequenceOrder:
 
     def of_neighbour(self, edge: Tensor, step: int) -> Tensor | None:
         """Return the edge, `(B, 1)`, of the rank before (-1) or after (1), if there is one."""
+        # The edges of all ranks to all of them: a few bytes, in a call that all make alike.
         every = gather_rows(edge.reshape(1, -1), [1] * self._mesh.size(), self._mesh)
         rank = self._mesh.get_local_rank() + step
         return every[rank].view_as(edge) if 0 <= rank < self._mesh.size() else None

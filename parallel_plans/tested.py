@@ -34,22 +34,22 @@ def too_old(library: str) -> str | None:
     oldest = TESTED[library].oldest
     needed = f"it needs {library} {_spelled(oldest)} or later"
     try:
-        found = version(library)
+        installed = version(library)
     except PackageNotFoundError:
         return f"{needed}, which is not installed"
-    numbers = re.match(r"(\d+)\.(\d+)", found)
+    numbers = re.match(r"(\d+)\.(\d+)", installed)
     is_old = numbers is not None and (int(numbers[1]), int(numbers[2])) < oldest
-    return f"{needed}, found {found}: pip install -U {library}" if is_old else None
+    return f"{needed}, found {installed}: pip install -U {library}" if is_old else None
 
 
 @cache
 def warn_untested(library: str) -> None:
     """Warn once per process if the plans were not tested with the version of a library."""
     try:
-        found = version(library)
+        installed = version(library)
     except PackageNotFoundError:  # imported from a folder, not installed
         return
-    numbers = re.match(r"(\d+)\.(\d+)", found)
+    numbers = re.match(r"(\d+)\.(\d+)", installed)
     if numbers is None:
         return
     minor = int(numbers[1]), int(numbers[2])
@@ -60,8 +60,9 @@ def warn_untested(library: str) -> None:
             than = f"older than {_spelled(oldest)}, the oldest"
         known = f"{library}>={_spelled(oldest)},<{_spelled((newest[0], newest[1] + 1))}"
         warnings.warn(
-            f"{library} {found} is {than} that dtensor_ring was tested with: what differs between "
-            f"them may end in errors or wrong numbers; pip install '{known}' gets a tested one",
+            f"{library} {installed} is {than} that dtensor_ring was tested with: what differs "
+            f"between them may end in errors or wrong numbers; pip install '{known}' gets a tested "
+            "one",
             stacklevel=3,
         )
 

@@ -15,6 +15,9 @@ from dtensor_ring.transport.transport import ABORT_TAG
 # The maximum size of a record. A typical one has 500 bytes; a digest replaces long boundaries.
 MAX_BYTES = 2048
 
+# A record, with the first byte of each field. The text names what ranks agree on:
+#     0        8         16       24          120     184          232
+#     number | forward | digest | line      | layer | placements | text ... 0
 # Number of the call, number of its forward call, digest, `CallSite`.
 _HEAD = "<QQQ96s64s48s"
 _HEAD_BYTES = 232  # the size of `_HEAD`
@@ -83,6 +86,7 @@ class CallRecord:
 
     def tag(self, number: int, forward_call: int) -> int:
         """Return the tag of the call's other messages; two calls rarely share one."""
+        # Numbers alone would match the messages of two calls that differ, but have the same number.
         # The multipliers spread small numbers over all bits.
         mixed = self.digest ^ number * 0x9E37_79B9_7F4A_7C15 ^ forward_call * 0xC2B2_AE3D_27D4_EB4F
         return (mixed >> 16) % ABORT_TAG

@@ -216,6 +216,8 @@ class CheckedTransport(Transport):
                 self._receive_records()
                 if not self._piggybacks:
                     self._send_record()
+        # The group is held since `begin`: without this, the next call would be refused as that of
+        # another thread.
         except BaseException:
             state.end()
             raise
@@ -272,6 +274,7 @@ class CheckedTransport(Transport):
         record_works, self._record_works = self._record_works, []
         if is_carried:
             return record_works
+        # The loops set no tags: what they send belongs to this call, see Note [Agreement].
         tag = self._tag
         receives = [P2P(x.flat, x.peer, tag, x.source) for x in receives]
         sends = [P2P(x.flat, x.peer, tag, x.source) for x in sends]
@@ -333,6 +336,7 @@ class CheckedTransport(Transport):
 
     def _agree(self) -> None:
         """Wait for the records, unless `start` has returned them to the caller."""
+        # Ranks compare beside the devices, see Note [Late records]; the host waits if it is strict.
         if self._is_late:
             if self._state.is_strict:
                 self._state.confirm(self._group)
@@ -382,6 +386,8 @@ class CheckedTransport(Transport):
 
     def _raised(self, error: BaseException) -> None:
         """Shut the group down after an error, unless all ranks raised at the same point."""
+        # If all ranks raise, as for a wrong argument, the group is sound, and a user who catches
+        # the error goes on with it. If only some do, the others wait for what never comes.
         # An interrupt is no `Exception`: it may come at any point, and must not wait.
         if isinstance(error, Exception) and self._failure_store().all_raised(
             f"call {self._number}, {self._phase}"

@@ -88,6 +88,8 @@ class FailureStore:
         while num_raised < self._size and time.monotonic() < end:
             time.sleep(0.005)
             num_raised = self._store.add(key, 0)
+        # The time limit of one rank may end just before the last rank comes, and that of another
+        # just after. If each judged by itself, some would shut the group down, and others use it.
         # The first rank to decide publishes the verdict; later ranks must use it.
         mine = "all" if num_raised >= self._size else "some"
         return self._store.compare_set(f"{key}/verdict", "", mine) == b"all"
@@ -168,6 +170,7 @@ class Watch:
     def due(self, now: float) -> list[str]:
         """Return the warnings that are due at a time of `time.monotonic`."""
         waits = {(thread, wait.since): wait.what for thread, wait in list(self.waits.items())}
+        # Rebuilt from the waits that last, so that those that ended are forgotten.
         self._next = {wait: self._next.get(wait, FIRST_WARNING) for wait in waits}
         late = [wait for wait in waits if now - wait[1] >= self._next[wait]]
         self._next |= {wait: 2 * (now - wait[1]) for wait in late}
@@ -354,6 +357,8 @@ class GroupState:
 
     def remember(self, lse: Tensor) -> None:
         """Store the number of the last call under the memory of its log-sum-exp."""
+        # Backward has only what forward saved, so that must tell the number. The storage does, as
+        # autograd may hand on another tensor of it.
         calls, storage = self._forward_calls, lse.untyped_storage()
         calls[storage._cdata] = StorageWeakRef(storage), self.number
         if len(calls) > self._max_forward_calls:

@@ -77,8 +77,18 @@ class PostedCall(NamedTuple):
     @property
     def header(self) -> Header:
         """The header; a part of the call site that is not known is 0 there."""
-        site = [(crc32(text.encode()) or 1) if text else 0 for text in self.call_site]
-        return Header(_HASH, self.number, self.forward_call, self.record.digest, *site)
+        line, layer, placements = (
+            (crc32(text.encode()) or 1) if text else 0 for text in self.call_site
+        )
+        return Header(
+            what=_HASH,
+            number=self.number,
+            forward_call=self.forward_call,
+            digest=self.record.digest,
+            line=line,
+            layer=layer,
+            placements=placements,
+        )
 
     @property
     def text(self) -> bytearray:
@@ -135,6 +145,12 @@ class Failed(NamedTuple):
 # messages, so that no device waits for one that never comes, and closes its connections. So the
 # rank after it notices, too, and so on around the ring. The host raises at its next call, or wait,
 # of the group.
+#
+# Two calls, of which the host waits for nothing:
+#
+#     host of rank r            post 7 | post 8 | ...
+#     its sender                       | send 7 | send 8
+#     receiver of rank r + 1                    | compare 7 | compare 8
 #
 # A record has `_HEADER` only, if the same kind of call was made before: digest, call site, and the
 # two numbers. The first time the text follows, which names what differs. Both ranks keep the last
@@ -247,6 +263,7 @@ class LateRecords:
             self._said_goodbye.set()
 
     def _send(self, message: bytes, seconds: float = 0.0) -> None:
+        # Waited for, so that a rank has one record on its way at a time, and they keep their order.
         # Gloo takes a limit of 0 seconds for that of the group.
         limit = timedelta(seconds=seconds)
         # The thread keeps the message until it has left. The host does not wait for this.
@@ -355,14 +372,14 @@ def has_late_messages(group: dist.ProcessGroup) -> bool:
 
 def _backends(group: dist.ProcessGroup, device_type: str | None = None) -> set[str]:
     """Return the names of the backends that a group has, for all devices or for one type."""
-    found = set()
+    names = set()
     for device in group._device_types:
         try:
             if device_type in (None, device.type):
-                found.add(group._get_backend(device).name())
+                names.add(group._get_backend(device).name())
         except RuntimeError:  # none for this device
             continue
-    return found
+    return names
 
 
 def time_limit_of(group: dist.ProcessGroup) -> timedelta:

@@ -210,6 +210,7 @@ class AllToAllArgs(NamedTuple):
         """Return the ranks whose tokens a rank has after the exchange."""
         if self.is_back:
             return range(rank, rank + 1)
+        # Ranks 0 to heads - 1 share the heads, then the next `heads` ranks, and so on.
         first = rank // self.heads * self.heads
         return range(first, first + self.heads)
 
@@ -327,8 +328,10 @@ def checked_all_to_all(
         forward_call=0,
     )
     way = is_plain(transport_of(group), first.device), first.device.type
-    mask_tensors = *args.documents(batch), args.slices(batch)
-    record = _all_to_all_record(way, batch, dims, same, *layouts, *mask_tensors)
+    (before, after), (documents, key_documents) = layouts, args.documents(batch)
+    record = _all_to_all_record(
+        way, batch, dims, same, before, after, documents, key_documents, args.slices(batch)
+    )
     direction = _direction(args.is_back)
     return checked_transport(group, record, direction, first.device, args.forward_call, CALLER.site)
 
@@ -409,6 +412,7 @@ class _AllToAllFunction(_SingleLevelFunction):
             kv_dtype=None,
             is_back=not args.is_back,
             num_tokens=tensors[0].shape[2],
+            # The backward of a backward is a forward again, and belongs to no earlier call.
             forward_call=0 if args.forward_call else forward_call,
         )
         ctx.set_materialize_grads(False)
@@ -421,7 +425,7 @@ class _AllToAllFunction(_SingleLevelFunction):
         results: list[Any] = [None] * len(ctx.args.num_heads)
         if given:
             args = ctx.args._replace(
-                batch_runs=BatchRuns(*ctx.saved_tensors),
+                batch_runs=BatchRuns._make(ctx.saved_tensors),
                 num_heads=tuple(ctx.args.num_heads[i] for i in given),
             )
             found = all_to_all_op([grads[i] for i in given], *flatten_all_to_all(args))

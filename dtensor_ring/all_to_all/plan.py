@@ -86,6 +86,11 @@ def head_shard_of(member: int, num_ranks: int, num_key_heads: int) -> HeadShard:
     if num_key_heads >= num_ranks:
         begin, end = (i * num_key_heads // num_ranks for i in (member, member + 1))
         return HeadShard(begin, end)
+    # Two key heads and eight query heads over four ranks: a key head is copied to two ranks, each
+    # with two of the four query heads that see it.
+    #     rank         0     1     2     3
+    #     key heads    0     0     1     1
+    #     query heads  0 1   2 3   4 5   6 7
     head = member * num_key_heads // num_ranks
     # Rounded up: the first rank whose key head is this one, and the first of the next one.
     first, end = (-(-i * num_ranks // num_key_heads) for i in (head, head + 1))
@@ -129,6 +134,7 @@ class AllToAllPlan:
     @property
     def num_bytes(self) -> int:
         """Estimated memory of the messages and of the indices made from them, in bytes."""
+        # Members of a group get the same tokens, and share one object: it counts once.
         cols = {id(x.cols): x.cols for x in self.sends + self.receives}.values()
         num_indices = sum(len(x) for x in cols if len(x.spans) > 1)
         return 1000 + 150 * sum(len(x.spans) for x in cols) + 16 * num_indices
@@ -209,6 +215,7 @@ def _runs(sharding: ShardTable) -> tuple[np.ndarray, np.ndarray]:
     """Return first position and owner of each run; a run lasts until the next one begins."""
     if sharding.stride == 1:
         return sharding.starts, sharding.owners
+    # Strided runs of several ranks interleave: here each token is a run by itself.
     counts = sharding.lengths
     steps = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
     positions = np.repeat(sharding.starts, counts) + steps * sharding.stride

@@ -108,7 +108,7 @@ class PackedMessages(NamedTuple):
 
     def started(self, buffer: Tensor) -> list[P2P]:
         """Return the messages in the buffer, for `Transport.start`."""
-        return [P2P(buffer[slice(*span)], peer, source=peer) for peer, span in self.messages]
+        return [P2P(buffer[first:end], peer, source=peer) for peer, (first, end) in self.messages]
 
     def views(self, buffer: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return the copies in the buffer, `(B, n, C, H)`, with the dtypes of their tensors."""
@@ -134,6 +134,8 @@ def packed_messages(
         shapes: the shapes of the tensors.
         is_sent: whether the messages leave; then peers that get the same parts share one copy.
     """
+    # The buffer, each message aligned for any dtype:
+    #     | peer 1: wide parts, narrow parts | padding | peer 2: wide parts, narrow parts |
     copies, messages, known, end = list[Copy](), list[tuple[int, Span]](), dict[Hashable, Span](), 0
     for split in splits:
         # Peers that get the same rows of the same heads share one packed message.
@@ -262,7 +264,8 @@ def arrived_rows(plan: AllToAllPlan, block_size: int) -> tuple[list[Cols], int]:
 
 def _split(peer: int, rows: Sequence[Cols], heads: Sequence[Span]) -> Split:
     """Return these rows and heads of each tensor."""
-    parts = (TensorPart(i, *part) for i, part in enumerate(zip(rows, heads, strict=True)))
+    pairs = zip(rows, heads, strict=True)
+    parts = (TensorPart(i, cols, span) for i, (cols, span) in enumerate(pairs))
     return Split(peer, tuple(parts))
 
 
@@ -276,16 +279,17 @@ def _messages_of(
     """Plan the messages, and the sources of each part of the results."""
     outgoing, incoming = ([x for x in side if x.peer != rank] for side in (leaving, coming))
     receives = packed_messages(incoming, shapes, is_sent=False)
-    found: dict[tuple[int, int], int | TensorPart] = {
+    # A part comes from a message, by its index, or from an input of this rank.
+    by_part: dict[tuple[int, int], int | TensorPart] = {
         (copy.peer, copy.part.number): index for index, copy in enumerate(receives.copies)
     }
     for split in leaving:
         if split.peer == rank:
-            found |= {(rank, part.number): part for part in split.parts}
+            by_part |= {(rank, part.number): part for part in split.parts}
     sources = dict[TensorPart, list[int | TensorPart]]()
     for split in coming:  # on the reverse exchange, a key head has copies from several ranks
         for part in split.parts:
-            sources.setdefault(part, []).append(found[split.peer, part.number])
+            sources.setdefault(part, []).append(by_part[split.peer, part.number])
     result_parts = [ResultPart(part, tuple(of)) for part, of in sources.items()]
     local_parts = tuple(
         x for x in result_parts if all(isinstance(of, TensorPart) for of in x.sources)
@@ -371,6 +375,7 @@ def _sum(parts: list[Tensor]) -> Tensor:
     first, *others = parts
     if not others:
         return first
+    # A copy, as `first` may be an input of the caller, or a buffer of the transport.
     total = first.to(torch.promote_types(first.dtype, torch.float32), copy=True)
     for part in others:
         total += part

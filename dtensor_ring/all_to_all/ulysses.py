@@ -158,6 +158,7 @@ class HeadExchange:
                 args = self._args[side]._replace(
                     num_heads=tuple(num_heads), num_tokens=num_tokens, is_back=is_back
                 )
+                # Keys and values are the last two tensors of the exchange that has them.
                 if keys and tensors[-1] is keys[-1] and not is_back:
                     args = args._replace(kv_dtype=self._kv_dtype)
                 if side == 0 and not is_back:  # check now what the ring op would refuse later
@@ -177,6 +178,7 @@ class HeadExchange:
         sinks, place = call.scores.sinks, call.place
         if call.scores.dropout_p:
             row, head = call.scores.first or (0, 0)
+            # Dropout counts heads of the whole batch, and this rank's begin here.
             first = row, head + self._span.start
             call = call._replace(scores=call.scores._replace(first=first))
         if rounded is not None:
@@ -200,8 +202,10 @@ class HeadExchange:
 
     @property
     def _span(self) -> slice:
-        shard = head_shard_of(self._rank % self._heads, self._heads, self._num_heads[1])
-        return slice(*shard.span(*self._num_heads))
+        num_heads, num_key_heads = self._num_heads
+        shard = head_shard_of(self._rank % self._heads, self._heads, num_key_heads)
+        first, end = shard.span(num_heads, num_key_heads)
+        return slice(first, end)
 
 
 def ulysses_attention(
@@ -222,6 +226,11 @@ def ulysses_attention(
     """
     query, key, value = as_autocast(query, key, value)
     check_inputs(query, key, value, call.scores.sinks, may_be_biased=True)
+    # With P ranks that share the heads:
+    #     (B, N, L, H)            this rank's tokens, all heads
+    #     (B, N / P, P * L, H)    after the exchange: tokens of P ranks, its own heads
+    #     (B, N / P, P * L, Hv)   after the ring op, which is a ring among groups of P ranks
+    #     (B, N, L, Hv)           after the exchange back
     exchange = HeadExchange(call, query, key)
     query, key, value, *others = exchange.to_heads([query], [key, value])
     rounded = others[0] if others else None
@@ -230,6 +239,7 @@ def ulysses_attention(
     if not with_lse:
         (out,) = exchange.to_tokens([out])
         return out, None
+    # In the message of the output, as a head of one number: latency is paid once.
     out, lse = exchange.to_tokens([out, lse.unsqueeze(-1)])
     lse = lse.squeeze(-1).contiguous()
     if keep:
@@ -291,6 +301,7 @@ def ulysses_backward(
         (*grads, query, out, lse), (key, value, *others) = found[:num], found[num:]
         kept = RingTensors(query, key, value, out, _rows(lse), *others)
     else:
+        # Keys and queries were kept: only gradients are exchanged.
         grads = exchange.to_heads(grads, [])
     grad_rows = None if grad_lse is None else _rows(grads[1])
     *results, grad_sinks = ring_backward_op(

@@ -91,6 +91,7 @@ def ring_makespan(
         np.add.at(done, viewers[part], found[part])
         # A packet travels on to the furthest rank that sees any of it.
         sends = reaches[(ranks - step) % world_size] > step
+        # A hop is awaited after the kernels of its step, so a late neighbour delays its end.
         done = np.maximum(done, np.where(sends, begun[after], 0))
         begun = np.maximum(done, np.where(sends[before], begun[before], 0))
     return int(begun.max())
@@ -318,6 +319,7 @@ def _by_units(
     longest = max(1, shard_length(0, world_size, seq_len))
     for share in SHARES:
         most = max(1, share * work.total // (16 * world_size))
+        # A part must fit one shard by its tokens, however few pairs they see.
         num_parts = np.maximum(-(-units.areas // most), -(-lengths // longest)).astype(np.int64)
         num_parts = np.clip(num_parts, 1, world_size)
         # Shares that cut all units alike give the same partition.
@@ -325,8 +327,9 @@ def _by_units(
             continue
         tried.add(num_parts.tobytes())
         packer, is_large = Packer(work, world_size, seq_len), num_parts > 1
-        packer.pack_parts(Units(*(x[is_large] for x in units)), num_parts[is_large])
-        packer.pack_units(Units(*(x[~is_large] for x in units)))
+        # Large units first: they need neighbours with room, and small ones fill what is left.
+        packer.pack_parts(Units._make(x[is_large] for x in units), num_parts[is_large])
+        packer.pack_units(Units._make(x[~is_large] for x in units))
         yield packer.partition()
 
 

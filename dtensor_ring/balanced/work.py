@@ -18,7 +18,8 @@ EXACT = 2**58
 def visible_pairs(slices: Slices, queries: Span) -> int:
     """Return the number of pairs that a range of queries sees, summed over the batch rows."""
     table = exact_table(slices)
-    return int(areas(table, *(np.full(len(table), x, dtype=table.dtype) for x in queries)).sum())
+    begins, ends = (np.full(len(table), x, dtype=table.dtype) for x in queries)
+    return int(areas(table, begins, ends).sum())
 
 
 def exact_table(slices: Slices) -> np.ndarray:
@@ -305,7 +306,9 @@ class Packer:
         """Assign parts `(M, pieces, 2)` to the least busy neighbours; return whether they fit."""
         num_parts, num_pieces, _ = parts.shape
         lengths = (parts[..., 1] - parts[..., 0]).sum(1)
-        of_parts = self._work.areas(*parts.reshape(-1, 2).T).reshape(num_parts, num_pieces)
+        begins, ends = parts.reshape(-1, 2).T
+        of_parts = self._work.areas(begins, ends).reshape(num_parts, num_pieces)
+        # Of thousands of ranks only every n-th is tried as the first, or the table would be large.
         starts = np.arange(0, self._world_size, -(-self._world_size * num_parts // MAX_CANDIDATES))
         candidates = (starts[:, None] + np.arange(num_parts)) % self._world_size
         fits = np.flatnonzero((self._room[candidates] >= lengths).all(1))
@@ -329,6 +332,7 @@ class Packer:
 
 def _folded(begin: int, end: int, num_parts: int) -> np.ndarray:
     """Return parts of equal length with an early and a late piece each, `(M, 2, 2)`."""
+    # Eight positions in two parts: 1 1 0 0 0 0 1 1.
     edges = begin + (end - begin) * np.arange(2 * num_parts + 1) // (2 * num_parts)
     pieces = np.stack([edges[:-1], edges[1:]], axis=1)
     # The last rank gets the latest piece. Ranks all around the ring see early pieces, only the next

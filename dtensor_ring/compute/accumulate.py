@@ -79,6 +79,7 @@ class Partials:
     def merged(self, sinks: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """Return the tensor in its dtype and order, and its lse `(B, N, L)` or `None`."""
         first = self._partials[0]
+        # One launch over everything, as that of a single rank, is the result without another pass.
         is_final = first.denominator is None and sinks is None and self._is_whole(first)
         if len(self._partials) > 1 or not is_final:
             first = self._merged(self._dtype, sinks, divided=True)
@@ -137,6 +138,8 @@ class Partials:
         else:
             target = empty(first.x, self._shape, self._order, dtype)
             lse = None if first.lse is None else new_empty(first.lse, self._shape[:3])
+        # On a GPU the one launch divides, too. A CPU divides in its last merge only, which saves
+        # a pass over the sum in the others, see Note [Division at the end].
         if divided or lse is None or not lse.is_cpu:
             denominator = None
         elif denominator is None:
@@ -266,6 +269,7 @@ def sinks_gradient(saved: Saved, sinks: Tensor | None) -> Tensor:
     """
     if sinks is None:
         return saved.out.new_empty(0)
+    # `D = sum(grad_out * out)` of flash attention, with the other sign: the sink's value is 0.
     slope = -(saved.grad_out.to(saved.lse.dtype) * saved.out).sum(-1)
     if saved.grad_lse is not None:
         slope += saved.grad_lse

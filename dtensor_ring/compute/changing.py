@@ -44,7 +44,8 @@ class ChangingSegments(Segments):
 
     @property
     def _now(self) -> tuple[np.ndarray, np.ndarray]:
-        return self._documents.segments(*self._sides)
+        queries, keys = self._sides
+        return self._documents.segments(queries, keys)
 
     def _host(self, side: int) -> tuple[int, ...]:
         refuse_capture(
@@ -104,7 +105,8 @@ def _made(step: Step, batch_size: int, device: torch.device, in_flight: bool) ->
     assert step.changing is not None, "the caller has asked"
     for tile in step.tiles:
         documents = step.changing.documents
-        segments = ChangingSegments(documents, *step.changing.sides(step, tile), device)
+        queries, keys = step.changing.sides(step, tile)
+        segments = ChangingSegments(documents, queries, keys, device)
         # Segments of several batch rows would have to cover all tokens of each.
         for batch in range(batch_size):
             rows, cols = region(batch, tile.rows), region(batch, tile.cols)

@@ -34,9 +34,12 @@ def exact_exp(x: Tensor) -> Tensor:
     >>> exact_exp(torch.tensor([0.0, -1.0, -torch.inf]))
     tensor([1.0000, 0.3679, 0.0000])
     """
+    # exp(x) = 2**power * exp(rest), where rest is at most ln(2) / 2 to either side. Two parts of
+    # ln 2 keep the bits of rest that one product would cancel (Cody and Waite, 1980).
     wide = x.to(torch.float64)
     power = (wide.clamp(min=_LEAST) * (1 / (_LN2[0] + _LN2[1]))).round_()
     rest = wide.clamp(min=_LEAST).sub_(power * _LN2[0]).sub_(power * _LN2[1])
+    # 2**power by its bits, as `pow` is no single operation of IEEE 754. `_LEAST` keeps it normal.
     scale = power.to(torch.int64).add_(_BIAS).bitwise_left_shift_(_SHIFT).view(torch.float64)
     return _polynomial(rest, _EXP_TERMS).mul_(scale).masked_fill_(wide < _LEAST, 0.0).to(x.dtype)
 
@@ -47,6 +50,7 @@ def exact_log(x: Tensor) -> Tensor:
     >>> exact_log(torch.tensor([1.0, 2.0]))
     tensor([0.0000, 0.6931])
     """
+    # x = 2**power * mantissa, and log(m) = 2 atanh((m - 1) / (m + 1)), a series of odd powers.
     bits = x.to(torch.float64).view(torch.int64)
     power = bits.bitwise_right_shift(_SHIFT).sub_(_BIAS)
     mantissa = (bits - power.bitwise_left_shift(_SHIFT)).view(torch.float64)  # from 1 to 2
@@ -56,6 +60,7 @@ def exact_log(x: Tensor) -> Tensor:
     power = (power + is_large).to(torch.float64)
     ratio = (mantissa - 1.0).div_(mantissa + 1.0)
     series = _polynomial(ratio * ratio, _LOG_TERMS).mul_(ratio)
+    # The smaller addends first: power times the first part is exact, and the largest.
     return (power * _LN2[0]).add_(series.add_(power * _LN2[1])).to(x.dtype)
 
 

@@ -130,6 +130,7 @@ def cut(links: Sequence[int], gaps: Sequence[tuple[int, int]]) -> list[Span]:
     groups = [Group((i, i + 1), 1, longest) for i, longest in enumerate(links)]
     level, most = 1, max((*links, *(longest for _, longest in gaps)), default=0)
     # Join short segments first: a single short one would join a long one to save its launch.
+    # The last level is at least `most`, so no group is left out, after some log2(most) passes.
     while level < 2 * most:
         groups = _join_neighbours(groups, gaps, level)
         level *= 2
@@ -284,20 +285,20 @@ class _Chain:
 
     def launches(self, shape: Shape) -> list[Launch]:
         """Return launches of segments, and launches of single tiles where there are too few."""
-        found: list[Launch] = []
+        joined: list[Launch] = []
         alone: list[_Link] = []
         for first, end in self._cuts(shape):
             links = self.links[first:end]
             if len(_tiles(links, shape[0])) >= FEWEST:
-                found.append(self._segments(links, shape))
+                joined.append(self._segments(links, shape))
             else:
                 alone += links
-        return found + list(map(_single, _tiles(alone, shape[0])))
+        return joined + list(map(_single, _tiles(alone, shape[0])))
 
     def _cuts(self, shape: Shape) -> list[Span]:
         """Return ranges of links; each range becomes one launch."""
         blocks = [num_blocks(max(length(tile.rows), length(tile.cols))) for _, tile in self.links]
-        gaps = [_gap(*pair, shape) for pair in pairwise(self.links)]
+        gaps = [_gap(before, after, shape) for before, after in pairwise(self.links)]
         return cut(blocks, gaps)
 
     def _segments(self, links: list[_Link], shape: Shape) -> Launch:
@@ -308,6 +309,10 @@ class _Chain:
             )
             for side, num_tokens in zip(("rows", "cols"), shape[1:], strict=True)
         )
+        # Tiles of the queries 0 to 3 and 6 to 8, and of the keys 0 to 3 and 5 to 7, become
+        #     rows   0   4   6   6   9
+        #     cols   0   4   4   5   8
+        # Queries 4 and 5 of the second segment see nothing, and no query sees key 4 of the third.
         rows, cols = [0], [0]
         for batch, tile in links:
             # Segments must cover all tokens: a gap becomes a segment that sees nothing.
@@ -410,6 +415,9 @@ def launches_of(
     in_flight: bool = False,
 ) -> tuple[Launch, ...]:
     """Return the launches of a step by a kernel; `joins_tiles` as in `forward_step`."""
+    # Each launch costs the host, and small tiles leave multiprocessors of a GPU idle. So a launch
+    # takes as many tiles as the kernel can: with intervals all of a step, with segments those of
+    # one mask that follow each other, and otherwise one.
     batch_size, _, num_rows, _ = query.shape
     if not batch_size:
         return ()  # some kernels refuse an empty batch, others return nothing for it

@@ -67,7 +67,7 @@ class Lags(NamedTuple):
             tensor([[0., 0., 2., 1., 0.]])
         """
         index, outside = self._places(table.shape[-1])
-        index = index.expand(*table.shape[:-1], -1)
+        index = index.expand((*table.shape[:-1], -1))
         return table.gather(-1, index).masked_fill(outside, 0.0)
 
     def gradient(self, grad_scores: Tensor, extent: int) -> Tensor:
@@ -80,7 +80,7 @@ class Lags(NamedTuple):
         index, outside = self._places(extent)
         # No two keys of a query are at one distance: only those outside share a place, the last.
         index = index.masked_fill(outside, extent).expand_as(grad_scores)
-        table = grad_scores.new_zeros(*grad_scores.shape[:-1], extent + 1)
+        table = grad_scores.new_zeros((*grad_scores.shape[:-1], extent + 1))
         return table.scatter_(-1, index, grad_scores)[..., :extent]
 
     def _places(self, extent: int) -> tuple[Tensor, Tensor]:

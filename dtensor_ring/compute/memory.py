@@ -122,6 +122,7 @@ def columns(x: Tensor, span: Span) -> Tensor:
 
 def fold_heads(query: Tensor, num_kv_heads: int) -> Tensor:
     """Return `(B, N, R, H)` as `(B, Nkv, N / Nkv * R, H)`: heads of a group become rows of one."""
+    # A view of head-major memory. Other orders are copied if groups have several heads and rows.
     return query.unflatten(1, (num_kv_heads, query.shape[1] // num_kv_heads)).flatten(2, 3)
 
 
@@ -294,6 +295,7 @@ def listed(cols: Cols) -> Tensor:
     """Return the index of every column, int64."""
     spans = torch.tensor(cols.spans, dtype=torch.int64, device="cpu")
     firsts, ends = spans.view(len(cols.spans), 2).T
+    # Spans (2, 4) and (7, 9): places 0 1 2 3 plus gaps 2 2 5 5 are the columns 2 3 7 8.
     # The index of a column is its place among the packed columns, plus all gaps before its span.
     gaps = firsts - torch.tensor(cols.offsets[:-1], dtype=torch.int64, device="cpu")
     return torch.arange(len(cols), device="cpu") + gaps.repeat_interleave(ends - firsts)
@@ -353,6 +355,8 @@ class Accumulation:
 
     def cropped(self) -> Accumulation:
         """Return this sum without leading and trailing rows that no partial changes."""
+        # A step of packed documents may change few rows. In a running total the others are right
+        # already, and a pass over them would take as long as one that changes them.
         # A new target has to be written as a whole, and so has one that sinks or a division change.
         if not self.is_in_place or self._divides or self.sinks is not None:
             return self

@@ -183,7 +183,12 @@ def _ranges(spans: list[tuple[int, int, int]], size: int) -> Iterator[tuple[Span
     >>> list(_ranges([(0, 4, 0), (2, 6, 1)], 7))
     [((0, 2), [0]), ((2, 4), [0, 1]), ((4, 6), [1]), ((6, 7), [])]
     """
+    # Between two cuts the same partials cover all rows, so each range is a few whole operations:
+    #     partial 0    |-----------|
+    #     partial 1          |-----------|
+    #     cuts         0     2     4     6  7
     cuts = sorted({0, size, *[cut for first, end, _ in spans for cut in (first, end)]})
+    # Descending, as the end of a list is popped in constant time.
     later = sorted(spans, reverse=True)
     active: list[tuple[int, int, int]] = []
     for first, end in pairwise(cuts):
@@ -200,7 +205,10 @@ def _addends(one: Accumulation) -> tuple[list[_Addend], Tensor | None]:
         return [_Addend(partial.x) for partial in one.partials], None
     first, *others = one.partials
     weights = Weights(one)
-    joining = [_Addend(partial.x, *weights.join(partial.region, partial.lse)) for partial in others]
+    joining: list[_Addend] = []
+    for partial in others:  # in this order, as each changes the lse that the next one joins
+        weight, kept = weights.join(partial.region, partial.lse)
+        joining.append(_Addend(partial.x, weight, kept))
     scale = weights.divide(one.sinks) if one.denominator is None else None
     return [_Addend(first.x), *joining], scale
 
@@ -324,6 +332,7 @@ def merge_ragged(
         return outs, lses
 
     def reduced(x: Tensor, how: str) -> Tensor:
+        # The check that `unsafe` leaves out reads the counts on the host, which waits for them.
         return torch.segment_reduce(x, how, lengths=counts, unsafe=True)
 
     largest = reduced(lses, "max")
@@ -360,6 +369,8 @@ def merge_gradients(
         (partial - lse).exp().masked_fill(hidden, 0.0)
         for partial, hidden in zip(lses, unseen, strict=True)
     ]
+    # d lse / d lse_i = w_i, and d out / d lse_i = w_i (out_i - out): the mean is subtracted, as
+    # outputs stay where they are if all lse change alike.
     slope = grad_lse - sum(w * p for w, p in zip(weights, products, strict=True))
     grad_outs = [(wide * weight.unsqueeze(-1)).to(grad_out.dtype) for weight in weights]
     grad_lses = [

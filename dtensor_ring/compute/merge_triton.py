@@ -77,7 +77,7 @@ def _tensors(one: Accumulation) -> tuple[torch.Tensor, ...]:
 
 def _block(sums: Sequence[Accumulation]) -> tuple[int, int]:
     """Return the rows and head dim of a program, powers of two. Registers bound the rows."""
-    dims = max(1, *(triton.next_power_of_2(one.target.shape[3]) for one in sums))
+    dims = max([1, *(triton.next_power_of_2(one.target.shape[3]) for one in sums)])
     # A thread loads from all partials before it adds the first.
     each = max(one.wide.itemsize + sum(x.x.itemsize for x in one.partials) for one in sums)
     rows = max(1, min(MAX_ROWS, MAX_NUMBERS // dims, REGISTER_BYTES // (dims * each)))

@@ -55,15 +55,17 @@ class Mean(NamedTuple):
 
     def region(self, where: Region) -> Mean:
         """Return views of a region."""
-        return Mean(*(part_of(x, where) for x in self))
+        return Mean._make(part_of(x, where) for x in self)
 
     def joined(self, other: Mean) -> Mean:
         """Return the outputs over the keys of both; it may overwrite both."""
+        # Weights are relative to the larger top: none exceeds 1, and sums of them do not overflow.
         # Rows that neither side has seen, and rows of infinite scores, have no difference.
         lag = torch.where(self.top == other.top, 0.0, self.top - other.top)
         smaller = exact_exp(-lag.abs())
         # One of both weights is 1.
         ours, theirs = torch.where(lag < 0, smaller, 1.0), torch.where(lag > 0, smaller, 1.0)
+        # No comparison with a nan is true, so both weights would be 1, and hide it.
         ours, theirs = (torch.where(lag.isnan(), lag, x) for x in (ours, theirs))
         # A fused product and sum would round once in vectors, and twice elsewhere.
         out = self.out.to(lag.dtype).mul_(ours.unsqueeze(-1))
@@ -112,10 +114,10 @@ class OrderedOutput:
         """
         for piece in self._order.pieces[step.number]:
             with label("tile"):
-                results = [
-                    kernel.forward(*_inputs(tile, self._query, kv), launch, scores)
-                    for tile, launch in _launches(piece, in_flight)
-                ]
+                results = []
+                for tile, launch in _launches(piece, in_flight):
+                    q, k, v = _inputs(tile, self._query, kv)
+                    results.append(kernel.forward(q, k, v, launch, scores))
             # A leaf is merged at once, so its partial results need not be kept.
             with label("merge"):
                 number, key_block = piece.blocks
@@ -133,7 +135,7 @@ class OrderedOutput:
         """Return memory for nodes: out, top and total of queries, `(nodes, B, N, L, Hv + 2)`."""
         query = self._query
         wide = torch.promote_types(query.dtype, torch.float32)
-        return query.new_empty(num_nodes, *query.shape[:3], self._head_dim + 2, dtype=wide)
+        return query.new_empty((num_nodes, *query.shape[:3], self._head_dim + 2), dtype=wide)
 
     def result(self) -> tuple[Tensor, Tensor]:
         """Return `out` `(B, N, L, Hv)`, in the query's memory order, and `lse` `(B, N, L)`."""
@@ -208,15 +210,11 @@ class OrderedGradients:
             of_keys = self._of_others = self._trees(self._order.sizes[step.number])
         for piece in self._order.pieces[step.number]:
             with label("tile"):
-                results = [
-                    kernel.backward(
-                        saved.region(rows_of(tile)),
-                        *_inputs(tile, self._query, kv),
-                        launch,
-                        scores,
-                    )
-                    for tile, launch in _launches(piece)
-                ]
+                results = []
+                for tile, launch in _launches(piece):
+                    q, k, v = _inputs(tile, self._query, kv)
+                    of_rows = saved.region(rows_of(tile))
+                    results.append(kernel.backward(of_rows, q, k, v, launch, scores))
             with label("merge"):
                 query_block, key_block = piece.blocks
                 of_query, of_key = self._leaves(step, piece, results)
@@ -248,13 +246,11 @@ class OrderedGradients:
         order, of_keys = self._order, {x: tree.result for x, tree in self._own.items()}
         query = {number: tree.result for number, tree in self._of_queries.items()}
         keys, values = ({x: pair[i] for x, pair in of_keys.items()} for i in range(2))
-        sides = (
-            (self._query, query, order.rows),
-            (self._shard[0], keys, order.cols),
-            (self._shard[1], values, order.cols),
+        return (
+            _assembled(self._query, query, order.rows),
+            _assembled(self._shard[0], keys, order.cols),
+            _assembled(self._shard[1], values, order.cols),
         )
-        dq, dk, dv = (_assembled(*side) for side in sides)
-        return dq, dk, dv
 
     def _trees(self, blocks: dict[int, Span] | dict[int, int]) -> dict[int, Tree[Pair]]:
         leaves = ((x, self._order.queries_of.get(x, ())) for x in blocks)
@@ -299,6 +295,7 @@ def sinks_by_block(saved: Saved, sinks: Tensor, order: BlockOrder) -> Tensor:
     # A row that sees nothing has an lse of -inf, and the exponential of a sink less that is
     # infinite.
     of_rows = weight.masked_fill_(saved.lse == -torch.inf, 0.0).mul_(slope)
+    # By block: ranks have whole blocks, and the sum over blocks does not ask which rank has them.
     sums = [tree_sum(tree_sum(columns(of_rows, x), 2), 0) for x in order.rows.values()]
     return torch.stack(sums) if sums else of_rows.new_empty(0, len(sinks))
 

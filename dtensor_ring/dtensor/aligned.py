@@ -40,12 +40,12 @@ def aligned(
     would take its tokens in rank order.
     """
     name = getattr(func, "__name__", "").strip("_").removeprefix("i")
-    x = first_of(args)
-    if x is None or sequence_dim(x) < 0:
+    first = first_of(args)
+    if first is None or sequence_dim(first) < 0:
         return args, kwargs
-    args = tuple(_on_mesh_of(given, x) for given in args)
+    args = tuple(_on_mesh_of(given, first) for given in args)
     if name in ELEMENTWISE:
-        args = tuple(lined_up(given, x) for given in args)
+        args = tuple(lined_up(given, first) for given in args)
     return args, kwargs
 
 

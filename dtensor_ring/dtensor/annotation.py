@@ -192,6 +192,7 @@ def annotate(mesh: DeviceMesh, layout: Layout, **how: Any) -> AxisConfig:
     if before is not None and differ(before, config):
         drop_graphs()  # graphs have what they were traced with as constants
     here.config, here.is_assumed = config, False
+    # Bound calls have the options that were recorded before.
     here.calls.clear()
     return config
 
@@ -337,6 +338,7 @@ def group_of(mesh: DeviceMesh, axis: int) -> ProcessGroup:
     if axis in kept:
         name, known = kept[axis]
         group = registered(name)
+        # A group of a later world may have the same name.
         if group is not None and group is known():
             return group
     group = _found(mesh, axis)

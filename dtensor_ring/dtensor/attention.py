@@ -176,6 +176,7 @@ def ring_attention(
     if relative_bias is not None:
         query = with_bias(query, relative_bias)
     out, lse = attend(query, key, value, call, return_lse)
+    # Only a call that ran is kept: one that raises is checked, and raises, each time.
     if is_usual and not dropout_p:
         keep_call(call, query, key, value, mesh, asked)
     return out if lse is None or not return_lse else (out, lse)
@@ -207,7 +208,8 @@ def attend(
     sinks = call.scores.sinks
     if sinks is not None and sinks.ndim == 3:  # of each query, which the op does not take
         plain = call._replace(scores=call.scores._replace(sinks=None))
-        return with_sinks(query, *attend(query, key, value, plain, with_lse=True), sinks)
+        out, lse = attend(query, key, value, plain, with_lse=True)
+        return with_sinks(query, out, lse, sinks)
     if torch.compiler.is_compiling():
         tag_compiled()  # other calls do this when they look up the group
         return _attend(query, key, value, call, with_lse)
@@ -254,6 +256,7 @@ def placed_shards(
         config = annotation_of(group).config_or_default
         return config.place(group.group_name, None, None, strategy), config.kernel
     config, size = config_of_call(group, batch.runs is not None), group.size()
+    # As if all shards were as long as this one; the plan refuses them if they are not.
     num_queries, num_keys = query.shape[2] * size, key.shape[2] * size
     place = config.place(group.group_name, num_queries, num_keys, strategy)
     return place, config.kernel

@@ -312,6 +312,7 @@ class SequenceAxis:
         call_check.check_options(empty, call)
         self._config.check_runs(runs is not None)
         by_row = ((batch.cu_seqlens, 2), (batch.slices, 3))
+        # A table for each batch row says how many there are; one for all is planned as one row.
         num_rows = next((len(x) for x, ndim in by_row if x is not None and x.ndim == ndim), 1)
         plan(*call.in_whole_blocks().request(num_rows))
 
@@ -412,6 +413,7 @@ def _received(group: ProcessGroup, path: str, device: str) -> Machine:
         return _read(path, device)
     with checked_barrier(group, "reading the file of a machine", {}):
         pass  # raises if a rank is in another call, where the collective below would hang
+    # The error travels, too: if the reader raised alone, the others would wait for its text.
     box: list[Any] = [_text(path, device) if group.rank() == 0 else None]
     dist.broadcast_object_list(box, group=group, group_src=0)
     text, error = box[0]

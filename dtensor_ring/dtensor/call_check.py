@@ -62,6 +62,7 @@ def validated(
         for group in groups:
             check_agreement(group, {"error": f"{type(error).__name__}: {error}"}, SAME_CALL)
         raise
+    # First whether all ranks could build it: one that could not has no record to compare.
     for group in groups:
         check_agreement(group, {"error": "none"}, SAME_CALL)
         check_agreement(group, record, SAME_CALL)

@@ -99,6 +99,7 @@ def chosen(call: Call, query: Tensor, value: Tensor) -> Call:
     batch, num_heads, _, head_dim = query.shape
     _, num_key_heads, _, value_head_dim = value.shape
     seq_len = max(place.seq_len, place.key_seq_len)
+    # Flops and bytes grow with the sum of both head dims, so their mean may stand for each.
     sizes = seq_len, num_heads, num_key_heads, (head_dim + value_head_dim) // 2, batch
     document, bounds = None, _numbers(call.scores.mask)
     if is_compiling:  # symbols stand for what was traced first
@@ -156,15 +157,16 @@ def choice_of(group_name: str, *asked: Any) -> tuple[str, str]:
     if config is not here.config or len(known) > MAX_CHOICES:
         known = {}
         here.choices = here.config, known
-    found = known.get(asked)
-    if found is None:
+    chosen = known.get(asked)
+    if chosen is None:
         layout, device, dtype, kernel, document, *rest = asked
-        mask, sizes, machine = Mask(*rest[:4]), CallSizes(*rest[4:]), machine_of(here, device)
+        mask, sizes = Mask(*rest[:4]), CallSizes._make(rest[4:])
+        machine = machine_of(here, device)
         spec = _choose(here, machine, layout, dtype, kernel, document, mask, sizes)
-        found = known[asked] = spec, machine.label
+        chosen = known[asked] = spec, machine.label
         if dist.get_rank() == here.ranks[0]:
             _LOG.info('"auto" takes %s on %s for %s, %s', spec, machine.name, mask, sizes)
-    return found
+    return chosen
 
 
 def _choose(
@@ -181,6 +183,7 @@ def _choose(
     # Heads that do not divide are refused later, by the op.
     if world_size == 1 or not all(sizes) or sizes.heads % sizes.key_heads:
         return Strategy.default
+    # Each length is a simulation: batches of nearly one length share theirs.
     seq_len = rounded(sizes.seq_len, world_size)
     return fastest_strategy(
         mask,
@@ -281,6 +284,7 @@ def typical_length(documents: Documents) -> int:
     if not num_tokens:
         return 0
     mean = int((lengths * lengths).sum()) // num_tokens
+    # A power of two, the upper one from 4/3 of the lower: batches alike share a choice.
     return 1 << ((3 * mean // 2).bit_length() - 1)
 
 

@@ -129,6 +129,7 @@ def ulysses_dtensors(
 
 def _from_local(local: Tensor, shape: tuple[int, ...], ring: Ring) -> DTensor:
     """Wrap a local tensor like `wrap`, but differentiably."""
+    # The strides of a DTensor are those of the whole tensor, in the order of its shards.
     stride = strides(shape, order_of(local))
     made = DTensor.from_local(
         local, ring.mesh, ring.placements, run_check=False, shape=torch.Size(shape), stride=stride
@@ -148,6 +149,7 @@ def local_call(call: Call, query: DTensor, key: DTensor, value: DTensor, ring: R
     local = Call(
         batch._replace(cu_seqlens=bounds, key_cu_seqlens=key_bounds, slices=slices),
         local_scores(call.scores, query, ring),
+        # A strategy that was chosen before keeps the machine by which it was.
         place if call.place.machine is None else place._replace(machine=call.place.machine),
     )
     return chosen(local, query._local_tensor, value._local_tensor)

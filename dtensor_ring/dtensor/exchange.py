@@ -92,6 +92,7 @@ def relayout(
     before, after = _side("layout", now, length, group), _side("to", to, length, group)
     if before.layout == after.layout:
         return tensor
+    # Groups of one rank: tokens change their rank, and heads stay whole.
     args = AllToAllArgs.of_tokens(
         batch_runs=BatchRuns(before.runs, after.runs),
         layout=before.spec,
@@ -177,7 +178,7 @@ def exchange(
     num_sharing = size if heads is None else as_count("heads", heads, 1, size)
     counts = _counts(tensors, num_heads, num_sharing if is_back else 1)
     num_sharded = min(counts) if num_key_heads is None else num_key_heads
-    num_sharded = as_count("num_key_heads", num_sharded, 1, max(1, *counts))
+    num_sharded = as_count("num_key_heads", num_sharded, 1, max([1, *counts]))
     _check_heads(counts, num_sharded, num_sharing, is_back)
     if runs is not None and (not isinstance(runs, Tensor) or isinstance(runs, DTensor)):
         raise TypeError(f"runs must be a plain tensor, got {type(runs).__name__}")

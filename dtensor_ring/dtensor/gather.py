@@ -66,6 +66,7 @@ def sum_over_sequence(
                 "axis belongs to a batch; gather them by unshard_sequence"
             )
         length = local.shape[dim] * group.size() if seq_len is None else seq_len
+        # A sum of each rank's sum would add in an order that depends on their number.
         return tree_sum(whole_sequence(local, dim, group, length, layout), dim)
     try:
         return sum_ranks_op(local, group.group_name)
@@ -119,6 +120,7 @@ def whole_sequence(
     length = seq_len
     if isinstance(layout, Padded):
         length, layout = layout.whole_length(seq_len, group.size()), layout.layout
+        # Shards of an exchange have the lengths of the layout; padding is cut off at the end.
         missing = layout.num_tokens(group.rank(), group.size(), length) - local.shape[dim]
         # `pad` counts dims from the last one.
         local = F.pad(local, (0, 0) * (local.ndim - dim - 1) + (0, missing))
@@ -137,7 +139,7 @@ def all_to_all_tokens(local: Tensor, dim: int, args: AllToAllArgs) -> Tensor:
     flat = local.reshape(prod(before), 1, length, prod(after))
     run: Any = all_to_all_op
     (result,) = run([flat], *flatten_all_to_all(args))
-    return result.reshape(*before, result.shape[2], *after)
+    return result.reshape((*before, result.shape[2], *after))
 
 
 def whole_of(dtensor: DTensor, axis: int, local: Tensor) -> Tensor:

@@ -156,6 +156,11 @@ class _Blocks(NamedTuple):
         own: Tree[Tensor] = Tree(range(self.count), torch.add)
         for number, grad in zip(self.numbers, grads, strict=True):
             own.add((0, number), grad.to(wide))
+        # Four blocks, two on each rank: a rank adds up its two, and all add the gathered sums.
+        #             (2, 0)
+        #         (1, 0)    (1, 1)
+        #         0    1    2    3
+        #     rank  0            1
         if len(self.nodes) == 1:
             return own.result
         part = torch.stack([own.kept[node].reshape(-1) for node in self.nodes[self.rank]])

@@ -26,18 +26,19 @@ aten = torch.ops.aten
 
 def of_own_shard(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Compute an operation of `SHAPED` on a padded sequence; on others, return `NotImplemented`."""
-    x = next((x for x in args if isinstance(x, DTensor) and x.placements[0].is_shard()), None)
-    if x is None or not _is_padded(x) or sequence_dim(x) < 0:
+    sharded = (x for x in args if isinstance(x, DTensor) and x.placements[0].is_shard())
+    dtensor = next(sharded, None)
+    if dtensor is None or not _is_padded(dtensor) or sequence_dim(dtensor) < 0:
         return NotImplemented
-    found = SHAPED[op](x, sequence_dim(x), *args)
-    if found is None:
+    shaped = SHAPED[op](dtensor, sequence_dim(dtensor), *args)
+    if shaped is None:
         return NotImplemented
-    dim, local_args = found
+    dim, local_args = shaped
     local = op(*local_args, **kwargs)
     # The strides of the whole are those that the operation gives a tensor without content.
     whole = op(*(_without_content(arg) for arg in args), **kwargs)
     meta = TensorMeta(whole.shape, whole.stride(), local.dtype)
-    spec = DTensorSpec(x._spec.mesh, (Shard(dim),), tensor_meta=meta)
+    spec = DTensorSpec(dtensor._spec.mesh, (Shard(dim),), tensor_meta=meta)
     return DTensor(local, spec, requires_grad=False)
 
 
@@ -91,12 +92,15 @@ def _new_strided(x: DTensor, dim: int, given: Any, sizes: Sequence[int], stride:
     if tuple(sizes) != tuple(x.shape):
         return None
     own = _sized(x, dim, sizes, dim)
+    # The shard is dense with its dims in the memory order of the whole: strides of the whole
+    # would leave gaps.
     order = tuple(sorted(range(len(own)), key=lambda place: -stride[place]))
     return dim, (x._local_tensor, own, strides(own, order))
 
 
 def _selected(x: DTensor, dim: int, given: Any, sizes: Sequence[int], *where: Any) -> Found:
     selected = where[0] % len(sizes)
+    # The result has the dimension again that `select` took away, before or after the tokens.
     out = dim + (selected <= dim)
     return out, (x._local_tensor, _sized(x, dim, sizes, out), *where)
 

@@ -155,12 +155,13 @@ def _fused(bound: dict[str, Any]) -> Any:
     """Call an op that DTensor dispatches to us, for any number of dims."""
     inputs, shape = [bound[name] for name in INPUTS], bound["query"].shape
     if len(shape) != 4:
-        inputs = [x.reshape(-1, *(1, *x.shape)[-3:]) for x in inputs]
+        # Dims before the heads become one batch; (L, H) becomes one head.
+        inputs = [x.reshape((-1, *(1, *x.shape)[-3:])) for x in inputs]
     if bound["dropout_p"]:  # which our own op alone can serve
         out, *_ = ring_op(*inputs, *flatten(_call(bound)))
     else:
         out, *_ = FUSED_OP(*inputs, 0.0, bound["is_causal"], scale=bound["scale"])
-    return out if len(shape) == 4 else out.reshape(*shape[:-1], out.shape[-1])
+    return out if len(shape) == 4 else out.reshape((*shape[:-1], out.shape[-1]))
 
 
 def _is_sharded(inputs: Iterable[Any]) -> bool:

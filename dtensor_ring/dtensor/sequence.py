@@ -253,11 +253,12 @@ def next_token_labels(
     labels = torch.nn.functional.pad(tokens, (0, 1), value=ignore_index)[..., 1:]
     if cu_seqlens is None:
         return labels
+    # The documents abc and de have the ends 3 and 5, and the labels b c . e .
     # The token before a boundary is the last of its document; empty documents repeat a boundary.
     ends = cu_seqlens[..., 1:].to(tokens.device, torch.int64)
     rows, seq_len = tokens.shape[:-1], tokens.shape[-1]
-    is_last = tokens.new_zeros(*rows, seq_len + 1, dtype=torch.bool)
-    is_last.scatter_(-1, ends.expand(*rows, -1), True)
+    is_last = tokens.new_zeros((*rows, seq_len + 1), dtype=torch.bool)
+    is_last.scatter_(-1, ends.expand((*rows, -1)), True)
     return labels.masked_fill(is_last[..., 1:], ignore_index)
 
 

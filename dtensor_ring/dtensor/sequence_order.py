@@ -107,6 +107,7 @@ class _Scaled(torch.autograd.Function):
 def local_tokens(tensor: Tensor, mesh: DeviceMesh, dim: int, layout: Layout) -> Tensor:
     """Return this rank's tokens of a whole tensor, in contiguous memory; `mesh` is the axis's."""
     runs = layout.runs(group_of(mesh, 0).rank(), mesh.size(), tensor.shape[dim])
+    # Of a run 1 3 5, with stride 2, take every second one of the five tokens from 1 on.
     parts = [
         # Runs are strided views, so `cat` makes the only copy.
         tensor.narrow(dim, run.start, (run.length - 1) * run.stride + 1)[

@@ -187,6 +187,7 @@ def _attend(func: Any, query: Any, key: Any, value: Any, *args: Any, **how: Any)
         return NotImplemented
     if 0 in (*query.shape[:-1], value.shape[-1]):
         return _of_nothing(func, query, key, value, *args, **how)
+    # With a mask it takes the general way, which lines up all arguments.
     if (args and args[0] is not None) or how.get("attn_mask") is not None:
         return NotImplemented
     return func(query, key, value, *args, **how)
@@ -268,6 +269,7 @@ def _computed(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 def _is_ours(error: BaseException) -> bool:
     """Return whether another module of ours raised an error, which says what to write itself."""
+    # The innermost frame raised it.
     *_, (frame, _) = walk_tb(error.__traceback__)
     name = frame.f_globals.get("__name__", "")
     return name.startswith(PACKAGE) and name != __name__

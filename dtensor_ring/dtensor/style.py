@@ -240,6 +240,7 @@ def _refuse_whole(name: str, given: DTensor, output: DTensor) -> None:
     where = output.placements[axis]
     is_whole = where.is_replicate() or where.is_partial()
     seq_len, is_ring = given.shape[SEQUENCE], given.device_mesh.size(axis) > 1
+    # A summary without a dimension of this length, such as a pooled vector, is no sequence.
     if is_whole and is_ring and seq_len in output.shape[:MAX_SEQUENCE]:
         raise ValueError(
             f"{name} got shards of {seq_len} tokens and returned all of them, "
@@ -310,9 +311,10 @@ class ShardedMultiheadAttention(nn.MultiheadAttention):
             )
         if not self.batch_first:
             inputs = tuple(x.transpose(0, 1) for x in inputs)
+        weights, biases = self._projections()
         heads: Any = (
             F.linear(x, weight, bias).unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
-            for x, weight, bias in zip(inputs, *self._projections(), strict=True)
+            for x, weight, bias in zip(inputs, weights, biases, strict=True)
         )
         if self.seq_len is not None:
             on = self.axis.token_mesh
@@ -320,7 +322,8 @@ class ShardedMultiheadAttention(nn.MultiheadAttention):
         with within_layer(self):
             mask = Mask.causal() if is_causal else Mask.full()
             dropout_p = self.dropout if self.training else 0.0
-            out = self.axis.attention(*heads, mask=mask, dropout_p=dropout_p)
+            q, k, v = heads
+            out = self.axis.attention(q, k, v, mask=mask, dropout_p=dropout_p)
         out = out.to_local() if isinstance(out, DTensor) else out
         out = self.out_proj(out.transpose(1, 2).flatten(2))
         return out if self.batch_first else out.transpose(0, 1), None

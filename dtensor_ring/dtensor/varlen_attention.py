@@ -139,6 +139,7 @@ def _call(bound: dict[str, Any]) -> Call:
     scores = scores_of(bound["query"], _band(left, right), bound["scale"], 0.0, None, None)
     if bounds is key_bounds:
         batch = Batch(bounds)
+    # Without a bound there is no diagonal to align.
     elif max(left, right) < 0:
         batch = Batch(bounds, key_bounds)
     else:
@@ -154,16 +155,17 @@ def _band(left: int, right: int) -> Mask:
 
 def _whole(name: str, bound: dict[str, Any]) -> Tensor:
     """Return boundaries as a plain tensor; each rank must have all of them."""
-    x = bound[name]
-    if isinstance(x, DTensor) and all(where == Replicate() for where in x.placements):
-        x = x._local_tensor
-    if not isinstance(x, Tensor) or isinstance(x, DTensor) or x.ndim != 1:
-        given = x.placements if isinstance(x, DTensor) else getattr(x, "shape", x)
+    bounds = bound[name]
+    if isinstance(bounds, DTensor) and all(where == Replicate() for where in bounds.placements):
+        bounds = bounds._local_tensor
+    if not isinstance(bounds, Tensor) or isinstance(bounds, DTensor) or bounds.ndim != 1:
+        is_placed = isinstance(bounds, DTensor)
+        given = bounds.placements if is_placed else getattr(bounds, "shape", bounds)
         raise ValueError(
             f"{name} must be a tensor (D+1,) that each rank has whole, the boundaries of documents "
             f"in the whole sequence, got {given}"
         )
-    return x
+    return bounds
 
 
 for _name, _run in (

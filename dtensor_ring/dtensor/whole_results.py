@@ -96,13 +96,14 @@ def _extreme(largest: bool) -> Callable[..., Tensor]:
 def _best(local: Tensor, dims: list[int], x: DTensor, largest: bool) -> Tensor:
     """Return the extreme of all ranks, with dimensions of length 1 where it was reduced."""
     if local.numel():
-        found = (local.amax if largest else local.amin)(dims, keepdim=True)
+        own = (local.amax if largest else local.amin)(dims, keepdim=True)
     else:  # a rank without tokens
         shape = [1 if d in dims else length for d, length in enumerate(local.shape)]
-        found = local.new_full(shape, _bound(local.dtype, not largest))
+        own = local.new_full(shape, _bound(local.dtype, not largest))
     size, rank = x.device_mesh.size(), own_rank(x)
-    by_rank = found.new_zeros((size, *found.shape))
-    by_rank[rank] = found
+    # Each place is filled on one rank, and zeros add nothing: one sum gathers all extremes.
+    by_rank = own.new_zeros((size, *own.shape))
+    by_rank[rank] = own
     everyone = summed(by_rank, x)
     return everyone.amax(0) if largest else everyone.amin(0)
 

@@ -128,6 +128,7 @@ class HandOver:
             check_agreement(self._group, {"error": str(error)}, SAME_HAND_OVER)
             raise
         told = check_agreement(self._group, {"error": "none"}, SAME_HAND_OVER, self._told)
+        # All ranks plan from the same list, so a cache that does not fit raises on each of them.
         self._plan = planned(told, dist.get_process_group_ranks(self._group))
         self._made = self._empty() if target is not None else []
 
@@ -141,20 +142,24 @@ class HandOver:
             if self._source is None:
                 for number in range(len(self._made)):
                     self._posts.post(number, self._incoming(number), [])
+            # The call stays open beyond this method; an error before this line has closed it.
             self._open = stack.pop_all()
         return self
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> bool | None:
+        # The error goes through the call, which ends it on the ranks that wait for this one.
         if error is not None:
             return self._open.__exit__(kind, error, trace)
         with self._open:
             if self._source is not None:
+                # Ranks of the target have posted receives for all layers, so none may be left out.
                 for number in range(self._next, len(self._source)):
                     self.send(number)
         self.num_sent = self._posts.num_sent
         with checked_barrier(self._group, "the end of a hand-over", {}):
             pass  # a rank that only sends learns of others' errors here
         if self._target is not None:
+            # Only now: after an error, of whatever rank, the target is as empty as before.
             _hold(self._target, self._made, self._plan)
         return None
 
@@ -187,13 +192,13 @@ class HandOver:
 
     def _incoming(self, number: int) -> list[Incoming]:
         """Return the messages of a layer that this rank gets."""
-        found = []
+        messages = []
         for move in self._plan.moves:
             if move.move.target == self._rank != move.move.source:
                 parts = self._taken(number, move)
                 contents = [x.content for x in parts]
-                found.append(Incoming(move.move.source, contents, partial(put, parts)))
-        return found
+                messages.append(Incoming(move.move.source, contents, partial(put, parts)))
+        return messages
 
     def _taken(self, number: int, move: ColumnMove) -> list[MovedPart]:
         return [part for memory in self._made[number] for part in move.taken(memory)]

@@ -42,15 +42,16 @@ def group_beside(group: ProcessGroup) -> ProcessGroup:
     >>> group_beside(group) is group, group_beside(group) is group_beside(group)
     (False, True)
     """
-    found = _BESIDE.get(group)
-    if found is None:
+    beside = _BESIDE.get(group)
+    if beside is None:
+        # Only the ranks of the group call this, so others must not be waited for.
         ranks, limit = dist.get_process_group_ranks(group), time_limit_of(group)
         made = dist.new_group(
             ranks, limit, dist.get_backend_config(group), use_local_synchronization=True
         )
         assert isinstance(made, ProcessGroup)
-        found = _BESIDE.setdefault(group, made)
-    return found
+        beside = _BESIDE.setdefault(group, made)
+    return beside
 
 
 def end_calls(group: ProcessGroup, error: BaseException) -> None:
@@ -98,11 +99,13 @@ def handing_over(
                 posts.finish()
             except BaseException as error:
                 posts.abandon()
+                # It shut this group down, so its ranks know of it, as of no other error.
                 if isinstance(error, RingError) and group_state_of(group).cause is not None:
                     raise
                 raise HandOverEnded(f"{type(error).__name__}: {error}") from error
     except HandOverEnded as ended:
         assert ended.__cause__ is not None
+        # The caller sees its own error, not what carried it through the call.
         raise ended.__cause__ from None
 
 

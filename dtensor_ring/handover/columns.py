@@ -48,7 +48,7 @@ class KeptColumns(NamedTuple):
         with torch.inference_mode(False):  # tensors made in it are read-only outside
             if format is None:
                 return PlainColumns(torch.empty(shape, dtype=self.dtype, device=device))
-            none = torch.empty(*shape[:2], 0, head_dim, dtype=self.dtype, device=device)
+            none = torch.empty((*shape[:2], 0, head_dim), dtype=self.dtype, device=device)
             return QuantisedColumns(
                 _blank(QuantisedTokens.empty(none, format, kind), num_cols), kind
             )
@@ -59,14 +59,14 @@ def _blank(none: QuantisedTokens, num_cols: int) -> QuantisedTokens:
     num_blocks, num_open = divmod(num_cols, none.block_size)
 
     def wider(x: Tensor, number: int) -> Tensor:
-        return x.new_empty(*x.shape[:2], number, x.shape[3])
+        return x.new_empty((*x.shape[:2], number, x.shape[3]))
 
-    q = none.closed
+    blocks = none.closed
     closed = replace(
-        q,
-        data=wider(q.data, num_blocks * none.block_size),
-        scales=wider(q.scales, num_blocks),
-        means=None if q.means is None else wider(q.means, num_blocks),
+        blocks,
+        data=wider(blocks.data, num_blocks * none.block_size),
+        scales=wider(blocks.scales, num_blocks),
+        means=None if blocks.means is None else wider(blocks.means, num_blocks),
     )
     return replace(none, closed=closed, open=wider(none.open, num_open))
 
@@ -116,11 +116,13 @@ class ColumnMove:
             return (_side_of(self.move, side),)
         blocks = _side_of(self.closed, side)
         data = Cols(tuple([(a * BLOCK_SIZE, b * BLOCK_SIZE) for a, b in blocks.spans]))
+        # In the order of the tensors in `_parts`: numbers, scales, means, columns not rounded yet.
         return data, blocks, blocks, _side_of(self.open, side)
 
     def _parts(self, memory: ColumnMemory, heads: Span, side: int) -> list[MovedPart]:
         tensors: tuple[Tensor | None, ...]
         if isinstance(memory, QuantisedColumns):
+            # A cache may have more columns than move: the last ones of a prompt may be padding.
             tokens = memory.tokens.crop(self.num_cols[side])
             q = tokens.closed
             # Numbers of 8 bits as bytes: few kernels know all their dtypes.

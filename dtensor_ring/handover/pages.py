@@ -85,6 +85,7 @@ class PagedHandOver:
 
     def _copy(self, layer: int, given: MovedPages, taken: MovedPages) -> None:
         device = self.posts.device
+        # By way of a message's form: the pages of both pools may lie in memory in other ways.
         content = [torch.empty(x.shape, dtype=x.dtype, device=device) for x in given.contents]
         given.fill(layer, content)
         taken.put(layer, content)
@@ -147,6 +148,8 @@ class MovedQuantisedPages(MovedPages):
 
     def __init__(self, memory: QuantisedPages, pages: np.ndarray, num_tokens: np.ndarray) -> None:
         self._memory, unit = memory, memory._unit
+        # With units of 16, the first 40 tokens of a page are units 0 and 1, and 8 tokens of unit 2.
+        # A page is some units. Tokens fill it from the front, so at most one unit of it is open.
         first, (num_full, rest) = pages * (memory._page // unit), np.divmod(num_tokens, unit)
         _, self._full = expanded(first, first + num_full)
         self._open = (first + num_full)[rest > 0]
@@ -160,14 +163,14 @@ class MovedQuantisedPages(MovedPages):
         self.contents += [Content((total, x.shape[1], x.shape[3]), x.dtype) for x in memory._open]
 
     def fill(self, layer: int, packed: Sequence[Tensor]) -> None:
-        found = list(packed)
+        remaining = list(packed)
         rows = self._units(layer, self._full)
         for q in self._memory._closed:
             for x in _tensors(q):
-                torch.index_select(x, 0, rows, out=found.pop(0))
+                torch.index_select(x, 0, rows, out=remaining.pop(0))
         numbers, places = self._places()
         units = self._open + layer * self._memory._num_units
-        for which, into in enumerate(found):
+        for which, into in enumerate(remaining):
             into.copy_(self._memory._content(which, units)[numbers, :, places])
 
     def put(self, layer: int, packed: Sequence[Tensor]) -> None:
@@ -184,12 +187,13 @@ class MovedQuantisedPages(MovedPages):
         numbers, places = self._places()
         content = []
         for x, new in zip(memory._open, tensors, strict=True):
-            whole = x.new_zeros(len(self._open), *x.shape[1:])
+            whole = x.new_zeros((len(self._open), *x.shape[1:]))
             whole[numbers, :, places] = new
             content.append(whole)
         memory._keep_open(self._open + layer * memory._num_units, content)
 
     def _units(self, layer: int, units: np.ndarray) -> Tensor:
+        # Units of all layers are in one tensor, layer by layer, so one index reads any of them.
         where = torch.from_numpy(units + layer * self._memory._num_units)
         return where.to(self._memory.like[0].device)
 

@@ -66,7 +66,8 @@ class ShardMove(NamedTuple):
 
     def span_of(self, num_heads: int) -> Span:
         """Return the heads that go, of `num_heads`; fewer heads than shards are copied."""
-        return head_span(*self.heads, num_heads)
+        index, count = self.heads
+        return head_span(index, count, num_heads)
 
     def source_cols(self) -> Cols:
         """Return the columns at the source."""
@@ -106,17 +107,25 @@ def column_moves(source: Side, target: Side) -> tuple[ShardMove, ...]:
             f"a cache changes hands whole: one side holds positions {_covered(before)} and the "
             f"other one {_covered(after)}"
         )
+    # Cells: positions that are neighbours, on one rank, in each of the two sides.
+    # Eight positions in zigzag over two ranks go to one rank: three cells, of 2, 4 and 2.
+    #     source   0 0 1 1 1 1 0 0
+    #     target   0 0 0 0 0 0 0 0
+    #     cells    a a b b b b c c
     bounds = np.union1d(before.starts, after.starts)
     # The run of each side that a cell is in is the last one that begins no later.
     here, there = (np.searchsorted(x.starts, bounds, "right") - 1 for x in (before, after))
-    ends = np.minimum(*(x.starts[i] + x.lengths[i] for x, i in ((before, here), (after, there))))
-    cols = [x.cols[i] + bounds - x.starts[i] for x, i in ((before, here), (after, there))]
+    sides = (before, here), (after, there)
+    end_here, end_there = (side.starts[i] + side.lengths[i] for side, i in sides)
+    ends = np.minimum(end_here, end_there)
+    cols = [side.cols[i] + bounds - side.starts[i] for side, i in sides]
     cells = np.stack([*cols, ends - bounds], 1)
     shards = np.stack([before.shards[here], after.shards[there]], 1)
     moves = []
     for one, other in np.unique(shards, axis=0).tolist():
         joined = _joined(cells[(shards == (one, other)).all(1)])
         targets = target.ranks[other]
+        # Ranks of the source have all heads, so a shard of columns is on one of them.
         (origin,) = source.ranks[one]
         moves += [
             ShardMove(origin, rank, joined, (index, len(targets)))
@@ -140,7 +149,7 @@ def _held(runs: np.ndarray) -> _SideRuns:
     shards = np.broadcast_to(np.arange(len(runs))[:, None], lengths.shape)
     there = lengths > 0
     order = np.argsort(starts[there])
-    return _SideRuns(*(x[there][order] for x in (starts, lengths, cols, shards)))
+    return _SideRuns._make(x[there][order] for x in (starts, lengths, cols, shards))
 
 
 def _covered(held: _SideRuns) -> list[list[int]]:
@@ -190,8 +199,10 @@ def closed_and_open(
     # Columns before the end of the last full block have scales; those after it are not rounded.
     full = np.array(num_cols) // block * block
     closed = np.maximum(0, np.minimum(ends, full) - cols)
+    # A cut is harmless at the bound of a block, and among columns that have no scale.
     begins_whole = (cols % block == 0) | (cols >= full)
     ends_whole = (ends % block == 0) | (ends > full)
+    # A column that has a scale on one side must have one on the other.
     same = closed[:, 0] == closed[:, 1]
     if not (begins_whole.all() and ends_whole.all() and same.all()):
         raise ValueError(
@@ -241,15 +252,19 @@ def block_moves(
             f"{source.block} and {target.block} tokens"
         )
     # One entry for a pair of ranks, whose blocks travel together.
-    found: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
+    by_pair: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
     for tokens in moved:
         for number, num_tokens in _blocks_of(tokens, source.block):
             one, other = source.owner(number), target.owner(number)
+            # A rank has one block of each round of W blocks: its k-th is in round k.
             here = tokens.source.blocks[one][number // source.world_size]
             there = tokens.target.blocks[other][number // target.world_size]
             pair = ranks[0][one], ranks[1][other]
-            found.setdefault(pair, []).append((here, there, num_tokens))
-    return tuple(BlockMove(*pair, np.array(found[pair])) for pair in sorted(found))
+            by_pair.setdefault(pair, []).append((here, there, num_tokens))
+    # Sorted, since ranks compare their moves, and post them in this order.
+    return tuple(
+        BlockMove(one, other, np.array(by_pair[one, other])) for one, other in sorted(by_pair)
+    )
 
 
 def _blocks_of(tokens: MovedTokens, block: int) -> Iterator[tuple[int, int]]:

@@ -109,6 +109,7 @@ class Posts:
         label = Label(RING, layer, self._rank)
         buffers, messages = list[Tensor](), list[P2P]()
         for x in (*incoming, *outgoing):
+            # A transport may return a longer buffer, and wants back the one that it gave.
             buffers.append(self._transport.allocate(num_bytes(x), self.device))
             messages.append(P2P(buffers[-1][: num_bytes(x)], x.peer, source=x.peer))
         receives, sends = messages[: len(incoming)], messages[len(incoming) :]

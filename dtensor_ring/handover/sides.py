@@ -106,6 +106,7 @@ class Wanted(NamedTuple):
     def table(self, size: int, seq_len: int) -> CacheTable:
         """Return which positions each of `size` ranks gets."""
         layout = as_layout(self.layout)
+        # A layout may need a padded length. Columns beyond the sequence are cropped again.
         dealt = CacheTable.empty(size, self.block).append_sharded(
             layout, layout.dealt_length(seq_len, size)
         )
@@ -147,6 +148,7 @@ def planned(told: Sequence[Told], ranks: Sequence[int]) -> HandOverPlan:
         ValueError: on every rank alike, if caches do not fit each other, or a rank is missing.
     """
     kept = _same("source", [x.kept for x in told])
+    # Each shard of the heads has an axis of its own, so their ranks differ rightly.
     wanted = _same("target", [x.wanted._replace(ranks=()) for x in told if x.wanted])
     if wanted.seq_len:
         raise ValueError(f"the target must be empty, it has {wanted.seq_len} tokens; reset it")

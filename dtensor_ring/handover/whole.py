@@ -71,6 +71,7 @@ def copy_whole(
         posts.post(0, incoming, outgoing)
     if not gets:
         return None
+    # Copies also where they were: what one side writes later must not show on the other.
     return made if tensors is None else [x.clone() for x in tensors]
 
 

@@ -381,7 +381,7 @@ class PagedBatch:
                 "world_size=mesh.size(), and the cache with rank=mesh.get_local_rank()"
             )
         if blocks is not None:
-            self._check_blocks(*blocks)
+            self._check_blocks(keys=blocks[0], values=blocks[1])
         like = blocks or self._cache._memory.like
         scores = self._scores(layer, query, mask, scale, softcap, sinks, like)
         batch = DecodeBatch(agree=self._plan.agreed(layer))

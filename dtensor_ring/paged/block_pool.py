@@ -58,6 +58,8 @@ class BlockPool:
         block = as_count("block", block, 1, MAX_BLOCK)
         world_size = as_count("world_size", world_size, 1, MAX_RANKS)
         num_blocks = as_count("num_blocks", num_blocks, 1, MAX_BLOCKS // world_size)
+        # The first six blocks of a sequence on three ranks, in alternating direction:
+        #     rank 0: 0 5    rank 1: 1 4    rank 2: 2 3
         self._blocks = Blocks(num_blocks, Serpentine(block, world_size))
         self._sequences: dict[int, PooledSequence] = {}
         self._num_added = 0
@@ -128,6 +130,7 @@ class BlockPool:
         rank, at = self.dealing.owner(last), last // self.dealing.world_size
         blocks = self._blocks.ranks[rank]
         before = sequence.blocks[rank][at] if num_in_last else -1
+        # An empty place after a full block needs a new block anyhow, which is nobody else's.
         is_shared = num_in_last > 0 and blocks.counts[before] > 1
         is_kept = num_in_last > 0 and not is_shared
         self._blocks.check_room(last + is_kept, self._num_blocks_of(len(sequence) + len(given)))
@@ -208,6 +211,7 @@ class BlockPool:
         self.check(sequence)
         length = len(sequence) if length is None else length
         sequence.num_written = as_count("length", length, sequence.num_written, len(sequence))
+        # Its first blocks are in the tree already: a node's parent must come before it.
         for number in range(len(sequence.nodes), sequence.num_written // self.dealing.block):
             self._publish(sequence, number)
 
@@ -282,6 +286,7 @@ class BlockPool:
 
     def _release(self, sequence: PooledSequence, num_kept: int) -> None:
         """Give back all blocks but the first `num_kept`, the last block first."""
+        # The order in which blocks are released is that in which they are evicted later.
         for number in reversed(range(num_kept, sequence.num_blocks)):
             rank = self.dealing.owner(number)
             self._blocks.ranks[rank].release(sequence.blocks[rank].pop())

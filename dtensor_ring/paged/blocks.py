@@ -209,6 +209,10 @@ class RankBlocks:
     """
 
     def __init__(self, num_blocks: int) -> None:
+        # A block's way, where only blocks of the tree are ever cached:
+        #     free --take--> held --release--> cached --forget--> free
+        #                    held <--hold----- cached
+        #                    held --release--> free, if it is not in the tree
         self.counts = array("i", bytes(4 * num_blocks))
         self.num_shared = 0  # updated at each change, because every step may read the usage
         self.nodes: dict[int, BlockNode] = {}
@@ -277,6 +281,9 @@ class Blocks:
     def __init__(self, num_blocks: int, dealing: Serpentine) -> None:
         self.num_blocks, self.dealing = num_blocks, dealing
         self.ranks = [RankBlocks(num_blocks) for _ in range(dealing.world_size)]
+        # Two prompts of three full blocks, of which the first two are alike:
+        #     root - A - B - C
+        #                  \ D
         self.root = BlockNode(None, b"", -1, -1)
 
     def match(self, tokens: array[int]) -> list[BlockNode]:
@@ -305,6 +312,7 @@ class Blocks:
         if first >= end:
             return  # nothing is needed, as for most decoded tokens
         block, num_hits = self.dealing.block, [0] * len(self.ranks)
+        # Columns before both ends of these blocks tell how many are a rank's, without a loop.
         need = [
             (
                 self.dealing.num_before(end * block, rank)
@@ -333,6 +341,7 @@ class Blocks:
         node = parent.children.get(tokens)
         if node is None:
             node = self.ranks[rank].nodes[index] = parent.extend(tokens, rank, index)
+        # Another sequence wrote the same tokens: its block is held in place of this one.
         elif node.index != index:
             self.ranks[rank].hold(node.index)
             self.ranks[rank].release(index)

@@ -86,13 +86,13 @@ class BlockLaunch:
         found = kernel.forward(queries, keys, values, Launch(WHOLE, WHOLE, FULL), scores)
         out, lse = (unfold_heads(x, query.shape[2]) for x in found)
         rows = readers.numel(), query.shape[1]
-        return out.transpose(1, 2).reshape(*rows, *out.shape[1::2]), lse.mT.reshape(*rows, -1)
+        return out.transpose(1, 2).reshape((*rows, *out.shape[1::2])), lse.mT.reshape((*rows, -1))
 
     def _read(self, x: Tensor) -> Tensor:
         """Return the blocks: without a copy if they are neighbours."""
         if isinstance(self.blocks, Numbers):
             return x[self.blocks.on(x.device)[0]]
-        return x[slice(*self.blocks)]
+        return x[self.blocks[0] : self.blocks[1]]
 
 
 @dataclass(frozen=True)
@@ -136,6 +136,10 @@ _MADE: WeakKeyDictionary[Pages, BlockLaunches] = WeakKeyDictionary()
 def _launches(tables: np.ndarray, counts: np.ndarray) -> BlockLaunches:
     entries = np.repeat(np.arange(len(counts)), counts)
     read = tables[np.arange(tables.shape[1]) < counts[:, None]]
+    # All readers of a block side by side: it is read once, with the queries of all of them.
+    # Entry 0 reads the blocks 3 and 5, entry 1 the blocks 3 and 7. Two launches:
+    #     one reader     blocks 5 6 7 as a range; what reader 0 gets of 6 is not used
+    #     two readers    block 3, with the queries of both
     order = np.argsort(read, kind="stable")
     blocks, firsts, num_readers = np.unique(read[order], return_index=True, return_counts=True)
     # Powers of two, so that few launches serve all: some queries are computed twice.
@@ -145,8 +149,10 @@ def _launches(tables: np.ndarray, counts: np.ndarray) -> BlockLaunches:
         some = widths == width
         begin, end = blocks[some].min(), blocks[some].max() + 1
         is_range = end - begin <= MOST_COMPUTED * some.sum()
+        # Of a range, blocks that nobody reads have reader 0, and no place takes their results.
         at = blocks[some] - begin if is_range else np.arange(some.sum())
         readers = np.zeros((end - begin if is_range else len(at), width), dtype=np.int64)
+        # Rows up to the power of two repeat the last reader; both copies are the same result.
         numbers = np.minimum(np.arange(width), num_readers[some, None] - 1)
         pairs = order[firsts[some, None] + numbers]
         readers[at] = entries[pairs]

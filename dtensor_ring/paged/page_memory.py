@@ -124,6 +124,10 @@ class QuantisedPages(PageMemory):
         self._num_pages, self._num_units = pages, pages * self._page // self._unit  # of a layer
         total = layers * self._num_units
         none = [torch.empty(0, heads, self._unit, x[4], dtype=dtype, device=device) for x in shapes]
+        # Pages of two units, where the sequence that ends in page 1 has one open unit:
+        #     page    0      1      2
+        #     unit    0  1   2  3   4  5
+        #     slot   -1 -1  -1  0  -1 -1
         self._open = none  # (slots, N, unit, H)
         self._slot = np.full(total, -1)  # of each unit; closed ones have none
         self._free: list[int] = []
@@ -143,6 +147,7 @@ class QuantisedPages(PageMemory):
         where = slots.on(torch.device("cpu"))[0].numpy()
         units, number = np.unique(where // self._unit, return_inverse=True)
         units, places = units + layer * self._num_units, where % self._unit
+        # Tokens come up to the end of a sequence, so a unit whose last place is written is full.
         is_full = np.isin(units, units[number[places == self._unit - 1]])
         has_more = ~np.isin(units, units[number[places == 0]])  # tokens before those of this write
         written = []
@@ -159,7 +164,7 @@ class QuantisedPages(PageMemory):
         units = (pages[:, None] * per_page + np.arange(per_page)).reshape(-1)
         units = units + layer * self._num_units
         found = [self._content(which, units).transpose(1, 2) for which in (0, 1)]
-        keys, values = (x.reshape(len(pages), self._page, *x.shape[2:]) for x in found)
+        keys, values = (x.reshape((len(pages), self._page, *x.shape[2:])) for x in found)
         return keys, values
 
     def to_attend(self, layer: int, pages: np.ndarray | None) -> Pair:
@@ -176,13 +181,14 @@ class QuantisedPages(PageMemory):
             for x in _tensors(q):
                 x[_indices(there, x)] = x[_indices(here, x)]
         self._release(there[~is_open])
+        # An open unit lies elsewhere, in a slot: its copy gets a slot of its own.
         slots = self._slot[here[is_open]]
         self._keep_open(there[is_open], [x[_indices(slots, x)] for x in self._open])
 
     def _content(self, which: int, units: np.ndarray) -> Tensor:
         """Return keys (0) or values (1) of some units, `(U, N, unit, H)`."""
         opened, q = self._open[which], self._closed[which]
-        out = opened.new_empty(len(units), *opened.shape[1:])
+        out = opened.new_empty((len(units), *opened.shape[1:]))
         slots = self._slot[units]
         out[_indices(slots >= 0, out)] = opened[_indices(slots[slots >= 0], opened)]
         # Units without a slot are in eight bits, and are dequantised a few at a time.
@@ -227,7 +233,7 @@ class QuantisedPages(PageMemory):
         more = num_slots - len(self._free)
         if more > 0:
             more = max(more, before)  # so that all copies together cost little
-            self._open = [torch.cat([x, x.new_zeros(more, *x.shape[1:])]) for x in self._open]
+            self._open = [torch.cat([x, x.new_zeros((more, *x.shape[1:]))]) for x in self._open]
             self._free.extend(range(before, before + more))
 
 
@@ -279,7 +285,7 @@ def _tensors(q: Quantised) -> list[Tensor]:
 
 def _zeros(like: Quantised, num_rows: int) -> Quantised:
     """Return as many rows of zeros in the format of `like`, which has none."""
-    made = [x.new_zeros(num_rows, *x.shape[1:]) for x in _tensors(like)]
+    made = [x.new_zeros((num_rows, *x.shape[1:])) for x in _tensors(like)]
     means = None if like.means is None else made[2]
     return replace(like, data=made[0].view(like.data.dtype), scales=made[1], means=means)
 

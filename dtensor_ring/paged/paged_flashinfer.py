@@ -78,7 +78,7 @@ class PagedFlashInfer(PagedKernel):
         num_entries, num_rows = query.shape[:2]
         with COMPILER, torch.no_grad():
             wrapper = _wrappers_of(query, key_blocks, scores).planned(pages)
-            rows = query.reshape(num_entries * num_rows, *query.shape[2:]).contiguous()
+            rows = query.reshape((num_entries * num_rows, *query.shape[2:])).contiguous()
             out, lse = wrapper.run(rows, (key_blocks, value_blocks), return_lse=True)
         # FlashInfer's lse has base 2.
         lse = (lse * math.log(2)).unflatten(0, (num_entries, num_rows))
@@ -131,13 +131,14 @@ class _Wrappers:
 
     def planned(self, pages: Pages) -> Any:
         """Return a wrapper of the package that has planned for these blocks."""
-        found = next((x for x in self._kept if x.has(pages)), None)
-        if found is None:
+        wrapper = next((x for x in self._kept if x.has(pages)), None)
+        if wrapper is None:
             is_full = len(self._kept) == WRAPPERS
-            found = self._kept[0] if is_full else self._made()
-            found.plan(pages, self._num_rows, *self._sizes, **self._how)
-        self._kept = [x for x in self._kept if x is not found] + [found]
-        return found.made
+            wrapper = self._kept[0] if is_full else self._made()
+            wrapper.plan(pages, self._num_rows, *self._sizes, **self._how)
+        # The first one was used longest ago, and plans again when there are too many.
+        self._kept = [x for x in self._kept if x is not wrapper] + [wrapper]
+        return wrapper.made
 
     def _made(self) -> _Wrapper:
         from flashinfer import BatchPrefillWithPagedKVCacheWrapper

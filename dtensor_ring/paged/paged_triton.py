@@ -161,6 +161,7 @@ def attend(
 
 def _whole_steps(longest: int, splits: int, keys: int) -> tuple[int, int]:
     """Return the keys of a split, whole steps, and how many splits that makes."""
+    # Rounded up to whole steps, which may leave fewer splits than were asked for.
     split_keys = -(-longest // (splits * keys)) * keys
     return split_keys, -(-longest // split_keys)
 
@@ -267,6 +268,8 @@ def _attended(
 ):
     """Return output and lse of queries over the keys from `first` to `end`."""
     dims, value_dims = tl.arange(0, DIMS)[None, :], tl.arange(0, VALUE_DIMS)[None, :]
+    # Online softmax: what was summed so far is rescaled when a larger score comes
+    # (Milakov and Gimelshein, 2018, arXiv 1805.02867).
     largest = tl.full((ROWS,), -float("inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     sums = tl.zeros((ROWS, VALUE_DIMS), tl.float32)
@@ -349,6 +352,7 @@ def _merge(
     row = tl.program_id(0).to(tl.int64)
     head, rest = row % num_heads, row // num_heads
     number, entry = rest % num_queries, rest // num_queries
+    # A short entry has fewer splits than the longest; programs of the others wrote nothing.
     num_mine = tl.cdiv(tl.load(lengths + entry), split_keys)
     dims = tl.arange(0, VALUE_DIMS)
     largest = tl.full((1,), -float("inf"), tl.float32)

@@ -99,8 +99,14 @@ def last_token_reads(
     begin = np.zeros_like(lengths) if mask.chunk is None else last // mask.chunk * mask.chunk
     if mask.left is not None:
         begin = np.maximum(begin, last - mask.left)
+    # Blocks of 4, a window of 8 before each token, two last queries, at 9 and 10:
+    #     columns   0 1 2 3  4 5 6 7  8 9 10
+    #     query 9     # # #  # # # #  # #
+    #     query 10      # #  # # # #  # # #
+    #     read        edges  whole    edges
     first, end = (dealing.nums_before(x, rank) for x in (begin, lengths))
     # All queries of a row see the columns from `inner` to `outer`.
+    # The last query begins latest, and the first one ends first: between them all is seen.
     inner = -(-first[:, -1] // block) * block
     outer = end[:, 0] // block * block if whole_blocks else end[:, 0]
     is_whole = inner < outer
@@ -126,6 +132,7 @@ def _two_ranges(
     is_column = numbers < num_cols[rows, None]
     # Columns past the end of a row read its last one again, and `is_column` hides them.
     numbers = np.minimum(numbers, num_cols[rows, None] - 1)
+    # Numbers count through both ranges: those of the second one skip what is between them.
     later = (after[0] - num_before - before[0])[rows, None] * (numbers >= num_before[rows, None])
     cols = before[0][rows, None] + numbers + later
     first, end = (x[rows, :, None] for x in seen)
@@ -151,7 +158,7 @@ def block_reads(
     >>> found.whole[0].firsts, found.whole[0].num_keys, found.edges.cols
     (array([1]), array([6]), array([[3]]))
     """
-    found: dict[tuple[Span, int], list[tuple[int, int, int]]] = defaultdict(list)
+    by_rows: dict[tuple[Span, int], list[tuple[int, int, int]]] = defaultdict(list)
     seen: dict[tuple[int, Span], int] = defaultdict(int)
     edges: list[Tile] = []
     for tile in _by_row(tiles, shape[0]):
@@ -162,10 +169,13 @@ def block_reads(
             continue
         row = tile.batch or 0
         # A row that reads several ranges has each of them in another launch.
-        found[tile.rows, seen[row, tile.rows]].append((row, begin // block, end - begin))
+        by_rows[tile.rows, seen[row, tile.rows]].append((row, begin // block, end - begin))
         seen[row, tile.rows] += 1
         edges += [replace(tile, cols=x) for x in ((first, begin), (end, last)) if length(x)]
-    whole = (Reads(queries, *np.array(x).T) for (queries, _), x in found.items())
+    whole = []
+    for (queries, _), ranges in by_rows.items():
+        rows, firsts, num_keys = np.array(ranges).T
+        whole.append(Reads(queries, rows, firsts, num_keys))
     return BlockReads(tuple(whole), _edges(edges, shape[1]) if edges else None)
 
 
@@ -175,14 +185,15 @@ def _edges(tiles: list[Tile], num_queries: int) -> EdgeReads:
     shape = len(rows), max(map(len, cols))
     listed = np.empty(shape, dtype=np.int64)
     for row, mine in zip(listed, cols, strict=True):
-        numbers = np.concatenate([np.arange(*span) for span in mine.spans])
+        numbers = np.concatenate([np.arange(first, end) for first, end in mine.spans])
         # Rows are padded with their last column, which `visible` hides.
         row[: len(mine)], row[len(mine) :] = numbers, numbers[-1]
     visible = np.zeros((shape[0], num_queries, shape[1]), dtype=bool)
     for tile in tiles:
         number = rows.index(tile.batch or 0)
-        part = visible[number, slice(*tile.rows), slice(*cols[number].packed(tile.cols))]
-        part |= sees(tile.mask, *part.shape)
+        (first_row, end_row), (first, end) = tile.rows, cols[number].packed(tile.cols)
+        part = visible[number, first_row:end_row, first:end]
+        part |= sees(tile.mask, end_row - first_row, end - first)
     return EdgeReads(np.array(rows), listed, visible)
 
 

@@ -87,6 +87,10 @@ class PackedPrompts:
         self._dealing = dealing
         self.cached: dict[CachedBlock, int] = {}
         self.num_cached = 0
+        # Prompts b and c share their first block. What is held comes first, then new tokens:
+        #     sequence    b0 b1 c1 | new of b | new of c
+        #     prompt b    b0 b1 as one piece, and its new tokens
+        #     prompt c    b0 and c1 as two, since b1 is between them, and its new tokens
         held = [[*self._held(sequence)] for sequence, _ in chunks]
         self.prompts: list[list[PromptPiece]] = []
         start = self.num_cached
@@ -120,7 +124,7 @@ class PackedPrompts:
     def query_runs(self) -> np.ndarray:
         """Return start and length of each rank's runs of new tokens, `(W, R, 2)`, int32."""
         new = [x[-1] for x in self.prompts]
-        runs = [np.add(self._dealing.runs(*x.tokens), (x.shift, 0)) for x in new]
+        runs = [np.add(self._dealing.runs(x.tokens[0], x.tokens[1]), (x.shift, 0)) for x in new]
         return np.concatenate(runs, axis=1).astype(np.int32)
 
     @property
@@ -137,6 +141,7 @@ class PackedPrompts:
         for pieces in self.prompts:
             begin, end = pieces[-1].tokens
             (table,) = slices_of(mask, (end, end)).tables
+            # Queries of tokens that are held already were computed in an earlier step.
             table = table[table[:, 1] > begin]
             rows += [_moved(table, piece, pieces[-1]) for piece in pieces]
         return Slices.of_tables(_joined(stacked(rows)))
@@ -144,18 +149,19 @@ class PackedPrompts:
 
 def _moved(table: np.ndarray, keys: PromptPiece, queries: PromptPiece) -> np.ndarray:
     """Return the slices of a piece of queries and a piece of keys, moved to where both lie."""
-    q_begin, q_end = (np.clip(x, *queries.tokens) + queries.shift for x in table.T[:2])
-    k_begin, k_end = (np.clip(x, *keys.tokens) + keys.shift for x in table.T[2:4])
+    (first, end), (first_key, end_key) = queries.tokens, keys.tokens
+    q_begin, q_end = (np.clip(x, first, end) + queries.shift for x in table.T[:2])
+    k_begin, k_end = (np.clip(x, first_key, end_key) + keys.shift for x in table.T[2:4])
     # Lags in the sequence are larger: what comes between the pieces is not of the prompt.
     apart = queries.shift - keys.shift
     left, right = table.T[4] + apart, table.T[5] - apart
-    found = np.stack([q_begin, q_end, k_begin, k_end, left, right], axis=1)
-    found = found[(q_begin < q_end) & (k_begin < k_end)]
+    pieces = np.stack([q_begin, q_end, k_begin, k_end, left, right], axis=1)
+    pieces = pieces[(q_begin < q_end) & (k_begin < k_end)]
     # Bounds that hide nothing are dropped, so that prompts which see the same can be joined.
-    q_begin, q_end, k_begin, k_end, left, right = found.T
-    found[left >= q_end - 1 - k_begin, 4] = UNBOUNDED
-    found[right >= k_end - 1 - q_begin, 5] = UNBOUNDED
-    return found
+    q_begin, q_end, k_begin, k_end, left, right = pieces.T
+    pieces[left >= q_end - 1 - k_begin, 4] = UNBOUNDED
+    pieces[right >= k_end - 1 - q_begin, 5] = UNBOUNDED
+    return pieces
 
 
 def _joined(table: np.ndarray) -> np.ndarray:
@@ -316,7 +322,7 @@ class PagedPrefill:
         if not self._mine:
             return key, value
         pages = self._cache._memory.read(number, np.array([x.index for x in self._mine]))
-        cached = ([x.flatten(0, 1)[slice(*y)] for y in self._spans] for x in pages)
+        cached = ([x.flatten(0, 1)[first:end] for first, end in self._spans] for x in pages)
         keys, values = (
             torch.cat([*(x.transpose(0, 1).unsqueeze(0) for x in parts), new], 2)
             for parts, new in zip(cached, (key, value), strict=True)

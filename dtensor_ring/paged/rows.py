@@ -48,7 +48,7 @@ class BatchRows(QueryRows):
             (index,) = self._index.on(out.device)
             shape = self._batch, *lse.shape[1:]
             # One copy to all rows: a merge for each row would be a launch for each.
-            out = out.new_zeros(*shape, out.shape[3]).index_copy_(0, index, out)
+            out = out.new_zeros((*shape, out.shape[3])).index_copy_(0, index, out)
             lse = lse.new_full(shape, -torch.inf).index_copy_(0, index, lse)
         running.make_room()
         running.add(region(None, self._queries), out, lse)
@@ -86,7 +86,7 @@ class TokenRows(QueryRows):
         if not self._is_all:
             # Tokens without a row here add nothing: zeros with an lse of minus infinity.
             shape = self._total, *lse.shape[1:]
-            out = out.new_zeros(*shape, out.shape[3]).index_copy_(0, rows, out)
+            out = out.new_zeros((*shape, out.shape[3])).index_copy_(0, rows, out)
             lse = lse.new_full(shape, -torch.inf).index_copy_(0, rows, lse)
         running.make_room()
         running.add(region(None, (0, 1)), out, lse)

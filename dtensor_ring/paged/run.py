@@ -267,6 +267,7 @@ class PagedPlan:
         dealing = self._pool.dealing
         if self.num_queries == 1:
             most = self._counts.max(initial=1)
+            # Sequences with fewer tokens repeat their last query, as `TokenRows` does.
             numbers = np.minimum(np.arange(most), self._counts[:, None] - 1)
             ends = (self._lengths - self._counts)[:, None] + numbers + 1
             return last_token_reads(ends, mask, dealing, self._rank, whole_blocks)
@@ -301,6 +302,7 @@ class PagedPlan:
         each = zip(self._sequences, self._counts.tolist(), strict=True)
         last = [x.tokens[len(x) - num_tokens :] for x, num_tokens in each]
         numbers = [y for x in self._sequences for y in (x.number, len(x), x.num_written)]
+        # Tokens, too: ranks that sampled differently would go on without a difference in lengths.
         numbers += [y for x in last for y in x]
         return torch.tensor(numbers, dtype=torch.int64, device="cpu")
 

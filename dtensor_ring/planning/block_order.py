@@ -67,6 +67,8 @@ class Tree(Generic[T]):
     def add(self, node: Node, value: T) -> None:
         """Add the value of a leaf, level 0, or of a node that another rank added up."""
         level, number = node
+        # A node and its sibling, whose numbers differ in the last bit, make the node above them:
+        # nodes 4 and 5 of a level make node 2 of the next one, whichever of them comes first.
         while level < self._top:
             sibling = level, number ^ 1
             # A node without leaves is nothing to add: what stands beside it rises alone.
@@ -184,6 +186,12 @@ def blocks_of(
     return _spans(runs, block)
 
 
+# Six blocks of queries on two ranks, a and b. Rank a adds up the nodes (1, 0) and (0, 5), rank b
+# (1, 1) and (0, 4); whoever owns the keys joins these four by the tree.
+#     level 2       0         1
+#     level 1     0   1       2
+#     level 0    0 1 2 3     4 5
+#     rank       a a b b     b a
 def nodes_of(own: Iterable[int], leaves: Sequence[int]) -> list[Node]:
     """Return the nodes that a rank can add up from its own leaves of all, ascending.
 
@@ -259,6 +267,7 @@ class Grid:
         pieces = []
         for blocks, group in groupby(found, key=itemgetter(0)):
             tiles, span = [tile for _, tile in group], shard[blocks[1]]
+            # Seen columns of a block are neighbours in their packet: this is the first of them.
             begin = seen.packed((_clipped(seen, span).spans[0][0],) * 2)[0]
             places = tuple(moved(seen.packed(tile.cols), -begin) for tile in tiles)
             is_one = len(tiles) == 1 and tiles[0].batch is None
@@ -280,7 +289,7 @@ class Grid:
         """Return the order of a rank from what it has for each step, see `BlockOrder`."""
         rows, cols = self.rows(rank), self.cols(rank)
         # Keys of other ranks, too: this rank adds up their gradients before it sends them.
-        touched = set(cols).union(*(x.blocks[1:] for of_step in pieces for x in of_step))
+        touched = {*cols, *(x.blocks[1] for of_step in pieces for x in of_step)}
         return BlockOrder(
             rows,
             cols,

@@ -250,7 +250,7 @@ class Builders:
                 shapes = begins.T.shape, ends.T.shape
                 raise ValueError(f"begins and ends must be of one shape, got rows {shapes}")
             of_each = zip(begins, ends, strict=True)
-            return slice_tables.stacked([slice_tables.query_table(*edges) for edges in of_each])
+            return slice_tables.stacked([slice_tables.query_table(x, y) for x, y in of_each])
 
         return cls._of_rows(
             make,

@@ -67,14 +67,14 @@ class ChangingDocuments(Documents):
         Raises:
             ValueError: if they are no boundaries of the sequence, or more than there is room for.
         """
-        found = as_documents(np.asarray(cu_seqlens))
-        assert found is not None, "there are boundaries"
-        found.check(self._seq_len)
-        bounds = found.arrays[0]
-        if len(found.arrays) > 1 or bounds.size - 1 > self._room:
+        documents = as_documents(np.asarray(cu_seqlens))
+        assert documents is not None, "there are boundaries"
+        documents.check(self._seq_len)
+        bounds = documents.arrays[0]
+        if len(documents.arrays) > 1 or bounds.size - 1 > self._room:
             raise ValueError(
                 f"there is room for {self._room} documents, the same in all batch rows, got "
-                f"{[row.size - 1 for row in found.arrays]}; make it with a larger max_documents"
+                f"{[row.size - 1 for row in documents.arrays]}; make it with a larger max_documents"
             )
         return np.append(bounds, np.full(self._room + 1 - bounds.size, bounds[-1]))
 
@@ -110,6 +110,8 @@ class ChangingDocuments(Documents):
             >>> [x.tolist() for x in documents.segments(np.arange(4, 8), np.arange(4))]
             [[0, 1, 3, 3, 4, 4], [0, 4, 4, 4, 4, 4]]
         """
+        # Documents of 3, 3 and 2 tokens with room for one more, and a tile of the queries 2 to 5:
+        # rows are 0 1 4 4 4 4 4. The first document has one query, the second one three.
         rows, cols = (np.searchsorted(x, self.bounds) for x in (queries, keys))
         return (
             np.append(rows, [len(queries)] * 2),
@@ -135,9 +137,9 @@ class Changing:
         Raises:
             ValueError: if its segments would not have the mask of the tile.
         """
-        queries = run_positions(self.runs)[slice(*tile.rows)]
-        columns = np.concatenate([np.arange(*span) for span in step.cols.spans])
-        keys = run_positions(step.runs)[columns][slice(*tile.cols)]
+        queries = run_positions(self.runs)[tile.rows[0] : tile.rows[1]]
+        columns = np.concatenate([np.arange(first, end) for first, end in step.cols.spans])
+        keys = run_positions(step.runs)[columns][tile.cols[0] : tile.cols[1]]
         is_square = tile.mask == CAUSAL and np.array_equal(queries, keys)
         if tile.mask != FULL and not is_square:
             raise ValueError(

@@ -160,9 +160,9 @@ def stages_of(last_hops: LastHop, world_size: int) -> list[tuple[PacketStage, ..
     last = np.searchsorted(stops, keys)
     whose, number = numbered(1 + last - begins[last_hops.sources])
     stages = begins[last_hops.sources[whose]] + number
-    spans = last_hops.firsts, last_hops.ends
-    cols = cols_by(*united(stages, *(x[whose] for x in spans)))
-    ending = cols_by(*united(last, *spans))
+    firsts, ends = last_hops.firsts, last_hops.ends
+    cols = cols_by(*united(stages, firsts[whose], ends[whose]))
+    ending = cols_by(*united(last, firsts, ends))
     all_stages = [
         PacketStage(x % world_size, cols[i], ending[i]) for i, x in enumerate(stops.tolist())
     ]
@@ -214,8 +214,8 @@ class Visibility(NamedTuple):
 
     def united(self, world_size: int) -> Visibility:
         """Merge the spans of each pair of ranks; sort them by source, viewer and column."""
-        ids, *spans = united(self.sources * world_size + self.viewers, self.firsts, self.ends)
-        return Visibility(ids // world_size, ids % world_size, *spans)
+        ids, firsts, ends = united(self.sources * world_size + self.viewers, self.firsts, self.ends)
+        return Visibility(ids // world_size, ids % world_size, firsts, ends)
 
 
 class _DirectTraffic(NamedTuple):
@@ -264,13 +264,13 @@ class KeyDemand(ABC):
 
     def seen_by(self, rank: int) -> dict[int, Cols]:
         """Return the columns that `rank` sees, keyed by source; none is empty."""
-        sources, _, *spans = self.visible_to(rank)
-        return cols_by(sources, *spans)
+        found = self.visible_to(rank)
+        return cols_by(found.sources, found.firsts, found.ends)
 
     def seen_of(self, source: int) -> dict[int, Cols]:
         """Return the columns of `source` that others see, keyed by rank; none is empty."""
-        _, *spans = self.visibility_of(source)
-        return cols_by(*spans)
+        found = self.visibility_of(source)
+        return cols_by(found.viewers, found.firsts, found.ends)
 
     @property
     def num_bytes(self) -> int:
@@ -319,7 +319,7 @@ class KeyDemand(ABC):
     @cached_property
     def _direct(self) -> _DirectTraffic:
         """Traffic of the direct route, computed in one pass: it may take all pairs of ranks."""
-        result = _DirectTraffic(*np.zeros((3, self.world_size), dtype=np.int64))
+        result = _DirectTraffic._make(np.zeros((3, self.world_size), dtype=np.int64))
         for block in self.visibility():
             np.add.at(result.sent, block.sources, block.ends - block.firsts)
             np.add.at(result.received, block.viewers, block.ends - block.firsts)
@@ -405,7 +405,7 @@ class PairwiseDemand(KeyDemand):
         for sources, viewers, firsts, ends in self.visibility():  # all of a source is in one block
             distances = (viewers - sources) % self.world_size
             blocks.append(np.stack(topmost(sources, firsts, ends, distances)))
-        return LastHop(*np.concatenate(blocks, axis=1))
+        return LastHop._make(np.concatenate(blocks, axis=1))
 
     def _compared(self, keys: np.ndarray, queries: np.ndarray) -> Visibility:
         """Return the columns of runs of keys that runs of queries of other ranks see."""
@@ -418,9 +418,9 @@ class PairwiseDemand(KeyDemand):
         found = [seen_in(key, query, table) for table in self._tables]
         pairs, firsts, ends = map(np.concatenate, zip(*found, strict=True))
         key, query = key[pairs], query[pairs]
-        cols = self._keys.cols[key]
-        owners = self._keys.owners[key], self._queries.owners[query]
-        return Visibility(*owners, firsts + cols, ends + cols).united(self.world_size)
+        cols, source = self._keys.cols[key], self._keys.owners[key]
+        found = Visibility(source, self._queries.owners[query], firsts + cols, ends + cols)
+        return found.united(self.world_size)
 
     def _seen(
         self, key: np.ndarray, query: np.ndarray, table: np.ndarray

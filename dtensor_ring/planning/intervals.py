@@ -44,11 +44,13 @@ def intervals_of(tiles: Sequence[Tile], batch_size: int) -> KeyIntervals:
         [[1, 2, 0], [1, 2, 1], [1, 2, 3]]
     """
     alone = [tile.batch for tile in tiles if tile.batch is not None]
+    # A tile without a batch row is for all of them, so the box must have them all.
     batches = (0, batch_size) if len(alone) < len(tiles) else (min(alone), max(alone) + 1)
     rows, cols = (_hull([getattr(x, side) for x in tiles]) for side in ("rows", "cols"))
     # Lines are the queries of one batch row after the other; of one row if all see the same.
     num_batches = length(batches) if alone else 1
-    lines, firsts, ends = united(*_seen(tiles, (batches[0], rows[0], cols[0]), num_batches, rows))
+    lines, firsts, ends = _seen(tiles, (batches[0], rows[0], cols[0]), num_batches, rows)
+    lines, firsts, ends = united(lines, firsts, ends)
     table = _table(lines, firsts, ends, num_batches * length(rows))
     table = table.reshape(num_batches, length(rows), table.shape[1])
     return KeyIntervals(batches, rows, cols, np.ascontiguousarray(table.transpose(0, 2, 1)))
@@ -95,6 +97,10 @@ def _table(lines: np.ndarray, firsts: np.ndarray, ends: np.ndarray, num_lines: i
         ends: the key after its last one.
         num_lines: number of lines; some may have no interval.
     """
+    # A line that sees the keys 0, 1 and 4, one that sees 2 to 4, and one that sees none:
+    #     2 4 5    [0, 2) and [4, 5)
+    #     0 2 5    [0, 0) and [2, 5)
+    #     0 0 0    [0, 0) and [0, 0)
     counts = np.bincount(lines, minlength=num_lines)
     _, place = numbered(counts)
     # The first interval of a table begins at key 0, and is empty if a line sees that one not.

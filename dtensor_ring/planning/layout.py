@@ -379,6 +379,7 @@ class WholeBlocks(_OfBlocks):
     name: ClassVar[str] = "whole_blocks"
 
     def runs(self, rank: int, world_size: int, seq_len: int) -> tuple[Run, ...]:
+        # Zigzag counts blocks here, as it else counts tokens; only the last block may be short.
         blocks = ZigZag().runs(rank, world_size, -(-seq_len // self.block))
         ends = [(run.start * self.block, (run.last + 1) * self.block) for run in blocks]
         return joined([Run(start, min(end, seq_len) - start) for start, end in ends])

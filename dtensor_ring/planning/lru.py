@@ -53,14 +53,14 @@ class ByteStore(Generic[T]):
     def get(self, key: Hashable) -> T | None:
         """Return the value of a key, or `None` if it is not kept."""
         with self._lock:
-            found = self._kept.get(key)
-            if found is None:
+            entry = self._kept.get(key)
+            if entry is None:
                 return None
             # A count, since moving a key in an ordered dict hashes it once more: a plan has a
             # mask, layouts and boundaries.
             self._num_uses += 1
-            found.used = self._num_uses
-            return found.value
+            entry.used = self._num_uses
+            return entry.value
 
     def put(self, key: Hashable, value: T, key_bytes: int = 0) -> T:
         """Keep a value, which replaces the one that the key had, and return it."""

@@ -394,6 +394,7 @@ def _ordered(route: Route, inputs: PlanInputs, block: int) -> Plan:
     plan = _planned(route, inputs)
     own, of_others = own_slices(grid.query_runs[rank], slices), demand.seen_by(rank)
     seen = [of_others.get(step.source, Cols()) for step in plan.steps]
+    # A rank needs nothing from itself, so demand says nothing of its own keys.
     seen[0] = plan.steps[0].cols
     pieces = tuple(
         grid.pieces(own, step.source, step.cols, cols)
@@ -402,10 +403,10 @@ def _ordered(route: Route, inputs: PlanInputs, block: int) -> Plan:
     sources = [step.source for step in plan.steps]
     # Two ranks of one distance meet at one step, on every route.
     peers, by_rank = [(2 * rank - x) % demand.world_size for x in sources], demand.seen_of(rank)
-    away = [grid.sent(rank, *of) for of in zip(sources, seen, strict=True)]
+    away = [grid.sent(rank, x, cols) for x, cols in zip(sources, seen, strict=True)]
     home = [grid.sent(x, rank, by_rank.get(x, Cols())) for x in peers]
     away[0] = home[0] = Sent()  # the gradients of the own keys stay here
-    sizes = [grid.sizes(*of) for of in zip(sources, seen, strict=True)]
+    sizes = [grid.sizes(x, cols) for x, cols in zip(sources, seen, strict=True)]
     order = grid.order(rank, pieces, sizes, away, home)
     steps = tuple(
         replace(step, tiles=tuple(tile for piece in of_step for tile in piece.tiles))

@@ -91,16 +91,18 @@ def topmost(
     low, high = np.searchsorted(cuts, firsts), np.searchsorted(cuts, ends)
     # Two windows cover a range of cells; their width is the largest power of two that fits.
     # From the widest down, each window passes its value to its halves, until these are cells.
+    # It is a sparse table of range maxima, written instead of read: O(n log n), without a loop
+    # over ranges.
     sizes = np.frexp(high - low)[1] - 1
-    found = np.zeros(len(cuts), dtype=np.int64)
+    tops = np.zeros(len(cuts), dtype=np.int64)
     for size in range(int(sizes.max(initial=0)), -1, -1):
         width, is_such = 1 << size, sizes == size
-        found[width:] = np.maximum(found[width:], found[: len(found) - width])
+        tops[width:] = np.maximum(tops[width:], tops[: len(tops) - width])
         for starts in (low[is_such], high[is_such] - width):
-            np.maximum.at(found, starts, values[is_such])
-    at = np.flatnonzero(found)
+            np.maximum.at(tops, starts, values[is_such])
+    at = np.flatnonzero(tops)
     ids = cuts[at] // line
-    return ids, cuts[at] - ids * line, cuts[at + 1] - ids * line, found[at]
+    return ids, cuts[at] - ids * line, cuts[at + 1] - ids * line, tops[at]
 
 
 def broadcast(**sides: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
@@ -245,6 +247,7 @@ class FrozenArrays:
         self._arrays = tuple(arrays)
         for array in self._arrays:
             array.setflags(write=False)  # the hash would not follow a change
+        # Bytes know no shape; two arrays that collide so are told apart by `__eq__`.
         self._hash = hash(tuple(map(np.ndarray.tobytes, self._arrays)))
         return self._arrays
 

@@ -108,7 +108,8 @@ def shard_table(layout: Layout, world_size: int, seq_len: int) -> ShardTable:
     ]
     # Sort by position, because the searches rely on it.
     table = np.array(sorted(rows), dtype=np.int64).reshape(-1, 4)
-    return ShardTable(shards, *np.ascontiguousarray(table.T))
+    starts, lengths, owners, cols = np.ascontiguousarray(table.T)
+    return ShardTable(shards, starts, lengths, owners, cols)
 
 
 def _offsets(shard: tuple[Run, ...]) -> list[int]:
@@ -204,6 +205,8 @@ class RunTable(FrozenArrays, Layout):
             raise ValueError(
                 f"{argument} must be from 0 to {LARGEST:,}, got {given[wrong.any(-1)][0].tolist()}"
             )
+        # A cache marks its format and selections by an empty last run of row 0, so that tables of
+        # other caches are other values.
         ends = given[:1, -1:].reshape(-1, 2)
         marks = ends[(ends[:, 1] == 0) & (ends[:, 0] >= MARKED), 0]
         self.numbers, _ = self._freeze([_compact(given), marks])

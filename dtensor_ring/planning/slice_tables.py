@@ -63,9 +63,8 @@ def document_table(bounds: np.ndarray, masks: Iterable[Mask]) -> np.ndarray:
         numbers.setdefault(mask, []).append(number)
     tables = []
     for mask, chosen in numbers.items():
-        ranges = bounds[:-1][chosen], bounds[1:][chosen]
-        if mask.chunk is not None:
-            ranges = chunks(*ranges, mask.chunk)
+        begins, ends = bounds[:-1][chosen], bounds[1:][chosen]
+        ranges = (begins, ends) if mask.chunk is None else chunks(begins, ends, mask.chunk)
         tables.append(masked_table(ranges, ranges, mask))
     return stacked(tables)
 
@@ -103,6 +102,13 @@ def check_count(num_slices: int) -> None:
 
 def block_table(bounds: np.ndarray, ranges: RangeArray, left: int) -> np.ndarray:
     """Return the table of causal documents with a window, and blocks that see themselves fully."""
+    # Six tokens, of which 2 and 3 are a block:
+    #     #.....
+    #     ##....
+    #     ####..
+    #     ####..
+    #     #####.
+    #     ######
     blocks = np.stack(ranges)[:, ranges[0] < ranges[1]]
     cuts = np.unique(np.concatenate([bounds, *blocks]))
     begins, ends = cuts[:-1], cuts[1:]
@@ -138,14 +144,29 @@ def block_causal_table(lengths: np.ndarray, num_earlier: int | None) -> np.ndarr
 def block_diffusion_table(lengths: np.ndarray) -> np.ndarray:
     """Return the table of a sequence of noisy blocks, followed by the same blocks without noise."""
     bounds = bounds_of(lengths)
+    # Blocks of 2 and 1 tokens, noisy ones first. Clean blocks see clean ones only:
+    #     ##....
+    #     ##....
+    #     ..###.
+    #     ...##.
+    #     ...##.
+    #     ...###
     noisy, end = (bounds[:-1], bounds[1:]), bounds[-1:]
     clean = noisy[0] + end, noisy[1] + end
     parts = (noisy, noisy), (noisy, (end, clean[0])), (clean, (end, clean[1]))
-    return np.concatenate([table_of(*ranges, UNBOUNDED, UNBOUNDED) for ranges in parts])
+    tables = [table_of(queries, keys, UNBOUNDED, UNBOUNDED) for queries, keys in parts]
+    return np.concatenate(tables)
 
 
 def pool_table(num_tokens: int, size: int) -> np.ndarray:
     """Return the table of tokens that see the pools of `size` tokens which end before them."""
+    # Six tokens and pools of two: a token sees the pools that end at it, or before it.
+    #     ...
+    #     #..
+    #     #..
+    #     ##.
+    #     ##.
+    #     ###
     number = np.arange(num_tokens // size)
     check_count(len(number))
     begins = (number + 1) * size - 1  # a token is the last of one pool, and sees that
@@ -163,6 +184,12 @@ def tree_table(parents: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     bounds = bounds_of(lengths)
     nodes = bounds[:-1], bounds[1:]
     # If nodes are in the order of a walk, the descendants of a node follow it in one range.
+    # A root of two tokens, its two children, and another root of one token:
+    #     #....
+    #     ##...
+    #     ###..
+    #     ##.#.
+    #     ....#
     ancestor, first, end = np.array(_seen(parents.tolist()), dtype=np.int64).reshape(-1, 3).T
     keys = bounds[ancestor], bounds[ancestor + 1]
     earlier = table_of((bounds[first], bounds[end]), keys, UNBOUNDED, UNBOUNDED)
@@ -190,6 +217,13 @@ def global_table(bounds: np.ndarray, counts: np.ndarray, window: int) -> np.ndar
     """Return the table of documents with causal windows, whose first tokens all later ones see."""
     documents = bounds[:-1], bounds[1:]
     begins, inner = beginnings(bounds, counts)
+    # Six tokens with a window of one before them, and the first seen by all:
+    #     #.....
+    #     ##....
+    #     ###...
+    #     #.##..
+    #     #..##.
+    #     #...##
     tokens = table_of(documents, (begins, inner), UNBOUNDED, 0)
     return np.concatenate([tokens, table_of(documents, (inner, bounds[1:]), window, 0)])
 
@@ -197,6 +231,9 @@ def global_table(bounds: np.ndarray, counts: np.ndarray, window: int) -> np.ndar
 def aligned_table(bounds: np.ndarray, key_bounds: np.ndarray, mask: Mask) -> np.ndarray:
     """Return the table of query and key documents, with the mask aligned at their last tokens."""
     # A lag of 0 lies between the last query and the last key of a document, not the first ones.
+    # Two queries that continue three cached keys, under a causal mask:
+    #     ####.
+    #     #####
     ahead = key_bounds[1:] - bounds[1:]
     left, right = (
         np.full_like(ahead, UNBOUNDED) if x == UNBOUNDED else x + sign * ahead
@@ -222,6 +259,7 @@ def query_table(begins: np.ndarray, ends: np.ndarray) -> np.ndarray:
         if query < len(is_one) and is_one[query]:
             last = int(changes[np.searchsorted(changes, query)]) + 1
         row = query, last + 1, begins[query], ends[last]
+        # An end that moves along with the queries bounds the lag; one that stays is the range's.
         left = query - begins[query] if last > query and moves[0, query] else UNBOUNDED
         right = ends[query] - 1 - query if last > query and moves[1, query] else UNBOUNDED
         table.append((*row, left, right))

@@ -13,6 +13,7 @@ from dtensor_ring.planning.builders import Builders, PartBuilders
 from dtensor_ring.planning.lru import cached_bytes
 from dtensor_ring.planning.mask import Documents, Mask
 from dtensor_ring.planning.ranges import (
+    MAX_TOKENS,
     FrozenArrays,
     SupportsArray,
     as_count,
@@ -55,11 +56,13 @@ def find_overlap(table: np.ndarray) -> Overlap | None:
     # Only slices that lie near one another are compared: there are too many pairs.
     for first, second in _near(table):
         lowest, highest = _common(first, second)
+        # Each lag of the last range belongs to a pair of the rectangle, so that three ranges
+        # decide, and no pair of positions is looked at.
         meet = (lowest <= highest).all(axis=0)
         if meet.any():
             at = int(meet.argmax())
-            query_key = _pair(lowest[:, at])
-            return Overlap(tuple(first[at].tolist()), tuple(second[at].tolist()), *query_key)
+            query, key = _pair(lowest[:, at])
+            return Overlap(tuple(first[at].tolist()), tuple(second[at].tolist()), query, key)
     return None
 
 
@@ -305,7 +308,7 @@ class Slices(Builders, PartBuilders, FrozenArrays):
         """
         # A single table serves every row.
         is_one = len(self.tables) == 1
-        row = as_count("row", row, 0, *([] if is_one else [len(self.tables) - 1]))
+        row = as_count("row", row, 0, MAX_TOKENS if is_one else len(self.tables) - 1)
         lag = as_int("query", query) - as_int("key", key)
         q_begin, q_end, k_begin, k_end, left, right = self.tables[0 if is_one else row].T
         inside = (q_begin <= query) & (query < q_end) & (k_begin <= key) & (key < k_end)
@@ -392,6 +395,7 @@ def _in_order(table: Any) -> np.ndarray:
     table = np.array(table, dtype=np.int64).reshape(-1, NUM_FIELDS)
     q_begin, q_end, k_begin, k_end, left, right = table.T
     table = table[(q_begin < q_end) & (k_begin < k_end) & (left + right >= 0)]
+    # Slices given in another order are the same value, and find the same plan in the cache.
     return np.ascontiguousarray(table[np.lexsort((table[:, 2], table[:, 0]))])
 
 
@@ -435,5 +439,5 @@ def slices_of(
 def _ranges(row: Sequence[int] | np.ndarray, chunk: int | None) -> RangeArray:
     """Return the begins and ends of documents, or of the chunks within them."""
     bounds = np.asarray(row, dtype=np.int64)
-    ranges = bounds[:-1], bounds[1:]
-    return ranges if chunk is None else chunks(*ranges, chunk)
+    begins, ends = bounds[:-1], bounds[1:]
+    return (begins, ends) if chunk is None else chunks(begins, ends, chunk)

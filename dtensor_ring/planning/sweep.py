@@ -102,6 +102,8 @@ def _segments(sharding: ShardTable, ranges: np.ndarray, line: int) -> RunSegment
     ends = np.minimum(ends[numbers], starts + sharding.lengths[runs])
     cols = sharding.cols[runs] + begins - starts
     # Slices lie `line` apart, more than any lag, so no search reaches another slice.
+    # Two slices of 8 tokens are 9 apart: a run of the positions 4 to 7 that both of them cut is
+    # the segments [4, 8) and [13, 17).
     shift = numbers * line
     return RunSegments(begins + shift, ends + shift, sharding.owners[runs], cols, numbers)
 
@@ -112,9 +114,8 @@ def _merged(segments: RunSegments) -> RunSegments:
     is_new = np.diff(segments.owners, prepend=-1) | np.diff(segments.numbers, prepend=-1)
     first = np.flatnonzero(is_new)
     last = np.append(first, len(is_new))[1:] - 1
-    kept = (x[first] for x in vars(segments).values())
-    begins, _, *others = kept
-    return RunSegments(begins, segments.ends[last], *others)
+    firsts = {name: x[first] for name, x in vars(segments).items()}
+    return RunSegments(**firsts | {"ends": segments.ends[last]})
 
 
 class SortedDemand(KeyDemand):
@@ -177,8 +178,8 @@ class SortedDemand(KeyDemand):
         own = np.flatnonzero(self._queries.owners == rank)
         begin, end = np.searchsorted(own, self._begin), np.searchsorted(own, self._end)
         seen = np.flatnonzero((begin < end) & (self._keys.owners != rank))
-        unbroken = self._unbroken(own, seen, begin[seen], end[seen])
-        return self._visibility(*unbroken).united(self.world_size)
+        keys, first, last = self._unbroken(own, seen, begin[seen], end[seen])
+        return self._visibility(keys, first, last).united(self.world_size)
 
     def visibility_of(self, source: int) -> Visibility:
         return self._visibility_of(np.flatnonzero(self._keys.owners == source))
@@ -199,8 +200,10 @@ class SortedDemand(KeyDemand):
         distances = (furthest - owners) % self.world_size
         to_col = self._keys.cols[keys] - self._keys.begins[keys]
         others = np.flatnonzero(distances)  # columns that only their owner sees do not travel
-        columns = owners, begins + to_col, ends + to_col, distances
-        return LastHop(*topmost(*(x[others] for x in columns)))
+        found = topmost(
+            owners[others], (begins + to_col)[others], (ends + to_col)[others], distances[others]
+        )
+        return LastHop._make(found)
 
     def _alike(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Cut key segments into parts whose positions are all seen by the same query segments."""
@@ -224,9 +227,11 @@ class SortedDemand(KeyDemand):
             which, queries = expanded(begin, end)
             found = self._visibility(keys[which], queries, queries)
         else:
-            found = self._visibility(*self._by_viewer(keys, begin, end))
+            seen, first, last = self._by_viewer(keys, begin, end)
+            found = self._visibility(seen, first, last)
         is_other = found.sources != found.viewers
-        return Visibility(*(x[is_other] for x in found)).united(self.world_size)
+        found = Visibility._make(x[is_other] for x in found)
+        return found.united(self.world_size)
 
     def _by_viewer(
         self, keys: np.ndarray, begin: np.ndarray, end: np.ndarray

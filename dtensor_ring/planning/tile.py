@@ -115,7 +115,7 @@ def shard_tiles(
         batch: the batch row, `None` for all of them.
     """
     return coalesce(
-        [tile for pair in _pairs(query_slices, key_runs) for tile in _tiles(*pair, batch)]
+        [tile for pair in _pairs(query_slices, key_runs) for tile in _tiles(pair, batch)]
     )
 
 
@@ -124,18 +124,24 @@ def tiles_by_run(
 ) -> Iterator[tuple[Run, Run, Tile]]:
     """Yield the tiles of each run of queries and run of keys, with both; none are joined."""
     for pair in _pairs(query_slices, key_runs):
-        yield from ((pair[2].run, pair[3], tile) for tile in _tiles(*pair, batch))
+        yield from ((pair.query_slice.run, pair.key, tile) for tile in _tiles(pair, batch))
 
 
-# A row, a column, and the queries and keys that meet there.
-_Pair = tuple[int, int, QuerySlice, Run, Span]
+class _Pair(NamedTuple):
+    """A row, a column, and the queries and keys that meet there."""
+
+    row: int
+    col: int
+    query_slice: QuerySlice
+    key: Run
+    span: Span
 
 
 def _pairs(query_slices: Sequence[QuerySlice], key_runs: tuple[Run, ...]) -> list[_Pair]:
     """Return the pairs of queries and keys that may see each other, by row, then column."""
     keys = _placed(key_runs)
     pairs = [
-        (query_slice.row + query_slice.span[0], col + span[0], query_slice, key, span)
+        _Pair(query_slice.row + query_slice.span[0], col + span[0], query_slice, key, span)
         for query_slice in query_slices
         for col, key in _in_reach(query_slice.keys, keys)
         # A strided run may skip a short slice.
@@ -148,6 +154,7 @@ def _pairs(query_slices: Sequence[QuerySlice], key_runs: tuple[Run, ...]) -> lis
 
 def packed_tiles(tiles: list[Tile], cols: Cols) -> list[Tile]:
     """Renumber the columns of a shard's tiles for a packet that has all columns they see."""
+    # A packet that begins at column 0 and has no gap counts columns as the shard does.
     if not tiles or (cols.spans[0][0] == 0 and len(cols.spans) == 1):
         return tiles
     packed = [replace(tile, cols=cols.packed(tile.cols)) for tile in tiles]
@@ -155,12 +162,11 @@ def packed_tiles(tiles: list[Tile], cols: Cols) -> list[Tile]:
     return packed if len(cols.spans) == 1 else coalesce(packed)
 
 
-def _tiles(
-    row: int, col: int, query_slice: QuerySlice, key: Run, span: Span, batch: int | None
-) -> Iterator[Tile]:
+def _tiles(pair: _Pair, batch: int | None) -> Iterator[Tile]:
     """Yield the tiles of a query slice and a span of a key run, moved to their row and column."""
-    band = _index_band(query_slice, key, span[0])
-    for tile in _band_tiles(length(query_slice.span), length(span), *band):
+    row, col, query_slice, key, span = pair
+    left, right = _index_band(query_slice, key, span[0])
+    for tile in _band_tiles(length(query_slice.span), length(span), left, right):
         yield Tile(moved(tile.rows, row), moved(tile.cols, col), tile.mask, batch)
 
 
@@ -229,6 +235,12 @@ def _band_parts(
         yield from _square_causal(num_rows, num_cols, right)
     elif left is not None and right is None and num_rows > num_cols:
         # Rows before the last num_cols see all columns; the rest is no taller than wide.
+        # With 5 rows, 3 columns and left = 3, a tile that shows all, and a band below it:
+        #     fff
+        #     fff
+        #     bbb
+        #     bbb
+        #     .bb
         excess = num_rows - num_cols
         yield Tile((0, excess), (0, num_cols), FULL)
         yield Tile((excess, num_rows), (0, num_cols), Mask(left - excess, None))
@@ -245,6 +257,11 @@ def _band_parts(
 def _square_causal(num_rows: int, num_cols: int, right: int) -> Iterator[Tile]:
     """Cut a trapezoid, which has only a right bound, into full rectangles and a causal square."""
     # The first row sees `right` columns more than the diagonal; rows after the square see all.
+    # With 4 rows, 5 columns and right = 2, three tiles: f, c (causal) and g.
+    #     ffc..
+    #     ffcc.
+    #     ffccc
+    #     ggggg
     square = num_cols - right
     if right:
         yield Tile((0, square), (0, right), FULL)
@@ -282,6 +299,11 @@ def _join_last(joined: list[Tile], tile: Tile) -> Tile | None:
             joined.pop()
             return replace(tile, rows=(last.rows[0], tile.rows[1]))
     # Two adjacent causal runs make a square, a rectangle and a square: one causal square.
+    # Where one run ends and the next one begins, upper, corner and lower tile are:
+    #     u...
+    #     uu..
+    #     ccl.
+    #     ccll
     if len(joined) > 1 and _is_staircase(joined[-2], last, tile):
         del joined[-2:]
         return replace(

@@ -83,6 +83,7 @@ def quantise_keys(x: Tensor, format: Format, block_size: int = BLOCK_SIZE) -> Qu
     _check_sizes(x, block_size)
     if _has_kernel(x, block_size):
         return _by_kernel(x, format, block_size, is_keys=True)
+    # data = round(x D H / scale), and x = scale * data H D: signs and Hadamard undo themselves.
     blocks = _blocked(_hadamard(x.float() * _signs(x)), block_size)
     scales = _positive(blocks.abs().amax((3, 4), keepdim=True) / format.largest)
     return Quantised(_rounded(blocks, scales, x, format), scales.squeeze(3), None, block_size)
@@ -105,10 +106,12 @@ def quantise_values(x: Tensor, format: Format, block_size: int = BLOCK_SIZE) -> 
     _check_sizes(x, block_size)
     if _has_kernel(x, block_size):
         return _by_kernel(x, format, block_size, is_keys=False)
+    # data = round((x - mean) / scale), for each channel of a block.
     blocks = _blocked(x.float(), block_size)
     is_token = _blocked(torch.ones_like(x[:1, :1, :, :1], dtype=torch.float32), block_size)
     # In float64, so that the order of the sum, which devices choose, does not show once rounded.
     means = blocks.sum(3, keepdim=True, dtype=torch.float64)
+    # Over the tokens that there are: zeros that fill up the last block are none of them.
     means *= 1.0 / is_token.sum(3, keepdim=True, dtype=torch.float64)
     # Rounded before they are subtracted, so that adding them restores the numbers.
     means = means.float().bfloat16()
@@ -223,6 +226,7 @@ def num_bytes(shape: Sequence[int], format: Format, block_size: int, kind: str) 
     1616
     """
     batch, heads, num_tokens, head_dim = shape
+    # Keys have a float32 scale; values a scale and a mean of two bytes for each channel.
     of_block = 4 if kind == "keys" else 2 * 2 * head_dim
     num_blocks = -(-num_tokens // block_size)
     return batch * heads * (num_tokens * head_dim * format.dtype.itemsize + num_blocks * of_block)

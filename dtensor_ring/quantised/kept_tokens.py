@@ -162,7 +162,7 @@ def no_tokens(like: Tensor, format: Format | None, kind: str) -> KeptTokens:
     """
     if format is not None:
         return QuantisedTokens.empty(like, format, kind)
-    return PlainTokens(like.new_empty(*like.shape[:SEQUENCE], 0, like.shape[3]))
+    return PlainTokens(like.new_empty((*like.shape[:SEQUENCE], 0, like.shape[3])))
 
 
 @dataclass(frozen=True)
@@ -222,7 +222,7 @@ class QuantisedTokens(KeptTokens):
     def empty(cls, like: Tensor, format: Format, kind: str) -> QuantisedTokens:
         """Return no tokens yet, see `no_tokens`."""
         check_floating(like.dtype)
-        none = like.new_empty(*like.shape[:SEQUENCE], 0, like.shape[3])
+        none = like.new_empty((*like.shape[:SEQUENCE], 0, like.shape[3]))
         return cls(KINDS[kind](none, format, BLOCK_SIZE), none, format)
 
     @property
@@ -239,7 +239,7 @@ class QuantisedTokens(KeptTokens):
         return sum(x.nbytes for x in closed if x is not None)
 
     def read(self) -> Tensor:
-        out = self.open.new_empty(*self.open.shape[:2], self.num_tokens, self.open.shape[3])
+        out = self.open.new_empty((*self.open.shape[:2], self.num_tokens, self.open.shape[3]))
         for begin in range(0, self._num_closed, step := self._at_once):
             part = _part(self.closed, begin, min(begin + step, self._num_closed))
             into = out.narrow(SEQUENCE, begin, part.data.shape[SEQUENCE])
@@ -263,6 +263,7 @@ class QuantisedTokens(KeptTokens):
         num_full = open.shape[SEQUENCE] // self.block_size * self.block_size
         if not num_full:
             return replace(self, open=open)
+        # Only values have means, so these tell which of both they are.
         quantise = KINDS["keys" if self.closed.means is None else "values"]
         parts = open[:, :, :num_full].split(self._at_once, SEQUENCE)
         new = [quantise(part, self.format, self.block_size) for part in parts]
@@ -280,6 +281,7 @@ class QuantisedTokens(KeptTokens):
             return self
         end = min(num_tokens // self.block_size * self.block_size, self._num_closed)
         open = self.open
+        # The cut is within a closed block: its first tokens are open again, as they were rounded.
         if end < self._num_closed:
             open = dequantise(_part(self.closed, end, end + self.block_size), open.dtype)
         return self._of(_part(self.closed, 0, end), open[:, :, : num_tokens - end])

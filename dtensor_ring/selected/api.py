@@ -101,6 +101,7 @@ def select_keys(
     """
     call_check.check_dims("index_query", index_query, 4, "(B, L, Hi, Di)")
     call_check.check_dims("index_key", index_key, 3, "(B, L, Di)")
+    # Ops take heads before tokens, and an index key is one head for all heads of queries.
     query, key = index_query.transpose(1, 2), index_key.unsqueeze(1)
     if weights is not None:
         call_check.check_dims("weights", weights, 3, "(B, L, Hi)")

@@ -74,6 +74,7 @@ def columns_at(positions: Tensor, own: Tensor) -> Tensor:
     """
     if not len(own):
         return torch.full_like(positions, -1, dtype=torch.int32)
+    # Where a position is not among these, the search returns a neighbour, told by its value.
     columns = torch.searchsorted(own, positions, out_int32=True).clamp_(max=len(own) - 1)
     return columns.masked_fill(own[columns.long()] != positions, -1)
 
@@ -93,7 +94,7 @@ def _decode_select(
     batch, heads, num_queries, _ = own.query.shape
     found = BestKeys((batch, heads if own.weights is None else 1, num_queries), choice.k, own.query)
     for tile in step.tiles:
-        score_tile(found, own, key, tile, choice, at[slice(*tile.cols)])
+        score_tile(found, own, key, tile, choice, at[tile.cols[0] : tile.cols[1]])
     return found.lists
 
 
@@ -118,17 +119,22 @@ def _merged_lists(
         return positions.masked_fill(positions == NO_KEY, -1)
     shape, k = scores.shape, scores.shape[-1]
     split = scores.nbytes, positions.nbytes
+    # One message for both: a step of decoding is bound by latency, not by bytes.
     mine = torch.cat([x.contiguous().view(-1).view(torch.uint8) for x in (scores, positions)])
     rank, world_size = place
     everyone = _exchanged(mine, rank, world_size, transport)
     of_scores, of_positions = everyone.split(split, 1)
     scores, positions = (
-        x.contiguous().view(dtype).view(world_size, *shape).movedim(0, -2).flatten(-2)
+        x.contiguous().view(dtype).view((world_size, *shape)).movedim(0, -2).flatten(-2)
         for x, dtype in ((of_scores, scores.dtype), (of_positions, positions.dtype))
     )
     if of_blocks:  # several ranks may list one: its best score is to come first
         scores, order = scores.sort(-1, descending=True)
         positions = positions.gather(-1, order)
+    # Block 4 is on two lists, as two ranks have keys of it. Only its better score counts:
+    #     position    2     4     4     7
+    #     score      0.5   0.9   -inf  0.7
+    # Stable: of the entries of one block the best one stays the first.
     positions, order = positions.sort(dim=-1, stable=True)
     scores = scores.gather(-1, order)
     if of_blocks:
@@ -184,6 +190,7 @@ def decode_keys(
         return found
     runs = (Run(request.starts[0], request.num_queries),)
     found = tokens_of_blocks(found, block_size, own.positions, runs, request.seen())
+    # The last block of the sequence may be short; its missing tokens are the last of a list.
     return found.masked_fill(found >= request.seq_len, -1)
 
 
@@ -311,9 +318,10 @@ def _checked_select(
     agree = call.batch.agree
     text = "none" if agree is None else numbers_text(boundaries.on_host(agree).numpy().reshape(-1))
     attention = attention_facts("select keys", query, key, call.scores, (query.shape[1], 1))
-    record = _best_keys_record(attention, text, own, *request)
+    record = _best_keys_record(attention, text, own, request)
     groups = 1 if with_weights else query.shape[1]
     wide = torch.promote_types(query.dtype, torch.float32)
+    # A message has a score, and a position of four bytes, for each chosen key.
     size = query.shape[0] * groups * query.shape[2] * choice.k * (wide.itemsize + 4)
     return checked_transport(
         group, record, "select keys", query.device, call_site=CALLER.site, first_bytes=size
@@ -322,9 +330,8 @@ def _checked_select(
 
 @cached_bytes(max_bytes=8 << 20, num_bytes=lambda record: 4 * MAX_BYTES)
 def _best_keys_record(
-    attention: AttentionFacts, agree: str, own: tuple[KeyChoice, bool], *asked: Any
+    attention: AttentionFacts, agree: str, own: tuple[KeyChoice, bool], request: DecodeRequest
 ) -> CallRecord:
-    request = DecodeRequest(*asked)
     listed: dict[str, object] = {
         "tokens of queries": request.num_queries,
         AGREE: agree,

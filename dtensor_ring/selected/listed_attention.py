@@ -109,14 +109,19 @@ def gathered_backward(
 
     The formula is that of flash attention (Dao et al., 2022, arXiv 2205.14135, appendix B.4).
     """
+    # With S = Q K^T, P = exp(scale * S - lse) and D = rowsum(dO * O) - dlse:
+    #     dS = scale * P * (dO V^T - D)
+    #     dQ = dS K        dK = dS^T Q        dV = P^T dO
     grad_query = empty(query, query.shape, order_of(query))
     grad_rows = torch.zeros_like(residents.rows, dtype=saved.lse.dtype)
     delta = (saved.grad_out.to(saved.lse.dtype) * saved.out).sum(-1)
     if saved.grad_lse is not None:
+        # d lse / d score is the weight, so this gradient joins the term that weights multiply.
         delta -= saved.grad_lse
     of_row = torch.stack((saved.lse, delta), -1)
     for chunk in _chunks(residents, selected, saved.lse.dtype):
         queries, grads = _grouped(query, chunk), _grouped(saved.grad_out, chunk)
+        # Both numbers of a row in one tensor are grouped by one permutation, not by two.
         lse, deltas = _grouped(of_row, chunk).split(1, -1)
         scored = _scores(queries, chunk, residents.head_dim, scale)
         # A row that sees nothing has an lse of -inf, and weights of 0.
@@ -142,6 +147,7 @@ def _chunks(residents: Residents, selected: Tensor, wide: torch.dtype) -> Iterat
         rows = _at(residents.rows, where)
         if residents.apart is not None:
             rows = torch.cat((rows, _at(residents.apart, where)), -1)
+        # Widened after the gather, so that wide numbers are those of one chunk only.
         yield Chunk(tokens, where, is_none, rows.to(wide))
 
 
@@ -157,7 +163,7 @@ def _at(rows: Tensor, where: Tensor) -> Tensor:
     batch, groups = where.shape[:2]
     by_group = rows.unflatten(2, (groups, -1))
     if not len(rows):
-        return rows.new_zeros(*where.shape, *by_group.shape[3:])
+        return rows.new_zeros((*where.shape, *by_group.shape[3:]))
     of_batch = torch.arange(batch, device=rows.device).view(-1, 1, 1, 1)
     return by_group[where, of_batch, torch.arange(groups, device=rows.device).view(-1, 1, 1)]
 
@@ -181,7 +187,7 @@ def _keys(chunk: Chunk, head_dim: int) -> Tensor:
 
 def _values(chunk: Chunk, span: Span) -> Tensor:
     """Return the values of a chunk, `(B, G, R, n, K, Hv)`."""
-    return chunk.rows[..., slice(*span)].transpose(3, 4)
+    return chunk.rows[..., span[0] : span[1]].transpose(3, 4)
 
 
 def _scores(queries: Tensor, chunk: Chunk, head_dim: int, scale: float) -> Tensor:
@@ -197,12 +203,14 @@ def _add_rows(
     grad = torch.zeros_like(chunk.rows)
     of_keys, of_values = (x.transpose(3, 4) for x in grads)
     grad[..., : residents.head_dim] += of_keys
-    grad[..., slice(*residents.values)] += of_values
+    # Added, not set: the value of a latent is a part of its key.
+    grad[..., residents.values[0] : residents.values[1]] += of_values
     # What stands for no key has a gradient of 0, and is added to row 0.
+    # Rows are summed as a matrix: one row for each token, sequence and group of heads.
     batch, groups = chunk.rows.shape[:2]
     number = torch.arange(batch * groups, device=total.device).view(batch, groups, 1, 1)
     where, flat = (chunk.where * (batch * groups) + number).flatten(), grad.flatten(0, 3)
-    rows = total.view(-1, *flat.shape[1:])
+    rows = total.view((-1, *flat.shape[1:]))
     if not len(rows):
         return
     if total.is_cuda:

@@ -47,6 +47,9 @@ class Moved(NamedTuple):
     given: list[Tensor]
 
 
+# What two ranks send each other, in this order; without requests if all keys travel:
+#     forward     requests, then keys with their values
+#     backward    requests, then keys with their values, then gradients of both
 class SelectedKeys:
     """Brings the keys that local queries selected, and takes their gradients home.
 
@@ -81,11 +84,12 @@ class SelectedKeys:
             route: "selected" or "all".
         """
         wanted, given = self._all() if route == ALL else self._requests(selected)
+        # Token first: the rows from a rank are then one span of memory, which a message fills.
         own = self._rows.permute(2, 0, 1, 3).contiguous()
         lengths = [len(own) if peer == self._rank else len(x) for peer, x in enumerate(wanted)]
         ends = np.cumsum([0, *lengths]).tolist()
         spans = list(pairwise(ends))
-        rows = own if len(wanted) == 1 else own.new_empty(ends[-1], *own.shape[1:])
+        rows = own if len(wanted) == 1 else own.new_empty((ends[-1], *own.shape[1:]))
         parts = [rows[begin:end] for begin, end in spans]
         if len(wanted) > 1:
             parts[self._rank].copy_(own)
@@ -106,8 +110,9 @@ class SelectedKeys:
         begin, end = moved.spans[self._rank]
         total = grad[begin:end]
         if len(moved.spans) > 1:
-            arrived = [grad.new_empty(len(x), *grad.shape[1:], dtype=dtype) for x in moved.given]
+            arrived = [grad.new_empty((len(x), *grad.shape[1:]), dtype=dtype) for x in moved.given]
             self._exchange(arrived, [grad[a:b].to(dtype) for a, b in moved.spans])
+            # Messages arrive in any order; floats added in that order would differ from run to run.
             for cols, part in zip(moved.given, arrived, strict=True):  # in the order of the ranks
                 total.index_add_(0, cols, part.to(total.dtype))
         own = empty(self._rows, self._rows.shape, TOKEN_MAJOR)
@@ -143,6 +148,7 @@ class SelectedKeys:
         """Return whether each key of each rank is needed; nothing for this rank."""
         positions, device = self._positions, selected.device
         is_needed = torch.zeros(positions.end + 1, dtype=torch.bool, device=device)
+        # By parts: as int64 indices, long lists would take twice their own memory again.
         for part in selected.split(_rows_at_a_time(selected), 2):
             is_needed[part.flatten().long()] = True  # -1 is the last entry, which is no key
         numbers = _numbers_on(positions, device)
@@ -251,5 +257,6 @@ def selected_backward(
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of the local queries and of the local keys and values."""
     moved = keys.moved(selected, route)
+    # Asked for again: kept from forward, the keys of all layers would be in memory at once.
     grad_query, grad_rows = listed_backward(saved, query, moved.residents, selected, scale)
     return grad_query, keys.summed(moved, grad_rows, dtype)

@@ -102,16 +102,18 @@ def select(
         warn_of_tiles(plan, request)
         places = key_positions(request.layout, request.world_size, request.seq_len)
         on_host = places.of(request.rank)
+        # A copy, since the cached positions are read-only, of which torch cannot make a tensor.
         of_rows = torch.from_numpy(on_host.copy()).to(query.device)
         queries = IndexQueries(query, weights, of_rows, on_host)
-        found = ring_select(queries, key, plan, choice, positions_of_keys(request), transport)
+        chosen = ring_select(queries, key, plan, choice, positions_of_keys(request), transport)
+    # The loop chose numbers of pools or of blocks, and attention takes positions of tokens.
     if pool_size > 1:
-        return tokens_of_pools(found, pool_size, of_rows)
+        return tokens_of_pools(chosen, pool_size, of_rows)
     if block_size == 1:
-        return found
+        return chosen
     shards = shard_table(request.layout, request.world_size, request.seq_len).shards
     seen = _slices(request)
-    return tokens_of_blocks(found, block_size, of_rows, shards[request.rank], seen)
+    return tokens_of_blocks(chosen, block_size, of_rows, shards[request.rank], seen)
 
 
 def request_of_keys(request: PlanRequest, pool_size: int) -> PlanRequest:
@@ -186,7 +188,7 @@ def check_index(query: Tensor, key: Tensor, weights: Tensor | None) -> None:
 
 def attend(query: Tensor, rows: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
     """Run the attention over selected keys on plain tensors."""
-    listed, call = Listed(*arguments[:5]), unflatten(arguments[5:])
+    listed, call = Listed._make(arguments[:5]), unflatten(arguments[5:])
     check_listed(query, rows, listed, call)
     call.place.policy.refuse_order("attention to selected keys")
     request = request_of_keys(call.request(query.shape[0]), listed.pool_size)
@@ -205,6 +207,7 @@ def attend(query: Tensor, rows: Tensor, *arguments: Any) -> tuple[Tensor, Tensor
             sinks=scores.sinks,
         )
     if request.world_size > 1:
+        # So that the backward call can say of which forward call it is.
         group_state_of(call.group).remember(lse)
     return out, lse
 
@@ -213,7 +216,7 @@ def backward(
     grad_out: Tensor, grad_lse: Tensor | None, query: Tensor, rows: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Run the backward op of the attention over selected keys, see `gathered_backward`."""
-    listed, (out, lse), call = Listed(*rest[:5]), rest[5:7], unflatten(rest[7:])
+    listed, (out, lse), call = Listed._make(rest[:5]), rest[5:7], unflatten(rest[7:])
     call.place.policy.refuse_order("attention to selected keys")
     request = request_of_keys(call.request(query.shape[0]), listed.pool_size)
     listed = listed.routed(request)
@@ -292,7 +295,7 @@ def check_selected(query: Tensor, selected: Tensor, num_key_heads: int) -> None:
 
 
 def _fake_attend(query: Tensor, rows: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
-    listed, call = Listed(*arguments[:5]), unflatten(arguments[5:])
+    listed, call = Listed._make(arguments[:5]), unflatten(arguments[5:])
     check_listed(query, rows, listed, call)
     check_batch(query, call.batch)
     wide = torch.promote_types(query.dtype, torch.float32)
@@ -344,15 +347,17 @@ def _checked(
     number = 0 if lse is None else group_state_of(group).forward_call_of(lse)
     heads = query.shape[1], value.shape[1]
     facts = attention_facts(direction, query, value, call.scores, heads)
-    record = _selected_record(facts, tuple(own.items()), call.place.policy, *request)
+    record = _selected_record(facts, tuple(own.items()), call.place.policy, request)
     return checked_transport(group, record, direction, query.device, number, CALLER.site)
 
 
 @cached_bytes(max_bytes=8 << 20, num_bytes=lambda record: 4 * MAX_BYTES)
 def _selected_record(
-    attention: AttentionFacts, own: tuple[tuple[str, object], ...], policy: Any, *asked: Any
+    attention: AttentionFacts,
+    own: tuple[tuple[str, object], ...],
+    policy: Any,
+    request: PlanRequest,
 ) -> CallRecord:
-    request = PlanRequest(*asked)
     shared: dict[str, object] = {
         "tokens of keys": request.key_seq_len,
         "strategy": request.strategy.spec,
@@ -368,6 +373,7 @@ _SINKS = nodes.place_of_sinks(LEAVES)
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     query, rows, selected, *rest = inputs
+    # Boundaries and sinks stand among the options, and autograd must save each tensor itself.
     tensors = [i for i, x in enumerate(rest) if isinstance(x, Tensor)]
     ctx.save_for_backward(query, rows, selected, *output, *[rest[i] for i in tensors])
     ctx.tensors, ctx.rest = tensors, [None if i in tensors else x for i, x in enumerate(rest)]
@@ -382,6 +388,7 @@ def _gradient(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tup
         return none
     for i, x in zip(ctx.tensors, saved, strict=True):
         rest[i] = x
+    # D = rowsum(grad_out * out) - grad_lse has both, and a zero is as good as none.
     # Only lse was used: the formula still takes a gradient of out.
     grad_out = torch.zeros_like(out) if grad_out is None else grad_out
     inputs = grad_out, grad_lse, query, rows, selected, *rest[:4], out, lse, *rest[4:]

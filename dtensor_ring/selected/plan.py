@@ -94,7 +94,7 @@ class KeyPositions:
 
     def of(self, rank: int) -> np.ndarray:
         """Return the positions of a rank's keys, which ascend."""
-        return self.numbers[slice(*self.span(rank))]
+        return self.numbers[self.offsets[rank] : self.offsets[rank + 1]]
 
 
 @cached_bytes(2**26, lambda found: found.numbers.nbytes + 64)
@@ -198,11 +198,16 @@ def shifted_pools(layout: Layout, world_size: int, seq_len: int, size: int) -> R
     pools = pool_numbers(layout, world_size, seq_len, size)
     rows: list[list[tuple[int, int]]] = []
     for runs in pools.numbers.tolist():
+        # Pool 0 has none before it. Its rank gets the last pool in place of that, so none is lost.
         first = [(0, length - 1) for start, length in runs if start == 0 and length]
         others = [(start - 1, length) for start, length in runs if start and length]
         rows.append([*first, *others, *[(pools.end - 1, 1)] * len(first)])
     joined_rows = [
-        [(x.start, x.length) for x in joined([Run(*run) for run in row if run[1]])] for row in rows
+        [
+            (x.start, x.length)
+            for x in joined([Run(start, number) for start, number in row if number])
+        ]
+        for row in rows
     ]
     return RunTable(joined_rows, "pools")
 
@@ -210,9 +215,11 @@ def shifted_pools(layout: Layout, world_size: int, seq_len: int, size: int) -> R
 def _pools_of(run: Run, seq_len: int, size: int) -> list[Run]:
     """Return the tokens of the pools whose last token is in a run."""
     if run.stride > 1:
+        # Strided tokens are no neighbours: each brings its pool only if it is the pool's last.
         firsts = lasts = run_positions([run])
     else:
         firsts, lasts = np.array([run.start]), np.array([run.last])
+    # A pool may begin on an earlier rank: its tokens there come to where it ends.
     begins = firsts // size * size
     # The last pool of a sequence may be short, and ends with it.
     ends = np.where(lasts == seq_len - 1, seq_len, (lasts + 1) // size * size)

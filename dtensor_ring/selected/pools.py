@@ -106,6 +106,9 @@ def whole_pools(
     order, length = _order(
         layout, runs, tensor.shape[1] * num_ranks if seq_len is None else seq_len
     )
+    # Eight tokens in zigzag order, and pools of three, which stand where their last tokens are:
+    #     before    rank 0: 0 1 6 7    rank 1: 2 3 4 5
+    #     after     rank 0: 6 7        rank 1: 0 1 2 3 4 5
     to = pool_table(order, num_ranks, length, size)
     tokens = relayout(tensor, mesh, 1, to, layout=order, seq_len=length)
     # Tokens after the last whole pool are the last of their rank.

@@ -42,6 +42,7 @@ def _index_scores(query: Tensor, key: Tensor, weights: Tensor | None, scale: flo
     """
     wide = torch.promote_types(query.dtype, torch.float32)
     by_row = query.transpose(1, 2).to(wide)  # (B, R, Hi, Di)
+    # Keys have one head, so all heads of all queries are the rows of one product.
     products = by_row.flatten(1, 2) @ key[:, 0].to(wide).mT
     products = products.unflatten(1, by_row.shape[1:3])
     if scale != 1.0:
@@ -115,9 +116,15 @@ class BestKeys:
             scores: `(B', G, R, C)`, -inf where a query does not see a key.
             positions: ascending, int32, `(C,)`: positions, or numbers of blocks.
         """
+        # With k = 2, a row has the keys 3 and 8 so far, and meets 1 and 5:
+        #     position   1    3    5    8
+        #     score     0.7  0.5  0.9  0.9
+        #     kept                 x    x
         there = batches, slice(None), rows
+        # Of these keys only their own k best can be among the best of all.
         both = (self._scores[there], self._positions[there]), best_keys(scores, positions, self._k)
         found, at = (torch.cat(sides, -1) for sides in zip(*both, strict=True))
+        # Keys arrive by source rank, not by position; see Note [Lists merge exactly].
         at, order = at.sort(-1)
         found = _joined(found.gather(-1, order), at)
         self._scores[there], self._positions[there] = best_keys(found, at, self._k)
@@ -209,7 +216,7 @@ def ring_select(
             at = columns_in(positions.of(step.source), step.cols)
             with label("tile"):
                 for tile in step.tiles:
-                    score_tile(best, own, keys, tile, choice, at[slice(*tile.cols)])
+                    score_tile(best, own, keys, tile, choice, at[tile.cols[0] : tile.cols[1]])
             shards.end_step(step, label)
     return best.result()
 
@@ -238,6 +245,7 @@ def score_tile(
         if outside is not None:
             scores = scores.masked_fill(outside, -torch.inf)
         numbers = torch.from_numpy(at[seen]).to(scores.device)
+        # After the mask: a block counts by the best of its keys that the query sees.
         if choice.block_size > 1:
             scores, numbers = _by_block(scores, at[seen], own.positions[there], choice)
         if choice.pool_size > 1:
@@ -276,6 +284,7 @@ def _by_block(
     # How many blocks a block is before that of the query; blocks that are not seen stay so.
     back = (of_rows // size).unsqueeze(-1) - numbers
     is_local = (back >= 0) & (back < choice.local_blocks) & (by_block > -torch.inf)
+    # Infinite, so that local blocks come before all others and still count among the k.
     return by_block.masked_fill_(is_local, torch.inf), numbers
 
 
@@ -295,9 +304,10 @@ def tokens_of_pools(pools: Tensor, size: int, of_rows: Tensor) -> Tensor:
     """
     inside = torch.arange(size, dtype=torch.int32, device=pools.device)
     at = (pools.unsqueeze(-1) * size + inside).masked_fill(pools.unsqueeze(-1) < 0, NO_KEY)
+    # After the last pool that ended there are fewer than `size` tokens, or it would be another.
     after = (_pools_before(of_rows, size) * size).unsqueeze(-1) + inside[:-1]
     after = after.masked_fill(after > of_rows.unsqueeze(-1), NO_KEY)
-    at = torch.cat([at.flatten(-2), after.expand(*pools.shape[:2], -1, -1)], -1)
+    at = torch.cat([at.flatten(-2), after.expand((*pools.shape[:2], -1, -1))], -1)
     at = at.sort(-1).values
     return at.masked_fill_(at == NO_KEY, -1)
 

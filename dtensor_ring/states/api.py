@@ -132,8 +132,8 @@ def exclusive_scan(maps: Sequence[StateMap], axis: SequenceAxis | DeviceMesh) ->
     dtype = torch.float32  # or wider: states are sums of many tokens
     for x in (tensors[0] for tensors in parts if tensors[0] is not None):
         dtype = torch.promote_types(dtype, x.dtype)
-    stacked = [None if x[0] is None else torch.stack(x).to(dtype) for x in parts]
-    return [*scan_op(*stacked, owners, False, group.group_name).unbind()]
+    state, decay, matrix = (None if x[0] is None else torch.stack(x).to(dtype) for x in parts)
+    return [*scan_op(state, decay, matrix, owners, False, group.group_name).unbind()]
 
 
 def _check_tensor(name: str, x: Tensor | None, is_optional: bool) -> None:

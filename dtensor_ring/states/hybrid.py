@@ -127,6 +127,7 @@ def compare_hybrid_layouts(
     """
     num_ranks = as_count("world_size", world_size, 1, MAX_RANKS)
     asked = as_count("seq_len", seq_len, 1)
+    # One length for all, or a layout that pads less would seem to cost less.
     length = max(layout.padded_length(asked, num_ranks) for layout in WHOLE)
     heads = as_strategy(strategy or Strategy.default, num_ranks).heads
     rows = [_cost(layout, hybrid, mask, length, num_ranks, heads) for layout in WHOLE]
@@ -172,12 +173,14 @@ def stays_from(hybrid: Hybrid, layout: Layout, world_size: int) -> int | None:
     step = layout.padded_length(1, world_size)
     moved = _moved(hybrid, layout, step, world_size)
     more = _of_maps(hybrid, owners) - _of_maps(hybrid, range(world_size))
+    # Bytes of moved tokens grow with the length, and bytes of maps do not.
     return max(1, -(-more // moved)) * step if moved else None
 
 
 def _moved(hybrid: Hybrid, layout: Layout, seq_len: int, world_size: int) -> int:
     """Return the bytes of tokens that change their rank before and after layers with a state."""
     tokens = relayout_tokens(layout, seq_len, world_size)
+    # Twice: tokens move before each of these layers, and back after it.
     return 2 * hybrid.stateful * tokens * hybrid.hidden_size * hybrid.itemsize
 
 
@@ -203,6 +206,7 @@ def _cost(
     owners = owners_of(layout, world_size, 2) if stays else range(world_size)
     token = 2 * hybrid.heads[1] * hybrid.head_dim * hybrid.itemsize
     pair = PAIR * hybrid.heads[0] * hybrid.head_dim
+    # In `makespan` the group with the most work computes, and the others wait for it.
     return HybridCost(
         layout.spec,
         0 if stays else _moved(hybrid, layout, seq_len, world_size),

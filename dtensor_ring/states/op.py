@@ -84,7 +84,9 @@ def _gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     of_state = scan_op(grad.contiguous(), decay, matrix, owners, not is_back, group_name)
     of_decay = of_matrix = None
     if decay is not None:
+        # A map returns exp(decay) * before + state, so `of_state` is the gradient of that, too.
         each = of_state * before * factors(decay, before)
+        # One decay is the factor of all numbers below its leading indices: their gradients add up.
         of_decay = each.flatten(decay.dim()).sum(-1) if each.dim() > decay.dim() else each
     if matrix is not None:
         # A transposed map was applied where states go back.

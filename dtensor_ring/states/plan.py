@@ -89,6 +89,11 @@ def steps_of(num_places: int) -> list[int]:
     >>> steps_of(9), steps_of(2)
     ([1, 1, 2, 4], [1])
     """
+    # How many maps before its own a place has joined so far; it doubles from round to round.
+    # Of six places, what the last one knows after each round, by the numbers of their maps:
+    #     round  0  1   2     3
+    #     step   1  1   2     4
+    #     maps   4  34  1234  01234
     steps, covered = [1], 1
     while covered < num_places - 1:
         steps.append(covered)

@@ -66,12 +66,12 @@ class Maps(NamedTuple):
         shapes = [x.shape[1:] for x in self if x is not None]
         parts = flat.split([x.numel() for x in shapes])
         views = iter(x.view(shape) for x, shape in zip(parts, shapes, strict=True))
-        return Maps(next(views), *(None if x is None else next(views) for x in self[1:]))
+        return Maps._make(None if x is None else next(views) for x in self)
 
 
 def factors(decay: Tensor, state: Tensor) -> Tensor:
     """Return the exponential of decays, in dims that broadcast to those of the state."""
-    return decay.exp().view(*decay.shape, *[1] * (state.dim() - decay.dim()))
+    return decay.exp().view((*decay.shape, *[1] * (state.dim() - decay.dim())))
 
 
 def scan(
@@ -104,6 +104,7 @@ def _at_once(transport: Transport, rank: int, owners: Sequence[int], maps: Maps)
     mine, size = maps.packed(), max(owners) + 1
     rows = {rank: iter(mine)}
     receives, sends = [], []
+    # Each rank begins with the next one, so that no rank is the first peer of all others.
     for peer in (*range(rank + 1, size), *range(rank)):
         if number := num_sent_at_once(owners, peer, rank):
             received = mine.new_empty(number, mine.shape[1])
@@ -119,8 +120,10 @@ def _at_once(transport: Transport, rank: int, owners: Sequence[int], maps: Maps)
             # The first place has no state before it.
             out[done] = torch.zeros_like(out[done]) if state is None else state
             done += 1
+            # Maps of places after the last own one were not sent to this rank.
             if done == len(out):
                 break
+        # A state goes through the maps one by one, which multiplies no matrices by one another.
         found = maps.unpacked(next(rows[owner]))
         state = found.state if state is None else found.after(state)
     return out
@@ -139,6 +142,7 @@ def _by_steps(
             known = received
             continue
         for place, flat in received.items():
+            # The map of many tokens, not a state: a place does not know yet what is before them.
             joined = maps.unpacked(known[place]).following(maps.unpacked(flat))
             known[place] = torch.cat([x.flatten() for x in joined if x is not None])
     out = torch.zeros_like(maps.state, memory_format=torch.contiguous_format)

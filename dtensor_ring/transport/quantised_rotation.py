@@ -58,6 +58,7 @@ class ScaleBlocks(NamedTuple):
         """
         if self.owners is None:
             return cols.blocks(self.size)
+        # All columns, as the usual ring sends them: whole blocks, counted without a table.
         counts = self.owners.num_tokens(source)
         if cols.spans == ((0, sum(counts)),):
             return Cols(((0, sum(-(-x // self.size) for x in counts)),))
@@ -77,6 +78,7 @@ def _places(blocks: ScaleBlocks, source: int, cols: Cols) -> tuple[Cols, Numbers
     if blocks.owners is None:
         of_columns = numbers // blocks.size
     else:
+        # Along such a shard blocks do not ascend: its tokens come from several owners.
         of_columns = torch.from_numpy(blocks.owners.block_table(source, blocks.size))[numbers]
     touched, places = of_columns.unique(return_inverse=True)
     return Cols.union((x, x + 1) for x in touched.tolist()), Numbers(torch.int64, places)
@@ -204,12 +206,12 @@ class QuantisedPacket(Packet):
         batch, heads, num_tokens, head_dim = key.shape
         size = packet_size(dtype, batch, heads, (head_dim, value.shape[3])).of_shard(num_tokens)
         memory = torch.empty(size, dtype=torch.uint8, device=key.device)
-        found = cls.lying_in(memory, source, shard, dtype, blocks)
+        packet = cls.lying_in(memory, source, shard, dtype, blocks)
         if is_dry:
-            note_pass("pack", key.nbytes + value.nbytes + found.num_bytes)
+            note_pass("pack", key.nbytes + value.nbytes + packet.num_bytes)
         else:
-            quantise_pair(key, value, BY_DTYPE[dtype], BLOCK_SIZE, found._parts)
-        return found
+            quantise_pair(key, value, BY_DTYPE[dtype], BLOCK_SIZE, packet._parts)
+        return packet
 
     @classmethod
     def lying_in(
@@ -224,6 +226,8 @@ class QuantisedPacket(Packet):
         self, buffer: Tensor, source: int, cols: Cols, is_own: bool = False
     ) -> QuantisedPacket:
         """Return a packet of other columns, in a buffer; its content is undefined."""
+        # A packet's buffer, each part dense and token-major:
+        #     | scales of keys | scales of values | means of values | keys | values |
         blocks, offset = self._blocks.touched(source, cols), 0
         made: tuple[dict[str, Any], ...] = {}, {}
         for number, name, x in self._tensors():

@@ -185,6 +185,11 @@ class Packet:
 # waits for the sums of the step before, adds to its own sum and starts that, and waits for its
 # shards last.
 #
+# A forward step n on the two streams; its messages bring what later steps compute on:
+#
+#     current stream    | pack n | attention n           | wait | pack n + 1 | attention n + 1
+#     messages                   | hop n --------------->|                   | hop n + 1 ------
+#
 # Note [Memory in flight]: the caching allocator gives memory back in the order of the stream on
 # which it was allocated, and that is the current one. A buffer is freed after a wait for all its
 # messages, so whoever gets its memory comes later on that stream. That is why nothing here calls
@@ -269,6 +274,7 @@ class Rotation:
         """Start a hop, with one packet for each of its sends."""
         self._sent, self._arriving = outgoing, []
         receives: list[P2P] = []
+        # What leaves holds its buffers, so what arrives gets others: no hop writes what it sends.
         sends: list[P2P] = []
         for x in hop.receives:
             packet = self._packet(x.source, x.cols)
@@ -315,6 +321,7 @@ class Rotation:
 
 def _buffers(packets: Iterable[Packet], but: Iterable[Packet] = ()) -> Iterable[Tensor]:
     """Return the buffers of packets, each once, without those of others: they may be shared."""
+    # By identity, as two tensors compare element by element.
     buffers = {id(x.buffer): x.buffer for x in packets if x.buffer is not None}
     for x in but:
         buffers.pop(id(x.buffer), None)
@@ -392,6 +399,7 @@ class SumRotation(Rotation):
         super().__init__(transport, plan, plan.sums, shard, dtype)
         self._hop = Hop()
         sources = [transfer.source for hop in plan.sums for transfer in hop.receives]
+        # Gradients that come home in several messages must still round once.
         # Counted ahead: the caller adds the last sum directly in the narrow dtype.
         self._num_own = sources.count(plan.rank)  # still to come
 

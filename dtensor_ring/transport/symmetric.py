@@ -100,6 +100,8 @@ class Outbox:
         group_name: str,
     ) -> None:
         self._chunk_bytes = chunk_bytes
+        # The outbox of rank 1 of 4, with two slots for each of its readers:
+        #     | for 0 | for 0 | for 2 | for 2 | for 3 | for 3 |
         outbox = memory.empty((size - 1) * NUM_SLOTS * chunk_bytes, device)
         self._memory = memory.rendezvous(outbox, group_name)
         others = [peer for peer in range(size) if peer != rank]
@@ -142,6 +144,14 @@ class Outbox:
             yield [(peer, x) for peer, x in zip(chunks, parts, strict=True) if x is not None]
 
     def _stage(self, peer: int, chunk: Tensor) -> None:
+        # How a chunk goes through a slot. Channel `slot` says that it is full, and channel
+        # `NUM_SLOTS + slot` that it is empty:
+        #     sender                               receiver
+        #     wait until the slot is empty
+        #     copy the chunk into it
+        #     signal that it is full      ----->   wait until it is full
+        #                                          copy the chunk out of it
+        #                                 <-----   signal that it is empty
         slot = self._num_staged[peer] % NUM_SLOTS
         self._num_staged[peer] += 1
         self._memory.wait_signal(peer, NUM_SLOTS + slot)  # the peer has read what it had
@@ -149,6 +159,7 @@ class Outbox:
         self._memory.put_signal(peer, slot)
 
     def _pull(self, peer: int, chunk: Tensor) -> None:
+        # Both sides count the chunks between them alike, so that they use the same slot unasked.
         slot = self._num_pulled[peer] % NUM_SLOTS
         self._num_pulled[peer] += 1
         self._memory.wait_signal(peer, slot)  # the peer has filled it
@@ -166,6 +177,7 @@ class MovedHop:
         in_flight.add(self)
 
     def wait(self) -> None:
+        # All messages of a hop share this object, and each of them is waited for.
         if self in self._in_flight:
             self._end()
             self._in_flight.remove(self)
@@ -234,6 +246,7 @@ class SymmetricTransport(Transport):
             return []
         device = messages[0].flat.device
         end = self._memory.run(device, partial(self._outboxes[device].move, sends, receives))
+        # One event ends the hop, but callers pair works with messages, so each message gets it.
         return [MovedHop(end, messages, self._in_flight)] * len(messages)
 
 

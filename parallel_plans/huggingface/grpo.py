@@ -120,6 +120,7 @@ class ContextParallelGRPOMixin(ContextParallelMixin):
         seed = self._share(lambda: int(torch.randint(2**62, ())))
         how = replace(trainer.continuous_batching_config, return_logprobs=True, seed=seed)
         model = self.accelerator.unwrap_model(trainer.model)
+        # TRL repeats each prompt for its completions; the batch samples all of them from one.
         with torch.no_grad(), _evaluating(model):
             found = model.generate_batch(
                 prompt_ids[::number],
@@ -146,6 +147,7 @@ class ContextParallelGRPOMixin(ContextParallelMixin):
         parent: Any = super()
         rewards = parent._calculate_rewards(*args, **kwargs)
         by_rank = rewards.view(dist.get_world_size(), -1, rewards.shape[-1])
+        # The mesh has the ranks of a replica side by side, whatever their numbers are.
         first = self._mesh.mesh.view(self._num_replicas(), -1)[:, 0]
         return by_rank[first].flatten(0, 1)
 

@@ -263,32 +263,32 @@ class ShardedModel(ParallelStyle):
             with describing_scores(whole):
                 layer_masks = read_patterns(whole, sees_by_place=choose_pools(whole))
         layer_masks = with_strategies(layer_masks, self.strategies, device_mesh.size())
-        size, common = device_mesh.size(), self.strategies.common
-        costs = None
-        if self.is_picked:
-            costs = compared_layouts(decoder, layer_masks, states, size, common)
-        layout: Layout | str = costs.best if costs else self.layout
-        if self.is_auto and not costs:
-            layout = fastest_layout(decoder, layer_masks, device_mesh, **self.how)
-        axis = SequenceAxis(device_mesh, layout, **self.how)
+        axis = self._axis(decoder, layer_masks, states, device_mesh)
         self.kept.install(backbone)
         decoder.set_attn_implementation(IMPLEMENTATION)
         # An outer model makes the masks of its decoder, and may read the name from its own config.
         model.config.get_text_config()._attn_implementation = IMPLEMENTATION
         if transform is not None:
             install_head(backbone, transform)
-        loss = LossFunction(
-            getattr(backbone, "_loss_function", None), predicts_next(backbone), *why_not
-        )
         head = None if self.unshard_outputs else linear_head(model, backbone)
         # Any head that is not linear gets the hidden states whole.
         unshards = self.unshard_outputs or (head is None and backbone is not model)
         passing = None
         if states:
             passing = state_passing.AxisStatePassing(axis, states, hybrid_of(decoder, states))
-        how = unshards, passing, self.cache_dtype, self.local_batch, why_whole(model), drops
-        places = count_places(decoder)
-        sharding = Sharding(decoder, axis, layer_masks, loss, *how, counts_places=places)
+        sharding = Sharding(
+            decoder,
+            axis,
+            layer_masks,
+            _loss_of(backbone, why_not),
+            unshards,
+            passing=passing,
+            cache_dtype=self.cache_dtype,
+            local_batch=self.local_batch,
+            why_whole=why_whole(model),
+            drops=drops,
+            counts_places=count_places(decoder),
+        )
         if passing is not None:
             stateful.pass_states(stateful.stateful_layers(decoder), passing)
         select_keys_of(decoder)
@@ -309,6 +309,36 @@ class ShardedModel(ParallelStyle):
         others = dict(vars(model))
         vars(model).clear()
         vars(model).update({"context_parallel_sharding": sharding} | others)
+
+    def _axis(
+        self,
+        decoder: Any,
+        layer_masks: LayerMasks,
+        states: state_passing.StateSpecs,
+        mesh: DeviceMesh,
+    ) -> SequenceAxis:
+        """Return the axis of the model, with the layout that is named, or that is picked for it."""
+        # With layers that carry a state, the tokens that move around them may cost more than
+        # attention; only a model without such layers is picked for by its attention alone.
+        costs = None
+        if self.is_picked:
+            common = self.strategies.common
+            costs = compared_layouts(decoder, layer_masks, states, mesh.size(), common)
+        layout: Layout | str = costs.best if costs else self.layout
+        if self.is_auto and not costs:
+            layout = fastest_layout(decoder, layer_masks, mesh, **self.how)
+        return SequenceAxis(mesh, layout, **self.how)
+
+
+def _loss_of(backbone: Any, why_not: tuple[str | None, str | None]) -> LossFunction:
+    """Return the loss of a model, and why shards cannot compute it, or that of its routers."""
+    why_no_loss, why_no_balance = why_not
+    return LossFunction(
+        getattr(backbone, "_loss_function", None),
+        predicts_next(backbone),
+        why_no_loss,
+        why_no_balance,
+    )
 
 
 def _examine(

@@ -138,9 +138,9 @@ class ContextParallelTrainer(Trainer):
             )
         if self.is_fsdp_enabled:  # DDP broadcasts the weights of one rank
             trainer_options.check_weights(model)
-        found = [x.axis.mesh.mesh.flatten().tolist() for x in shardings_of(model)]
+        planned = [x.axis.mesh.mesh.flatten().tolist() for x in shardings_of(model)]
         ranks = self._mesh["cp"].mesh.flatten().tolist()
-        if not found:
+        if not planned:
             base = base_of(model)
             plan = context_parallel_plan(base, **self._plan or {})
             parallelize_module(base, self._mesh["cp"], plan)
@@ -149,10 +149,10 @@ class ContextParallelTrainer(Trainer):
                 "the model is under a context_parallel_plan already, so plan= would have no "
                 "effect; leave one of them out"
             )
-        elif ranks not in found:
+        elif ranks not in planned:
             raise ValueError(
-                f"the model is under a context_parallel_plan over the ranks {found[0]}, and the cp "
-                f"axis of the trainer's mesh has {ranks}; apply the plan over mesh['cp']"
+                f"the model is under a context_parallel_plan over the ranks {planned[0]}, and the "
+                f"cp axis of the trainer's mesh has {ranks}; apply the plan over mesh['cp']"
             )
         if any(x.local_batch for x in shardings_of(model)):
             raise ValueError(
@@ -223,6 +223,7 @@ class ContextParallelTrainer(Trainer):
         if not self.is_fsdp_enabled or self.accelerator._models:
             return
         model: Any = self.model
+        # An optimizer that moves nothing, and is forgotten below.
         given = torch.optim.SGD(model.parameters(), lr=0.0)
         self.model, optimizer = self.accelerator.prepare(model, given)
         self.accelerator._optimizers.remove(optimizer)

@@ -121,6 +121,8 @@ def gather_documents(positions: Tensor, layout: Layout, mesh: DeviceMesh) -> Doc
         order = SequenceOrder(mesh, layout, seq_len)
         own = order.contiguous(positions.contiguous())
         before = order.of_neighbour(own[:, -1:], -1)
+        # In a packed batch a position is 0, or one more than that before it. If some are neither,
+        # the tokens were sharded in another order than this layout's.
         follows = (
             own == torch.cat([own[:, :1] - 1 if before is None else before, own[:, :-1]], 1) + 1
         )
@@ -130,6 +132,7 @@ def gather_documents(positions: Tensor, layout: Layout, mesh: DeviceMesh) -> Doc
         every = check_agreement(mesh.get_group(), {}, "share a batch", told=told)
         if all(is_in_order for is_in_order, _ in every):
             found = torch.cat([x for _, x in every])
+            # Ranks have ascending parts of each row, so a stable sort by row leaves them in order.
             found = found[found[:, 0].argsort(stable=True)]
             return Documents(filled_boundaries(found, len(positions), seq_len))
     raise ValueError(
@@ -272,8 +275,11 @@ def attend(
     """Compute attention of this rank's tokens within their documents, `(B, L, N, Hv)`."""
     # Types cannot express that the op attends to keys of other ranks, so they are not checked.
     with within_layer(layer), spmd.no_typecheck():
+        query, key, value = (x.transpose(1, 2) for x in (q_BLNH, k_BLNH, v_BLNH))
         return axis.attention(
-            *(x.transpose(1, 2) for x in (q_BLNH, k_BLNH, v_BLNH)),
+            query,
+            key,
+            value,
             cu_seqlens=documents.cu_seqlens,
             runs=documents.runs,
             **options,

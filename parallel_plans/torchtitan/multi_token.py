@@ -63,19 +63,24 @@ class Ahead:
         if not num_heads:
             return None
         tokens, positions = batch["input"], batch["positions"]
-        found = []
+        by_head = []
+        # Two documents, and what the first head beside the main one reads and predicts:
+        #     tokens      a b c d | e f
+        #     reads       b c d . | f .
+        #     predicts    c d . . | . .
         for shift in range(1, num_heads + 1):
             how: dict[str, Any] = {"shift": shift, "positions": positions}
             how["return_valid_mask"] = True
             ahead, is_token = roll_mtp_sequence(tokens, fill_value=0, **how)
             of_labels, _ = roll_mtp_sequence(labels, fill_value=IGNORE_INDEX, **how)
-            found.append([own.of(x) for x in (ahead, is_token, of_labels)])
-        return cls(*zip(*found, strict=True))
+            by_head.append([own.of(x) for x in (ahead, is_token, of_labels)])
+        of_tokens, of_places, of_labels = zip(*by_head, strict=True)
+        return cls(of_tokens, of_places, of_labels)
 
     def to(self, device: torch.device) -> Ahead:
         """Return the same on a device."""
-        sides = self.tokens, self.is_token, self.labels
-        return Ahead(*(tuple(x.to(device) for x in side) for side in sides))
+        sides = {"tokens": self.tokens, "is_token": self.is_token, "labels": self.labels}
+        return Ahead(**{name: tuple(x.to(device) for x in side) for name, side in sides.items()})
 
 
 @dataclass(frozen=True)

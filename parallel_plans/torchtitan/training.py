@@ -38,13 +38,13 @@ def ring_layout(config: Any) -> str:
     Raises:
         ValueError: if there is no ring, or if layers have different layouts.
     """
-    found = {ring.layout for _, ring, _, _ in config.traverse(RingAttention.Config)}
-    if len(found) != 1:
+    layouts = {ring.layout for _, ring, _, _ in config.traverse(RingAttention.Config)}
+    if len(layouts) != 1:
         raise ValueError(
             "all layers of a model share one layout of its tokens, got "
-            f"{sorted(found) or 'no ring'}"
+            f"{sorted(layouts) or 'no ring'}"
         )
-    return found.pop()
+    return layouts.pop()
 
 
 def check_experts(config: Any, ep: int) -> None:
@@ -78,7 +78,8 @@ class RingValidator(Validator):
         self, input_dict: dict[str, Tensor], labels: Tensor, model_parts: list[nn.Module]
     ) -> tuple[Tensor, Tensor, dict[str, Any]]:
         layout = ring_layout(model_parts[0].config)
-        own = own_tokens(input_dict, layout, *_place(self.parallel_dims))
+        rank, world_size = _place(self.parallel_dims)
+        own = own_tokens(input_dict, layout, rank, world_size)
         ahead = Ahead.of(input_dict, labels, own, num_heads_of(model_parts[0].config))
         batch = {name: own.of(x) for name, x in input_dict.items()}
         with _sharded_already(self):
@@ -133,8 +134,9 @@ class RingTrainer(Trainer):
 
         torchtitan counts the labels of whole batches.
         """
+        rank, world_size = _place(self.parallel_dims)
         for batch, labels in super().batch_generator(data_iterable):
-            own = own_tokens(batch, self.layout, *_place(self.parallel_dims))
+            own = own_tokens(batch, self.layout, rank, world_size)
             ahead = Ahead.of(batch, labels, own, num_heads_of(self.model_config))
             beside = {OWN_TOKENS: own, AHEAD: ahead}
             yield {name: own.of(x) for name, x in batch.items()} | beside, labels

@@ -130,12 +130,14 @@ class _RingKernel(Module):
         inner_attention.refuse(others)
         if self.axis is None:
             self.axis = self._axis_of(_current_mesh())
-        tensors = [x.unsqueeze(0) for x in (q_THK, k_THK, v_THV)]
+        query, key, value = (x.unsqueeze(0) for x in (q_THK, k_THK, v_THV))
         out = inner_attention.attend(
             self,
             self.axis,
             documents,
-            *tensors,
+            query,
+            key,
+            value,
             mask=self.mask,
             sinks=None if out_transform is None else inner_attention.sinks_of(out_transform),
             scale=scale,

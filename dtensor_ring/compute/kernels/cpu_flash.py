@@ -193,9 +193,9 @@ def _attend_square(inputs: Tensors, scale: float, results: Tensors, sizes: Block
         _attend_square(_tokens(inputs, half), scale, _tokens(results, half), sizes)
     # The second half also sees all of the first: merge this full tile with its own square.
     seen = *_tokens(inputs[:1], second), *_tokens(inputs[1:], first)
-    between = _attend_whole(seen, scale, False, sizes)
+    block_out, block_lse = _attend_whole(seen, scale, False, sizes)
     out, lse = _tokens(results, second)
-    merge_(out, lse, *between)
+    merge_(out, lse, block_out, block_lse)
 
 
 def _attend_band(
@@ -270,10 +270,13 @@ def _backward_square(
         for grad, x in zip(grads, found, strict=True):
             grad.copy_(x)
         return
+    # The squares of both halves, and all that the second half sees of the first:
+    #     s .
+    #     b s
     first, second = _halves(num_rows)
     for half in (first, second):
-        here = _tokens(by_row, half), _tokens(by_col, half)
-        _backward_square(*here, scale, _tokens(grads, half), sizes)
+        of_rows, of_cols = _tokens(by_row, half), _tokens(by_col, half)
+        _backward_square(of_rows, of_cols, scale, _tokens(grads, half), sizes)
     # Add this after the squares, because they overwrite all three gradients of their halves.
     between = _backward(_tokens(by_row, second), _tokens(by_col, first), scale, sizes)
     for grad, tokens, x in zip(grads, (second, first, first), between, strict=True):

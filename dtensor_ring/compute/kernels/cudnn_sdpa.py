@@ -124,14 +124,14 @@ def _options(launch: Launch, device: torch.device) -> dict[str, Any]:
 
 def _rounded(segments: Segments) -> Segments:
     """Return segments whose number is a power of two, made once: the last ones are empty."""
-    found = _ROUNDED.get(segments)
-    if found is None:
+    rounded = _ROUNDED.get(segments)
+    if rounded is None:
         # A graph is made for each number of segments, and powers of two are few.
         number = len(segments.rows) - 1
         rest = _power(number) - number
-        sides = ((*x, *[x[-1]] * rest) for x in (segments.rows, segments.cols))
-        found = _ROUNDED[segments] = Segments(*sides)
-    return found
+        rows, cols = ((*x, *[x[-1]] * rest) for x in (segments.rows, segments.cols))
+        rounded = _ROUNDED[segments] = Segments(rows, cols)
+    return rounded
 
 
 # The keys are weak, so they live as long as the plan of their launch.

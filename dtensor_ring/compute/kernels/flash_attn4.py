@@ -109,7 +109,7 @@ class Latents(NamedTuple):
     def batch_rows(self) -> Iterator[Latents]:
         """Yield each row of the batch."""
         for parts in zip(*(x.split(1) for x in self), strict=True):
-            yield Latents(*parts)
+            yield Latents._make(parts)
 
 
 def missing_latents() -> str | None:

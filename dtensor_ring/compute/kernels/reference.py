@@ -149,7 +149,7 @@ def _own(x: Tensor, where: Region) -> Tensor:
 def _forward_by_head(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scores: Scores) -> Result:
     """Return `(out, lse)` of a tile, each batch row and key head by itself."""
     wide = torch.promote_types(q.dtype, torch.float32)
-    out, lse = q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(q.shape[:3], dtype=wide)
+    out, lse = q.new_empty((*q.shape[:3], v.shape[3])), q.new_empty(q.shape[:3], dtype=wide)
     for rows, cols in _heads(q, k):
         out[rows], lse[rows] = _forward(_own(q, rows), _own(k, cols), _own(v, cols), mask, scores)
     return out, lse

@@ -311,6 +311,7 @@ def _kernel_for(name: str | None, gpu: int | None, setting: Determinism, *facts:
 def _select(name: str | None, problem: Problem, device: int | None) -> Kernel:
     check_kernel(name)
     asked = preferred(problem) if name is None else [named_kernel(name)]
+    # Lazy: with a kernel that serves, those after it are neither asked nor imported.
     # `supports` comes first: it is cheap, while `missing` may import a package.
     answers = (
         (able, reason or _missing(kernel, device))
@@ -323,6 +324,8 @@ def _select(name: str | None, problem: Problem, device: int | None) -> Kernel:
 def preferred(problem: Problem) -> list[Kernel]:
     """Return all kernels in the order in which they are asked to serve a problem."""
     *kernels, reference = KERNELS.values()
+    # The sort is stable: kernels without a rate follow those with one in the usual order. The
+    # reference is left out: it serves everything, so nothing after it would ever be asked.
     for rate in () if problem.fleeting else _RATES:
         kernels.sort(key=lambda x: -(rate(x.name, problem) or 0.0))
     return [*kernels, reference]
@@ -429,7 +432,7 @@ class Build(NamedTuple):
 
     def module(self) -> ModuleType:
         """Return the build for this torch and GPU, which is downloaded if necessary."""
-        return _loaded(*self)
+        return _loaded(self.repository, self.version)
 
     def missing(self) -> str | None:
         """Return why the build does not load, or `None`."""

@@ -159,19 +159,24 @@ def slices_of_blocks(blocks: MaskBlocks) -> Slices:
         torch.stack([torch.nn.functional.pad(x, (0, widest - x.shape[1])) for x in side]).numpy()
         for side in zip(*rows, strict=True)
     )
-    found = Slices.per_query(begins, ends)
-    num_slices = max(map(len, found.tables))
+    slices = Slices.per_query(begins, ends)
+    num_slices = max(map(len, slices.tables))
     if num_slices > MAX_SLICES:
         raise ValueError(
             f"block_mask takes {num_slices:,} slices, at most {MAX_SLICES:,} can be planned: it is "
             "no union of a few bands; use FlexAttention itself for it"
         )
-    return found
+    return slices
 
 
 def _row(blocks: MaskBlocks, row: int, device: torch.device) -> Ranges:
     """Return the ranges of all queries of a batch row; the function runs on `device`."""
     grid = _grid(blocks, row)
+    # What a query sees is a row of zeros and ones, and its ranges lie between the edges of it. Full
+    # and empty blocks have edges at their bounds only; just partial ones are asked key by key.
+    #     blocks   full   partial  empty
+    #     sees     1 1 1  1 0 1    0 0 0
+    #     edges    b        e b    e
     edges = [_edges_of_blocks(blocks, grid), *_edges_of_partial_blocks(blocks, grid, row, device)]
     begins, ends = (torch.cat(side).sort().values for side in zip(*edges, strict=True))
     num_queries, num_keys = blocks.lengths

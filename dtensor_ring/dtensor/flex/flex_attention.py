@@ -234,7 +234,15 @@ def table_of(blocks: MaskBlocks, captured: tuple[Any, ...]) -> Tensor:
     numbers = [x for x in captured if not isinstance(x, Tensor)]
     function = text_of(blocks.function)
     return block_mask_slices_op(
-        list(blocks.lengths), *blocks[1:5], list(blocks.block_size), function, tensors, numbers
+        list(blocks.lengths),
+        blocks.partial_counts,
+        blocks.partial_indices,
+        blocks.full_counts,
+        blocks.full_indices,
+        list(blocks.block_size),
+        function,
+        tensors,
+        numbers,
     )
 
 
@@ -263,9 +271,17 @@ def _block_mask_slices(
     rest = iter(numbers)
     arguments = [next(rest) if x is None else x for x in captured]
     sizes = (lengths[0], lengths[1]), (block_size[0], block_size[1])
-    blocks = MaskBlocks(sizes[0], *tables, sizes[1], _bound(function_of(function), arguments))
-    found = _known(blocks, (*tables, *captured), (*sizes, function, *numbers))
-    num_slices, capacity = found.shape[-2], _capacity(lengths[0])
+    blocks = MaskBlocks(
+        lengths=sizes[0],
+        partial_counts=partial_counts,
+        partial_indices=partial_indices,
+        full_counts=full_counts,
+        full_indices=full_indices,
+        block_size=sizes[1],
+        function=_bound(function_of(function), arguments),
+    )
+    known_slices = _known(blocks, (*tables, *captured), (*sizes, function, *numbers))
+    num_slices, capacity = known_slices.shape[-2], _capacity(lengths[0])
     if num_slices > capacity:
         raise ValueError(
             f"block_mask takes {num_slices:,} slices, at most {capacity:,} are possible with "
@@ -273,7 +289,7 @@ def _block_mask_slices(
             f"slices_of_block_mask and ring_attention take up to {MAX_SLICES:,}"
         )
     table = np.zeros((len(partial_counts), capacity, NUM_FIELDS), dtype=np.int32)
-    table[:, :num_slices] = found
+    table[:, :num_slices] = known_slices
     return torch.from_numpy(table[0] if len(table) == 1 else table)
 
 

@@ -128,6 +128,7 @@ class _Keeping(TorchDispatchMode):
         if func in KEPT:
             # Detached: the results will refer to the graph, which keeps these.
             tensors, form = tree_flatten(results)
+            # Backward runs the layer again, with the same calls in the same order.
             self._kept.append(([self._pack(x.detach()) for x in tensors], form))
         return results
 
@@ -166,6 +167,12 @@ HOST_MEMORY = "context_parallel_host_memory"
 # takes. The last ones that a forward saved are still on the device when backward begins. All memory
 # belongs to the stream of the kernels, which waits for a copy before memory is freed, so that
 # nothing else is put there too early, however far the host is ahead.
+#
+# What three layers save, and when it is copied:
+#
+#     kernels      layer 1 | layer 2 | layer 3 | layer 3 back | layer 2 back | layer 1 back
+#     to host      1       | 2       | 3       |              |              |
+#     to device            |         |         | 2            | 1            |
 class Copies(Protocol):
     """Copies between a device and host memory, each with a function that waits for it."""
 
@@ -268,6 +275,7 @@ class HostMemory:
         # The dicts, as FSDP2 puts other parameters into them while the model runs.
         parameters = [x._parameters for x in model.modules() if x._parameters]
         hooks = saved_tensors_hooks(partial(self.pack, parameters), self.unpack)
+        # Entered by hand: the forward that it surrounds runs between two hooks of the model.
         hooks.__enter__()
         self._open.append((model, hooks))
 
@@ -321,6 +329,7 @@ class HostMemory:
 
     def _hold(self, x: _OnDevice, num_held: int) -> None:
         """Keep a tensor on the device until its copy was waited for."""
+        # Backward has taken some of them, which are not held any more.
         self._near = deque(filter(None, self._near))
         self._near.append(x)
         while len(self._near) > num_held:

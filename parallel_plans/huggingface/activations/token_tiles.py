@@ -127,7 +127,7 @@ def _joined(outputs: list[Any], rows: Any) -> Any:
         if not isinstance(tiles[0], Tensor):
             return tiles[0]
         if tiles[0].ndim > 2:
-            return torch.cat(tiles, 1).view(*rows, *tiles[0].shape[2:])
+            return torch.cat(tiles, 1).view((*rows, *tiles[0].shape[2:]))
         return torch.cat(tiles)
 
     return tree_unflatten([joined(*tiles) for tiles in zip(*leaves, strict=True)], spec)
@@ -180,15 +180,15 @@ def tokenwise_modules(decoder: Any) -> list[str]:
 
 def _worth_it(decoder: nn.Module, calls: dict[nn.Module, ModuleCall]) -> list[str]:
     mixing = {*attention_layers(decoder), *stateful_layers(decoder)}
-    found: list[str] = []
+    outermost: list[str] = []
     for name, module in decoder.named_modules():
         # A module within one that runs in tiles runs in its tiles already.
-        is_inside = any(name.startswith(f"{outer}.") for outer in found)
+        is_inside = any(name.startswith(f"{outer}.") for outer in outermost)
         if is_inside or module not in calls or not mixing.isdisjoint(module.modules()):
             continue
         if calls[module].is_by_token() and _is_worth_it(module, calls[module]):
-            found.append(name)
-    return found
+            outermost.append(name)
+    return outermost
 
 
 def _calls(decoder: Any) -> dict[nn.Module, ModuleCall]:

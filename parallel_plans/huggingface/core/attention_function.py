@@ -173,6 +173,7 @@ def _with_pools(
     """Return attention to tokens and to pools with one softmax, `(B, N, L, H)`."""
     # Sinks take part in that to tokens, which a query always sees.
     query, key, value = states
+    # Outputs over disjoint keys merge exactly by their lse, so one softmax needs no joint call.
     found = [inputs.attend_with_lse(query, key, value, **how)]
     of_pools = pools.attend(query, ring.pools or inputs, how["scale"])
     if of_pools is not None:
@@ -211,16 +212,16 @@ def _layer_mask(module: nn.Module, attention_mask: Any, ring: RingInputs) -> pat
             "model.config.is_causal=False, before the plan"
         )
     # A pattern has one mask, or one for each layer.
-    found = ring.layer_masks.get(attention_mask)
-    if found is None:
+    layer_mask = ring.layer_masks.get(attention_mask)
+    if layer_mask is None:
         of_layer = patterns.LayerPattern(attention_mask, getattr(module, "layer_idx", -1))
-        found = ring.layer_masks.get(of_layer, "it was not seen when the plan was applied")
-    if isinstance(found, str):
+        layer_mask = ring.layer_masks.get(of_layer, "it was not seen when the plan was applied")
+    if isinstance(layer_mask, str):
         raise ValueError(
             f"the attention pattern of {name}, {_described(attention_mask)}, cannot be computed "
-            f"by a ring: {found}"
+            f"by a ring: {layer_mask}"
         )
-    return found
+    return layer_mask
 
 
 def _described(pattern: patterns.Pattern) -> str:

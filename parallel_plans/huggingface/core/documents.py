@@ -101,10 +101,14 @@ class Starts(NamedTuple):
         is_last = rows.diff(append=rows.new_tensor([-1])) != 0
         ends = begins.roll(-1).masked_fill(is_last, seq_len)
         # A single document may begin at any position; its chunks count from its first token.
+        # `numbered_positions` moves documents by multiples of FAR. Chunks start where a position
+        # in its document is a multiple of theirs: with chunks of 4, a document that begins at
+        # position 6 has the first such start -6 % 4 = 2 tokens on.
         is_packed = self.by_positions and len(rows) > self.num_rows
         firsts = begins + (-(values % FAR) % chunk if is_packed else 0)
         # Documents have different numbers of chunks: count them, then write all starts at once.
         counts = (ends - firsts + chunk - 1).clamp(min=0) // chunk
+        # With counts 2 and 3: 0 1 2 3 4 less 0 0 2 2 2 is 0 1 0 1 2, the number in its document.
         numbers = torch.arange(int(counts.sum()))
         numbers = numbers - (counts.cumsum(0) - counts).repeat_interleave(counts)
         positions = firsts.repeat_interleave(counts) + chunk * numbers
@@ -133,6 +137,7 @@ def find_starts(
     for block in _values(values, by_positions):
         # Without a token before it, the first token gets one that it does not follow.
         last = block[:, :1] + 1 - step if before is None else before
+        # Positions 0 1 2 0 1 have starts at 0 and 3; padding 0 0 1 1, whose step is 0, at 0 and 2.
         is_start = block != torch.cat([last, block[:, :-1]], 1) + step
         rows, columns = is_start.nonzero(as_tuple=True)
         tables.append(torch.stack([rows, begin + columns, block[rows, columns]], 1))

@@ -95,6 +95,7 @@ class KeyIndex:
         """Return the scores of all pools of one rank for all its queries, `(B, L, P)`."""
         assert self.pools is not None and self.weights is not None
         keys = self.pools.index_keys(self.keys, None).to(self.query.dtype)
+        # The lightning indexer of DeepSeek-V3.2: sum over heads h of w_h * relu(scale * q_h . k).
         products = self.scale * torch.einsum("blhd,bpd->blhp", self.query, keys)
         return (products.relu() * self.weights.unsqueeze(-1)).sum(2)
 

@@ -307,6 +307,7 @@ class DecodeInputs:
         """Return the numbers of the pools that end before each query, `(B, M, P)`, -1 for none."""
         num_keys, (batch, _, num_queries, _) = self.num_keys, query.shape
         at = torch.arange(num_keys - num_queries, num_keys, device=query.device).unsqueeze(-1)
+        # Query and keys up to it are at + 1 tokens, which fill (at + 1) // size pools.
         numbers = torch.arange(num_keys // size, dtype=torch.int32, device=query.device)
         return numbers.masked_fill(numbers >= (at + 1) // size, -1).repeat(batch, 1, 1)
 

@@ -83,7 +83,8 @@ class ModelMask:
         begins, ends = self._edge(-1), self._edge(1) + 1
         self._check(begins, ends)
         # Cached tokens are not queries: their ranges are empty.
-        return PrecomputedMask(*(nn.functional.pad(x, (self._past, 0)) for x in (begins, ends)))
+        begins, ends = (nn.functional.pad(x, (self._past, 0)) for x in (begins, ends))
+        return PrecomputedMask(begins, ends)
 
     @property
     def _queries(self) -> Tensor:
@@ -97,7 +98,9 @@ class ModelMask:
         query = self._queries.expand(self.shape)
         # Bisection: each query is checked about log2(length) times.
         near, far = torch.zeros_like(query), query if step < 0 else query[:, -1:] - query
+        # All queries at once, as the model's function takes tensors of them.
         while (near < far).any():
+            # Rounded up: `near` moves there, so it grows even if both are one apart.
             middle = (near + far + 1) // 2
             is_seen = self._sees(query + step * middle)
             near, far = torch.where(is_seen, middle, near), torch.where(is_seen, far, middle - 1)

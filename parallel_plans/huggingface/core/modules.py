@@ -249,6 +249,7 @@ def _swap(modules: list[nn.Module]) -> None:
         now = vars(module)
         values = {name: now.get(name, Absent) for name in stock.values}
         _carry(values.get("config"), stock.values.get("config"))
+        # A swap, not a copy: the same call puts the plan back, with what has changed meanwhile.
         now[STOCK] = stock._replace(cls=type(module), values=values, implementation=implementation)
         now.update({name: x for name, x in stock.values.items() if x is not Absent})
         # What the plan added goes, else it would hide a method of the class.

@@ -152,7 +152,7 @@ def read_patterns(model: Any, sees_by_place: bool = False) -> LayerMasks:
             f"{type(model).__name__} does not make its masks through transformers.masking_utils, "
             "so the plan cannot find which tokens its layers see; it has no context-parallel plan"
         )
-    found: dict[Pattern, list[tuple[LayerMask | str, list[int | None]]]] = {}
+    by_pattern: dict[Pattern, list[tuple[LayerMask | str, list[int | None]]]] = {}
     for request, packed, of_axes, again in zip(whole, restarted, by_axes, longer, strict=True):
         mask = _mask_of(request.pattern, request.function)
         # A mask may be drawn from the batch, which two tokens cannot show.
@@ -162,9 +162,9 @@ def read_patterns(model: Any, sees_by_place: bool = False) -> LayerMasks:
             mask = _wider(mask, request.windows) or _layer_mask(
                 mask, packed.function, of_axes.function
             )
-        found.setdefault(request.pattern, []).append((mask, request.layers))
+        by_pattern.setdefault(request.pattern, []).append((mask, request.layers))
     layer_masks: LayerMasks = {}
-    for pattern, masks in found.items():
+    for pattern, masks in by_pattern.items():
         layer_masks |= _told_apart(pattern, masks)
     return layer_masks
 
@@ -315,7 +315,7 @@ def _fitting(function: MaskFunction, size: int | None) -> Mask | None:
     pairs = list(product(positions, positions))
     seen = _evaluate(function, pairs)
     for mask in _candidates(size):
-        if all(mask.sees(*pair) == sees for pair, sees in zip(pairs, seen, strict=True)):
+        if all(mask.sees(q, k) == sees for (q, k), sees in zip(pairs, seen, strict=True)):
             return mask
     return None
 

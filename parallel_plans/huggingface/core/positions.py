@@ -141,6 +141,8 @@ class LastTokens(NamedTuple):
         first = seq_len - count
         runs = layout.runs(axis.mesh.get_local_rank(), axis.mesh.size(), sharded_length)
         parts = [(run, *run.indices(first, seq_len)) for run in runs]
+        # Of 8 tokens in zigzag order on two ranks, the last 3 are 5 on rank 1, and 6 and 7 on
+        # rank 0. There `begin` is 2, and `places` are 1 and 2.
         places = (run.position(x) - first for run, begin, end in parts for x in range(begin, end))
         num_before = sum(run.indices(0, first)[1] for run in runs)
         return cls(axis, count, num_before, tuple(places))

@@ -72,6 +72,7 @@ class RankState:
         self._rank, self._generator = rank, _generator(device)
 
     def __enter__(self) -> None:
+        # The draw moves the state, so that the next forward drops others; all ranks move it alike.
         number = _drawn(self._generator)
         self._after = self._generator.get_state()
         self._generator.manual_seed((number + OF_RANK * (self._rank + 1)) % 2**63)
@@ -135,6 +136,7 @@ class RankDropout(TorchFunctionMode):
             return F.dropout(input, p, training, inplace)
         places = torch.arange(input.numel(), device=input.device).view(input.shape)
         # By an exclusive or: a compiler would fold a sum with the hash's product, and overflow.
+        # The rank is above the bits of a place, so no two numbers of the ranks have one index.
         index = places ^ (self._rank + 1 << MAX_BITS)
         factors = dropout_factors(draw_seed(input.device), index, p, input.dtype)
         return input.mul_(factors) if inplace else input * factors

@@ -37,12 +37,12 @@ def cache_argument(arguments: dict[str, Any]) -> Any:
     Raises:
         ValueError: if it is given under two names.
     """
-    found = {name: arguments[name] for name in NAMES_OF_CACHE if arguments.get(name) is not None}
-    if len(found) > 1:
+    caches = {name: arguments[name] for name in NAMES_OF_CACHE if arguments.get(name) is not None}
+    if len(caches) > 1:
         raise ValueError(
-            f"{' and '.join(found)} are names of one argument, the cache; give one of them"
+            f"{' and '.join(caches)} are names of one argument, the cache; give one of them"
         )
-    return next(iter(found.values()), None)
+    return next(iter(caches.values()), None)
 
 
 def without_cache(arguments: dict[str, Any]) -> dict[str, Any]:

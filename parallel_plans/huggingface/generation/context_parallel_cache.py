@@ -82,10 +82,10 @@ class ContextParallelCache(Cache):
     """
 
     def __init__(self, model: Any, *, decode_tokens: int = MAX_QUERIES, block: int = 256) -> None:
-        found = shardings_of(model)
-        if len(found) != 1:
+        shardings = shardings_of(model)
+        if len(shardings) != 1:
             raise ValueError(
-                f"a cache is for one model under a context_parallel_plan, got {len(found)} in "
+                f"a cache is for one model under a context_parallel_plan, got {len(shardings)} in "
                 f"{type(model).__name__}"
             )
         if type(decode_tokens) is not int or not 1 <= decode_tokens <= MAX_QUERIES:
@@ -93,7 +93,7 @@ class ContextParallelCache(Cache):
                 f"decode_tokens must be from 1 to {MAX_QUERIES}, got {decode_tokens!r}"
             )
         self._not_pickled = NotPickled(NO_PICKLE)  # first: pickle reads attributes in order
-        self.sharding, self._config = found[0], model.config
+        self.sharding, self._config = shardings[0], model.config
         self._stateful: list[Any] = stateful_layers(model)
         stock, owners, sizes, has_states = _stock_layers(model)
         kept = self._kept = sorted({x for x in owners if type(stock[x]) not in STATES})
@@ -127,7 +127,8 @@ class ContextParallelCache(Cache):
         for number, layer in enumerate(layers):
             pair, index = self.memory.whole(number) if number in self._kept else (None, None)
             if pair is not None:
-                layer.update(*pair)
+                keys, values = pair
+                layer.update(keys, values)
             if index is not None:
                 self._refuse_axes(self._indexers[number])
                 padding = self.memory.left_padding

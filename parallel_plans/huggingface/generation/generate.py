@@ -299,6 +299,7 @@ def install_generate(model: Any, sharding: Sharding) -> None:
             _check(self, sharding, _asked(plain, self, args, kwargs))
             with whole_outputs(self), _generating(sharding):
                 result = type(self).generate(self, *args, **kwargs)
+        # The ranks know already: the group is shut down.
         except RingError:
             raise
         except BaseException:
@@ -376,12 +377,12 @@ def _check_prompt(asked: dict[str, Any], num_cached: int) -> None:
 def _described(model: Any, asked: dict[str, Any]) -> dict[str, str]:
     """Describe what must be the same on all ranks."""
     listed = {name: x for name, x in asked.items() if x is not None and name not in OWN_OF_RANKS}
-    found = described(listed)
-    found |= {name: written(x) for name, x in listed.items() if not isinstance(x, Tensor)}
-    found["generation_config of the model"] = written(model.generation_config)
+    facts = described(listed)
+    facts |= {name: written(x) for name, x in listed.items() if not isinstance(x, Tensor)}
+    facts["generation_config of the model"] = written(model.generation_config)
     if _option(model, asked, "do_sample"):
-        found["random state"] = _digest(model.device)
-    return found
+        facts["random state"] = _digest(model.device)
+    return facts
 
 
 def _tokens_of(result: Any) -> dict[str, str]:
@@ -400,6 +401,7 @@ def written(x: Any) -> str:
 
 
 def _digest(device: torch.device) -> str:
+    # The state of a generator has kilobytes, of which ranks compare a digest.
     states = b"".join(bytes(state.cpu().numpy()) for state in _random_states(device))
     return blake2b(states, digest_size=6).hexdigest()
 

@@ -155,6 +155,7 @@ def _fill(memory: CacheMemory, content: _Content, tensors: Sequence[Tensor]) -> 
         pair = []
         for number, kind in zip(numbers, ("keys", "values"), strict=False):
             own, rest = rest[:number], rest[number:]
+            # The last tensor has tokens as they are, and so the dtype of all.
             pair.append(no_tokens(own[-1], format, kind).of_tensors(own))
         window.hold((pair[0], pair[1]) if pair else None)
     states: dict[int, dict[tuple[str, int], torch.Tensor]] = {}

@@ -24,12 +24,12 @@ def windows_of(state: dict[str, Any], windows: Iterable[int]) -> list[Pair | Non
     Raises:
         ValueError: if the state is of a cache of other layers.
     """
-    found = of_part(state, "window")
+    saved = of_part(state, "window")
     names = [(f"{x}.keys", f"{x}.values") for x in windows]
     expected = {x for pair in names for x in pair} if state.get("seq_len") else set()
-    if {*found} != expected or not {"seq_len", "batch"} <= {*state}:
+    if {*saved} != expected or not {"seq_len", "batch"} <= {*state}:
         raise ValueError(
             "state must be the state_dict() of a ContextParallelCache of the same model, got "
             f"{', '.join(state) or 'nothing'}"
         )
-    return [(found[x], found[y]) if expected else None for x, y in names]
+    return [(saved[x], saved[y]) if expected else None for x, y in names]

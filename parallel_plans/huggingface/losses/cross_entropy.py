@@ -65,6 +65,8 @@ def forward(
     torch._assert_async(is_known.all(), f"labels are from 0 to {len(weight) - 1}, or -100")
     largest = hidden.new_full(labels.shape, -torch.inf, dtype=_wide(hidden))
     total, label_scores = torch.zeros_like(largest), torch.zeros_like(largest)
+    # Online softmax over tiles of the vocabulary (Milakov and Gimelshein, 2018, arXiv 1805.02867):
+    # `total` is the sum of exp(score - largest) over the entries so far.
     for start, _, scores in _tiles(hidden, weight, bias, *scaling):
         column, is_here = _columns(labels, start, scores)
         label_scores = torch.where(is_here, scores.gather(1, column).squeeze(1), label_scores)
@@ -101,6 +103,7 @@ def backward(
         # The derivative of the softcap; the scores it needs are overwritten next.
         slope = (scores / softcap).square_().neg_().add_(1) if softcap else None
         column, is_here = _columns(labels, start, scores)
+        # d loss / d score = exp(score - lse) - 1 at the label, and without the 1 elsewhere.
         scores.sub_(lse).exp_()
         scores.scatter_add_(1, column, is_here.to(scores.dtype).neg_().unsqueeze(1))
         scores.mul_((grad * scale).unsqueeze(1))

@@ -75,14 +75,16 @@ def other_loss(model: Any) -> str | None:
         if predicts_next(model):
             inputs |= {"shift_labels": labels.flip(1), "num_items_in_batch": NUM_ITEMS}
         try:
-            found = float(probe(model, everything, **inputs).loss)
+            own_loss = float(probe(model, everything, **inputs).loss)
         except Exception as error:  # a custom loss may raise anything
             return f"its loss takes no labels that are shifted already ({error})"
     count = inputs.get("num_items_in_batch", NUM_TOKENS)
     expected = float(token_loss(logits, inputs.get("shift_labels", labels), count))
-    if not isfinite(expected) or isclose(found, expected, rel_tol=0.01, abs_tol=1e-6):
+    if not isfinite(expected) or isclose(own_loss, expected, rel_tol=0.01, abs_tol=1e-6):
         return None
-    return f"its loss of a few tokens is {found:.4f}, where their cross-entropy is {expected:.4f}"
+    return (
+        f"its loss of a few tokens is {own_loss:.4f}, where their cross-entropy is {expected:.4f}"
+    )
 
 
 # Outputs that a model adds when router logits are requested.
@@ -104,7 +106,7 @@ class RouterSpec(NamedTuple):
 
     def by_token(self, logits: Tensor) -> Tensor:
         """Reshape the logits of a router from `(B * L, E)` to `(B, L, E)`."""
-        return logits.view(*self.weights.shape, logits.shape[-1])
+        return logits.view((*self.weights.shape, logits.shape[-1]))
 
 
 def uses_router_logits(model: Any, batch: dict[str, Any], why_not: str | None) -> bool:
@@ -147,6 +149,7 @@ def load_balancing_loss(
     """
     num_experts, weights = router_logits[0].shape[-1], spec.weights.flatten().float()
     of_choices = weights.repeat_interleave(spec.top_k)
+    # f and P of equations 5 and 6, as sums; padding weighs nothing in both.
     assigned = weights.new_zeros(num_experts)
     probability = weights.new_zeros(num_experts)
     for logits in router_logits:
@@ -237,9 +240,12 @@ class LossHead(nn.Linear):
         if self.labels is None:
             return super().forward(input)
         hidden, labels = input.flatten(0, -2), self.labels.flatten()
-        found = projected_cross_entropy(hidden, self.weight, self.bias, labels, *self.transform)
+        scale, softcap = self.transform
+        found = projected_cross_entropy(
+            hidden, self.weight, self.bias, labels, scale=scale, softcap=softcap
+        )
         # A copy, as FSDP2 warns of views.
-        self.losses = found.view(*input.shape[:-1], 1).clone()
+        self.losses = found.view((*input.shape[:-1], 1)).clone()
         return self.losses
 
 
@@ -379,5 +385,6 @@ def _fitted(ladder: Tensor, logits: Tensor, softcap: float) -> LogitsTransform:
     x, y = ladder[is_small], logits[is_small]
     if softcap:
         y = (y / softcap).atanh() * softcap
+    # Least squares for a line through 0.
     scale = float(x.dot(y) / x.dot(x))
     return LogitsTransform(1.0 if isclose(scale, 1, rel_tol=1e-6) else scale, softcap)

@@ -38,9 +38,9 @@ def is_by_token(run: Callable[[Tensor], Tensor], like: Any) -> bool:
     shard = whole[..., list(SHARD), :]
     try:
         expected = run(whole)[..., list(SHARD), :].float()
-        found = run(shard).float()
+        of_shard = run(shard).float()
     except Exception:  # code of a model may want other shapes, or return no tensor, as a router
         return True
-    if found.shape != expected.shape or not expected.isfinite().all():
+    if of_shard.shape != expected.shape or not expected.isfinite().all():
         return True
-    return bool((found - expected).norm() <= TOLERANCE * expected.norm())
+    return bool((of_shard - expected).norm() <= TOLERANCE * expected.norm())

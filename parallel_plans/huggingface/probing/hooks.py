@@ -60,7 +60,8 @@ class HookCheck:
     def end(self) -> None:
         """Put back the hooks that were not called."""
         while self._watched:
-            _put_back(*self._watched.pop())
+            hooks, number, watched = self._watched.pop()
+            _put_back(hooks, number, watched)
 
     def _watch(self, hooks: Hooks, number: int, name: str, is_pre: bool) -> None:
         """Replace a hook, until it is called, by one that looks at what it changes."""
@@ -72,12 +73,12 @@ class HookCheck:
                 return hook(module, *given)
             _put_back(hooks, number, watched)
             before = _versions(given)
-            found = hook(module, *given)
-            is_changed = found is not None or _versions(given) != before
+            returned = hook(module, *given)
+            is_changed = returned is not None or _versions(given) != before
             if is_changed and not _is_by_token(hook, module, given, is_pre):
                 raise ValueError(MIXES.format(name=name, kind=type(module).__name__))
             self._known.setdefault(module, set()).add(number)
-            return found
+            return returned
 
         watched.__wrapped__ = hook  # type: ignore[attr-defined]
         hooks[number] = watched

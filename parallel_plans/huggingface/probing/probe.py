@@ -137,6 +137,7 @@ def check_token_mixing(model: Any) -> StateSpecs:
     with frozen(model), passing_states(layers, states):
         states.begin()
         whole = _outputs(model, tuple(range(NUM_TOKENS)))
+        # The shards are a sequence of their own, whose first one begins without a state.
         states.forget()
         for shard in NEIGHBOURS if layers else SHARDS:
             states.begin()

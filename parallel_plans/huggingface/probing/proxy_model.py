@@ -123,6 +123,7 @@ def small_proxy(model: Any, every_layer: bool = False) -> Any:
     Raises:
         ValueError: if its code cannot build a model from the small config.
     """
+    # All ranks examine the same proxy, and the caller's random numbers go on as without it.
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.manual_seed(0)
         try:
@@ -199,6 +200,7 @@ def _small(name: str, x: Any, options: dict[str, Any], layers: Layers) -> Any:
         # For example, latent attention has one key head for each query head.
         name = next(other for other in SAME[name] if x == options.get(other))
     sizes = (size for pattern, size in (*SIZES, (LAYERS, len(kept))) if re.fullmatch(pattern, name))
+    # A model that is small already keeps its sizes, which fit one another.
     return min(x, next(sizes, x))
 
 
@@ -210,13 +212,13 @@ def _token(x: Any) -> Any:
 def _rotary(options: dict[str, Any]) -> dict[str, Any]:
     """Return rotary options for the number of frequencies of a small head."""
     half = HEAD_DIM // 2
-    found = {name: _rotary(x) if isinstance(x, dict) else x for name, x in options.items()}
+    small = {name: _rotary(x) if isinstance(x, dict) else x for name, x in options.items()}
     for name, x in options.items():
         if name == SECTIONS and x:
-            found[name] = _sections(len(x), options)
+            small[name] = _sections(len(x), options)
         elif name in ("short_factor", "long_factor") and x:
-            found[name] = x[:half]
-    return found
+            small[name] = x[:half]
+    return small
 
 
 def _sections(number: int, options: dict[str, Any]) -> list[int]:

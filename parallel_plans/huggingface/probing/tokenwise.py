@@ -89,6 +89,7 @@ class TokenwiseCheck:
                 self._check_next_call(name or "a layer", layer, ONE_SCALE, kind)
         if new:
             self._check_new(decoder, new)
+        # Not while a check waits: its module may run in a later forward only.
         if not self._hooks_of_users.begin(decoder) and not self._hooks:
             self._done[model] = facts
 
@@ -150,17 +151,18 @@ def _facts(model: nn.Module) -> list[Any]:
     """Return what tells whether any module was replaced, or is of another kind."""
     facts: list[Any] = []
     todo: list[nn.Module | None] = [model]
-    found = set[nn.Module]()
+    seen = set[nn.Module]()
     while todo:
         module = todo.pop()
-        if module is None or module in found:
+        if module is None or module in seen:
             continue
-        found.add(module)
+        seen.add(module)
         own = vars(module)
         weight = own["_parameters"].get("weight")
         local = getattr(weight, "_local_tensor", None)
         forward = id(own.get("forward"))  # the object holds the module
         hooks = (*own["_forward_pre_hooks"], *own["_forward_hooks"])
+        # Weak, and no tensors: these facts are kept, and must not keep a replaced layer's weights.
         facts += ref(module), type(module), forward, type(weight), type(local), hooks
         todo += own["_modules"].values()
     return facts

@@ -99,6 +99,13 @@ class CountedPlaces(TorchFunctionMode):
         return func(*args, **kwargs or {})
 
 
+# What an indexer of blocks does to its keys, and the stage that each step leads to:
+#
+#     scores = query @ keys.transpose(-1, -2)            products
+#     scores.masked_fill(keys > queries, -inf)           products up to the query
+#     scores.view(..., blocks, block_size)               keys by blocks
+#     scores.amax(-1)                                    scores
+#     scores.scatter_(-1, last blocks, inf).topk(k)      the choice
 @dataclass(eq=False)
 class BlockScores:
     """Scores of blocks of keys, `(B, heads, L, blocks)`, as far as an indexer has described them.
@@ -156,6 +163,7 @@ class BlockScores:
 
     def masked_fill(self, places: Any, value: Any) -> BlockScores:
         """Hide the keys after each query."""
+        # A mask that hides anything else would change what a query may choose.
         if places != Places("later keys") or value != -torch.inf:
             raise UnknownScoresError(f"it fills its {self.stage} with {value} at {places}")
         return self._goes("products", "products up to the query")

@@ -65,7 +65,8 @@ class PooledKeys:
         if func is not torch.cat or not isinstance(args[0][0], Tensor) or len(args[0]) != 2:
             name = getattr(func, "__name__", str(func))
             raise ValueError(f"a layer calls {name} on keys that are pools of tokens")
-        return TokensAndPools(*args[0])
+        tokens, pools = args[0]
+        return TokensAndPools(tokens, pools)
 
     def attend(
         self, query: Tensor, inputs: InputsWithPools, scale: float | None
@@ -221,6 +222,7 @@ def _index(indexer: Any, hidden: Tensor, q_residual: Tensor, position_ids: Tenso
 def _parts(pooling: Any, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return keys, gates, and by the first token cos, sin and whether the sequence begins."""
     width = pooling.position_bias.shape[1]
+    # In the order in which `_described` joins a row: keys, gates, cos and sin, first or not.
     keys, gates, angles, is_first = tokens.tensor_split([width, 2 * width, -1], -1)
     cos, sin = angles[:, :, 0].chunk(2, -1)
     return keys, gates + pooling.position_bias, cos, sin, is_first[:, :, :1].bool()

@@ -65,6 +65,7 @@ def _by_gates(indexer: Any, hidden_states: Tensor, q_resid: Tensor, **_: Any) ->
     size = indexer.index_kpool
     pools = KeyPools(size, partial(_gated_key, indexer.index_kpool_compress_ape))
     query = indexer.wq_b(q_resid).view(shape).float()
+    # An indexer counts the tokens that it chooses, a selection the pools.
     number = indexer.index_topk // size
     return KeyIndex(query, rows, weights, number, indexer.softmax_scale, pools=pools)
 
@@ -209,6 +210,7 @@ def _chooses_as_described(indexer: Any, form: PoolForm) -> bool:
     probe, size, plain = copy(indexer), pools.size, type(indexer).forward
     without_cache = {parameter_of_cache(plain) or "cache": None}
     vars(probe).update(form.few(size))
+    # Four pools end before the last queries; a fifth is one token short, and must not count.
     given = form.example(probe, 5 * size - 1)
     scores = form.describe(probe, **given).scores()[0, -size:]
     chosen = form.tokens(plain(probe, **given, **without_cache))[-size:]

@@ -43,14 +43,14 @@ class AnswerForm:
     def whole(self, choices: list[AnswerChoice]) -> dict[str, Any]:
         """Return a whole answer."""
         kind = "chat.completion" if self.is_chat else "text_completion"
-        found = []
+        listed = []
         for index, choice in enumerate(choices):
             said: dict[str, Any] = {"text": choice.text}
             if self.is_chat:
                 said = {"message": {"role": "assistant", "content": choice.text}}
             rest = {"logprobs": None, "finish_reason": choice.reason}
-            found.append({"index": index} | said | rest)
-        return self._frame(kind, found) | {"usage": self.usage(choices)}
+            listed.append({"index": index} | said | rest)
+        return self._frame(kind, listed) | {"usage": self.usage(choices)}
 
     def first(self, index: int) -> str | None:
         """Return the piece that comes before any text, if there is one."""

@@ -141,6 +141,7 @@ class Answer:
 
     def close(self) -> None:
         """Cancel what has not ended, and count the request."""
+        # Called at the end, and also when a client goes: the first call counts.
         if self._outcome is None:
             return
         for name in self._names:
@@ -253,9 +254,11 @@ async def _answered(service: Service, request: Request, asked: Asked) -> Respons
     answer = Answer(service, asked, asks, form)
     if asked.stream:
         return EventResponse(answer)
+    # For a client that has gone nobody reads the answer, but it would hold blocks of the pool.
     whole, left = asyncio.ensure_future(answer.whole()), asyncio.ensure_future(_has_left(request))
     try:
         await asyncio.wait((whole, left), return_when=asyncio.FIRST_COMPLETED)
+        # 499 is nginx's number for a client that has gone; only logs will see it.
         return JSONResponse(await whole) if whole.done() else Response(status_code=499)
     finally:
         whole.cancel()

@@ -124,6 +124,7 @@ class AskedText(Strict):
         generation: dict[str, Any] = {"max_new_tokens": num_tokens}
         if self.repetition_penalty is not None:
             generation["repetition_penalty"] = self.repetition_penalty
+        # So OpenAI's clients ask for greedy decoding; `generate` refuses a temperature of 0.
         if self.temperature == 0:
             if self.n > 1:
                 message = "n: temperature=0 has one answer only, leave one of them out"
@@ -190,6 +191,7 @@ def refused(errors: list[Any], supported: type[AskedText]) -> HttpError:
         errors: the errors, of which the first is told.
         supported: what it might have sent.
     """
+    # A field that we do not know is told first, as it may be why others are missing.
     unknown = [x for x in errors if x["type"] == "extra_forbidden"]
     error = (unknown or errors)[0]
     if error["type"] == "json_invalid":

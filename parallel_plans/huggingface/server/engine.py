@@ -107,6 +107,8 @@ class StepCommands:
 
 def broadcast_bytes(group: dist.ProcessGroup, data: bytes) -> bytes:
     """Return the bytes that the first rank of a group of CPUs gives; other ranks give none."""
+    # A frame, whose size all ranks know before they get it:
+    #     | length | as much of the data as there is room for | zeros |
     frame = torch.zeros(FRAME, dtype=torch.uint8)
     room = FRAME - NUM_LENGTH
     if group.rank() == 0:
@@ -116,16 +118,21 @@ def broadcast_bytes(group: dist.ProcessGroup, data: bytes) -> bytes:
     dist.broadcast(frame, group=group, group_src=0)
     head = frame.numpy().tobytes()
     size = int.from_bytes(head[:NUM_LENGTH], "little")
-    found = head[NUM_LENGTH : NUM_LENGTH + min(size, room)]
+    first_part = head[NUM_LENGTH : NUM_LENGTH + min(size, room)]
     if size <= room:
-        return found
+        return first_part
     rest = torch.empty(size - room, dtype=torch.uint8)
     if group.rank() == 0:
         rest = torch.frombuffer(bytearray(data[room:]), dtype=torch.uint8)
     dist.broadcast(rest, group=group, group_src=0)
-    return found + rest.numpy().tobytes()
+    return first_part + rest.numpy().tobytes()
 
 
+# Who does what between two broadcasts:
+#     HTTP thread              engine of the first rank      engines of other ranks
+#     requests -> inbox    ->  commands, broadcast       ->  the same commands
+#                              a step of the batch           the same step
+#     answers  <- publish  <-  its tokens
 class Engine:
     """Runs a continuous batch on this rank until the server ends.
 
@@ -163,6 +170,7 @@ class Engine:
     def _apply(self, commands: StepCommands) -> list[SampleTokens]:
         """Add and cancel what the commands say; return what the batch refused."""
         refused: list[SampleTokens] = []
+        # Neighbours only: requests are added in the order in which they came.
         for _, found in groupby(commands.adds, key=lambda x: (x.seed, repr(x.options))):
             alike = list(found)
             names = [x.request_id for x in alike]
@@ -213,6 +221,7 @@ class Frontend:
                 self._take(self._inbox.get_nowait(), commands)
         self.since = time.monotonic()
         if self._end_at is not None:
+            # The server ends once all answers are given, or after the time that they had.
             commands.is_end = not self._num_sent or time.monotonic() >= self._end_at
         return commands
 
@@ -230,23 +239,23 @@ class Frontend:
         self, batch: ContinuousBatch, outputs: Sequence[Any], refused: list[SampleTokens]
     ) -> None:
         """Give out the tokens of a step."""
-        found = [x for x in refused if self._num_sent.pop(x.sample_id, None) is not None]
+        samples = [x for x in refused if self._num_sent.pop(x.sample_id, None) is not None]
         for output in outputs:
             num_sent = self._num_sent.pop(output.request_id, None)
             if num_sent is not None:  # else nobody waits for it
                 tokens = output.generated_tokens[num_sent:]
-                found.append(SampleTokens(output.request_id, tokens, True, output.error, 400))
+                samples.append(SampleTokens(output.request_id, tokens, True, output.error, 400))
         for name, num_sent in list(self._num_sent.items()):
             tokens = batch.new_tokens(name, num_sent)
             if tokens is None:  # a sample of a prompt that was refused
                 del self._num_sent[name]
-                found.append(SampleTokens(name, [], True, "its prompt cannot be served", 400))
+                samples.append(SampleTokens(name, [], True, "its prompt cannot be served", 400))
             elif tokens:
                 self._num_sent[name] += len(tokens)
-                found.append(SampleTokens(name, tokens))
+                samples.append(SampleTokens(name, tokens))
         look = self._look(batch)
-        if found or look:
-            self._publish(found, look)
+        if samples or look:
+            self._publish(samples, look)
 
     def _look(self, batch: ContinuousBatch) -> EngineLook | None:
         """Return the numbers of the engine, from time to time."""

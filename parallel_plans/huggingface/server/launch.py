@@ -58,6 +58,7 @@ def start_rank(rank: int, port: int, options: ServerOptions) -> None:
     Thread(target=_end_with_parent, daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the command hears it, and tells the first rank
     if not torch.accelerator.is_available():
+        # Each rank would start a thread for each core of the machine that they share.
         torch.set_num_threads(max(1, torch.get_num_threads() // options.num_ranks))
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     how = {"rank": rank, "world_size": options.num_ranks, "timeout": options.group_timeout}
@@ -66,6 +67,7 @@ def start_rank(rank: int, port: int, options: ServerOptions) -> None:
 
 
 def _end_with_parent() -> None:
+    # A command that is killed can end no rank, so each rank watches it.
     parent = mp.parent_process()
     assert parent is not None
     parent.join()

@@ -210,6 +210,7 @@ def longest(options: ServerOptions, model: Any) -> int:
     device = model.device
     held = _num_blocks(options, device) * _page_size(options, device) * options.num_ranks
     config = model.config.get_text_config()
+    # One more than is held: nothing reads the keys of the last token of an answer.
     return min(held + 1, getattr(config, "max_position_embeddings", None) or held + 1)
 
 

@@ -58,6 +58,7 @@ class StreamText:
         self.num_tokens += 1
         self._ids.append(token)
         text = self._decode(self._ids)
+        # Bytes of a character may be in several tokens; a token may also shorten the text before.
         if len(text) <= len(self._before) or text.endswith(UNFINISHED):
             return ""
         found = text[len(self._before) :]

@@ -241,6 +241,7 @@ class ContinuousBatch:
         scheduler.prefilled(chunks)
         ends = extend_all(requests, logits)
         if forward.states is not None:
+            # A draft may have gone further: states stay at the last token that was right.
             forward.states.keep([len(x.tokens) - 1 - x.held.num_written for x in requests])
         scheduler.decoded(requests)
         self._end_requests(requests, ends)
@@ -460,14 +461,14 @@ def generate_batch(
         )
         ids = batch.add_requests(inputs, **options)
         with _progress(batch, progress_bar and group.rank() == 0) as outputs:
-            found = {output.request_id: output for output in outputs}
+            by_id = {output.request_id: output for output in outputs}
     except RingError:
         raise
     except BaseException:
         with checked_barrier(group, "generate_batch", {}):  # the others would wait for this rank
             raise
     with checked_barrier(group, "the end of generate_batch", {}):
-        return {x: found[x] for first in ids for x in _samples_of(first, found)}
+        return {x: by_id[x] for first in ids for x in _samples_of(first, by_id)}
 
 
 def _samples_of(first: str, found: dict[str, Any]) -> Iterator[str]:

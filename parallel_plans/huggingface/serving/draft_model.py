@@ -215,6 +215,7 @@ class ModelDrafter(Drafter):
             return
         self._agreed[number] = len(tokens)
         while (missing := len(sequence) - sequence.num_written) > MOST_MISSING:
+            # But for the last one, whose logits the first step of the draft needs.
             num_tokens = min(missing - 1, self._max_tokens)
             # As a prompt, over the ranks: a decode step with many tokens would have all of them on
             # each rank.

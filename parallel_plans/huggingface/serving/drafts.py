@@ -65,16 +65,16 @@ class DraftOptions:
         """
         assistant, names = options.get("assistant_model"), (LOOKUP, NGRAM)
         names = (*names, NUMBER, SCHEDULE, CONFIDENCE)
-        found = {x: options.get(x, getattr(config, x, None)) for x in names}
+        asked = {x: options.get(x, getattr(config, x, None)) for x in names}
         if assistant is None:  # else it is the config of the assistant that counts
-            found = {x: getattr(of_model, x, None) if y is None else y for x, y in found.items()}
+            asked = {x: getattr(of_model, x, None) if y is None else y for x, y in asked.items()}
         for name in (LOOKUP, NGRAM, NUMBER):
-            number = found[name]
+            number = asked[name]
             if number is not None and not (type(number) is int and number > 0):
                 raise ValueError(f"{name} must be a number of tokens from 1, got {number!r}")
-        if found[SCHEDULE] not in (None, *SCHEDULES):
-            raise ValueError(f"{SCHEDULE} must be one of {SCHEDULES}, got {found[SCHEDULE]!r}")
-        if assistant is not None and found[LOOKUP] is not None:
+        if asked[SCHEDULE] not in (None, *SCHEDULES):
+            raise ValueError(f"{SCHEDULE} must be one of {SCHEDULES}, got {asked[SCHEDULE]!r}")
+        if assistant is not None and asked[LOOKUP] is not None:
             raise ValueError(
                 f"assistant_model and {LOOKUP} both propose tokens; leave one of them out"
             )
@@ -85,7 +85,15 @@ class DraftOptions:
         rest.pop("assistant_model", None)
         if getattr(of_model, LOOKUP, None) is not None:
             rest[LOOKUP] = None  # as an option it counts more than what the model's config says
-        return cls(assistant, *found.values()), rest, config
+        drafts = cls(
+            assistant,
+            lookup=asked[LOOKUP],
+            ngram=asked[NGRAM],
+            number=asked[NUMBER],
+            schedule=asked[SCHEDULE],
+            confidence=asked[CONFIDENCE],
+        )
+        return drafts, rest, config
 
     def of_config(self, config: Any) -> tuple[int, bool, float]:
         """Return how many tokens are proposed, whether that number changes, and the confidence.
@@ -161,15 +169,17 @@ def looked_up(tokens: array[int], ngram: int, count: int) -> list[int]:
     """
     if not count:
         return []
-    found = np.frombuffer(tokens, dtype=np.int64)
-    for size in range(min(ngram, len(found) - 1), 0, -1):
+    # Of 7 8 9 7 8, the pair 7 8 stood at the start: what followed it is proposed, 9 7 8. The
+    # longest group of last tokens that stood before decides.
+    ids = np.frombuffer(tokens, dtype=np.int64)
+    for size in range(min(ngram, len(ids) - 1), 0, -1):
         # Places that have the last token, then those among them that have the tokens before it,
         # too.
-        ends = np.flatnonzero(found[size - 1 : -1] == found[-1]) + size - 1
+        ends = np.flatnonzero(ids[size - 1 : -1] == ids[-1]) + size - 1
         for back in range(1, size):
-            ends = ends[found[ends - back] == found[-1 - back]]
+            ends = ends[ids[ends - back] == ids[-1 - back]]
         if len(ends):
-            return found[ends[0] + 1 :][:count].tolist()
+            return ids[ends[0] + 1 :][:count].tolist()
     return []
 
 
@@ -190,13 +200,13 @@ class FunctionDrafter(Drafter):
     is_adaptive: bool = False
 
     def propose(self, requests: Sequence[ServedRequest], limits: Sequence[int]) -> list[Draft]:
-        found = self.function([x.tokens for x in requests], limits)
-        if len(found) != len(requests):
+        proposed = self.function([x.tokens for x in requests], limits)
+        if len(proposed) != len(requests):
             raise ValueError(
                 f"assistant_model must return a list of tokens for each of {len(requests)} "
-                f"requests, got {len(found)}"
+                f"requests, got {len(proposed)}"
             )
-        return [self._checked(x, limit) for x, limit in zip(found, limits, strict=True)]
+        return [self._checked(x, limit) for x, limit in zip(proposed, limits, strict=True)]
 
     def _checked(self, tokens: Sequence[int], limit: int) -> Draft:
         tokens = [int(x) for x in tokens[:limit]]
@@ -238,9 +248,9 @@ def num_proposed(request: ServedRequest, share: int, unit: int | None) -> int:
     """Return how many tokens may be proposed for a request, see Note [Length of drafts]."""
     # The token after the draft is the last one that may follow.
     longest = request.choice.config.max_length - len(request.tokens) - 1
-    found = max(0, min(request.num_drafts, share - 1, longest))
+    number = max(0, min(request.num_drafts, share - 1, longest))
     if unit is None:
-        return found
+        return number
     # A proposed token must not be the last one of a unit: tokens before it in the draft would see
     # the unit rounded, and it could not be taken back. The token before the draft may.
-    return min(found, (unit - 1 - len(request.tokens)) % unit)
+    return min(number, (unit - 1 - len(request.tokens)) % unit)

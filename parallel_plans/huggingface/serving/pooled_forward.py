@@ -92,13 +92,16 @@ class PooledForward:
         Returns:
             The logits of these tokens of `decoding`, sequence by sequence, `(T, V)`.
         """
+        # A forward's row: tokens of prompts on the ranks that keep them, then last tokens on all.
+        #     rank 0    a0 a1 b0    c9 d4
+        #     rank 1    a2 a3 b1    c9 d4
         device, steps, num_decoded = self._model.device, list[PooledStep](), 0
         if chunks:
             steps.append(PrefilledTokens(self.memory, chunks, device))
         if decoding:
             steps.append(DecodedTokens(self.memory, decoding, device))
             num_decoded = len(steps[-1].tokens)
-        step = steps[0] if len(steps) == 1 else MixedTokens(*steps)
+        step = steps[0] if len(steps) == 1 else MixedTokens(steps)
         # Without `decoding` no logits: the last token of a prompt is decoded.
         none = torch.empty(0, dtype=torch.int64, device=device)
         lengths, states = [len(x.tokens) for x in steps], self.states
@@ -328,7 +331,7 @@ class PrefilledTokens(PooledStep):
         out = self._memory.axis.attention(query, keys, values, **seen, **scores)
         if not padding.shape[2]:
             return out
-        return torch.cat([out, value.new_zeros(*padding.shape[:3], value.shape[3])], 2)
+        return torch.cat([out, value.new_zeros((*padding.shape[:3], value.shape[3]))], 2)
 
 
 class MixedTokens(PooledStep):
@@ -338,7 +341,7 @@ class MixedTokens(PooledStep):
         steps: the parts, in the order of their tokens.
     """
 
-    def __init__(self, *steps: PooledStep) -> None:
+    def __init__(self, steps: Sequence[PooledStep]) -> None:
         self._steps, self._num_keys = steps, [0]
         self._lengths = [len(x.tokens) for x in steps]
         self.tokens = torch.cat([x.tokens for x in steps])

@@ -124,7 +124,7 @@ class StateMemory:
         self._device = device
         with torch.inference_mode(False):  # later steps may run outside of it
             self._layers: list[States] = [
-                {x.key: torch.zeros(1, *x.shape, dtype=x.dtype, device=device) for x in layer}
+                {x.key: torch.zeros((1, *x.shape), dtype=x.dtype, device=device) for x in layer}
                 for layer in specs
             ]
 
@@ -143,7 +143,7 @@ class StateMemory:
             for layer in self._layers:
                 for key, x in layer.items():
                     if len(x) < num_slots:
-                        layer[key] = x.new_zeros(num_slots + SPARE_SLOTS, *x.shape[1:])
+                        layer[key] = x.new_zeros((num_slots + SPARE_SLOTS, *x.shape[1:]))
                         # Slots keep their numbers, so states stay in their rows.
                         layer[key][: len(x)] = x
 
@@ -262,7 +262,7 @@ class PrefilledStates:
         head, *others = self._pieces
         sources: list[Any] = [GivenStates(self._known(number, piece)) for piece in others]
         outputs = [
-            run(padded[:, slice(*piece.tokens)], None, source)
+            run(padded[:, piece.tokens[0] : piece.tokens[1]], None, source)
             for piece, source in zip(others, sources, strict=True)
         ]
         known = self._known(number, head) if head.begins else None
@@ -270,7 +270,7 @@ class PrefilledStates:
         # The first piece may go on from the rank before, so its scan comes after the last piece has
         # its states.
         sources.insert(0, PrefillStates(self._mesh, self._fewest, known, last))
-        outputs.insert(0, run(padded[:, slice(*head.tokens)], None, sources[0]))
+        outputs.insert(0, run(padded[:, head.tokens[0] : head.tokens[1]], None, sources[0]))
         pieces = zip(self._pieces, sources, strict=True)
         self._after[number] = [source.after for piece, source in pieces if piece.ends]
         self._like[number] = sources[0].after
@@ -307,7 +307,7 @@ class PrefilledStates:
         found = gather_rows(flat, self._num_ends, self._mesh)
         parts, rows = found.split([x.numel() for x in like], 1), self._memory.indices(self._slots)
         for (number, key), x, part in zip(names, like, parts, strict=True):
-            states = part.reshape(-1, *x.shape[1:]).to(x.dtype)
+            states = part.reshape((-1, *x.shape[1:])).to(x.dtype)
             self._memory.write(number, rows, {key: states})
 
 

@@ -57,6 +57,12 @@ class ServingCounts:
 # it takes them from the pool, so each shared block is computed and kept once. If layers have
 # states, the other one's step ends where this one leaves it, see Note [Known states] in
 # `state_slots.py`.
+#
+# The way of a request:
+#     add          room              prompt is done
+#     waiting  ->  prefilling   ->   decoding   ->   output
+#        ^             |                |
+#        +-------------+----------------+    gives way, or a step failed
 class Scheduler:
     """Keeps the requests of a continuous batch by what they do: wait, prefill or decode.
 

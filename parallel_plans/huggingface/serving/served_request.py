@@ -126,16 +126,16 @@ def stop_strings_as_criterion(
     """
     from transformers import StopStringCriteria
 
-    found = dict(options)
-    tokenizer, given = found.pop("tokenizer", None), getattr(config, STOPS, None)
-    stops = found.get(STOPS, getattr(of_model, STOPS, None) if given is None else given)
+    asked = dict(options)
+    tokenizer, given = asked.pop("tokenizer", None), getattr(config, STOPS, None)
+    stops = asked.get(STOPS, getattr(of_model, STOPS, None) if given is None else given)
     if not stops:
-        return found
+        return asked
     if tokenizer is None:
         raise ValueError(f"{STOPS}={stops!r} need the model's tokenizer; give tokenizer=...")
     criterion = StopStringCriteria(tokenizer, stops)
     # `None` as an option counts more than what configs say.
-    return found | {STOPS: None, CRITERIA: [*(found.get(CRITERIA) or ()), criterion]}
+    return asked | {STOPS: None, CRITERIA: [*(asked.get(CRITERIA) or ()), criterion]}
 
 
 def prepare_choice(
@@ -161,22 +161,22 @@ def prepare_choice(
     _check_options(options)
     ids = torch.tensor([prompt], device=model.device)
     # A function in place of a way to decode gets all that was prepared for it.
-    found = type(model).generate(
+    choice = type(model).generate(
         model, ids, generation_config=generation_config, custom_generate=keep, **options
     )
-    mode = found.config.get_generation_mode()
+    mode = choice.config.get_generation_mode()
     if mode not in ("greedy_search", "sample"):
         raise ValueError(
             f"generate_batch decodes greedily or samples, and the options ask for {mode.value}; "
             "call generate for it"
         )
     for name, allowed in ALLOWED:
-        if getattr(found.config, name, None) not in allowed:
+        if getattr(choice.config, name, None) not in allowed:
             raise ValueError(
-                f"{name}={getattr(found.config, name)!r} is not supported by generate_batch over a "
-                "sharded pool; leave it out"
+                f"{name}={getattr(choice.config, name)!r} is not supported by generate_batch over "
+                "a sharded pool; leave it out"
             )
-    return found.own()
+    return choice.own()
 
 
 def _check_options(options: dict[str, Any]) -> None:
@@ -350,6 +350,9 @@ def extend_all(requests: Sequence[ServedRequest], logits: Tensor) -> list[bool]:
         requests: the requests.
         logits: `(T, V)`, after the last token of each request, and after each one of its draft.
     """
+    # Rows of logits of a request with the draft 5 7, and of one without; `firsts` are 0, 3 and 4:
+    #     row           0           1          2          3
+    #     token after   the last    5          7          the last
     firsts = [*accumulate((1 + len(x.drafted) for x in requests), initial=0)]
     has_ended, left, number = [False] * len(requests), [*range(len(requests))], 0
     while left:  # the step may have had tokens of prompts only

@@ -106,6 +106,11 @@ class RequestsHandedBack(RingError):
 # Note [Drafts of two groups]: the ranks that decode propose tokens at the end of a step, for
 # requests that go on: all ranks make room for them before the next step. So the first step of a
 # request has no draft, whoever else is in the batch.
+#
+# One step; all ranks meet at its begin and at its end:
+#     first group     layer 0, layer 1, ... of prompts        hears tokens
+#     messages                 blocks of layer 0, of 1, ...
+#     second group    decodes, chooses tokens, proposes       tells tokens
 class TwoGroupBatch(ContinuousBatch):
     """A `ContinuousBatch` whose prompts are prefilled by some ranks, and decoded by others.
 
@@ -230,6 +235,7 @@ class TwoGroupBatch(ContinuousBatch):
         with self._moving(moved, chunks, requests) as moving:
             self._prefill([] if ahead else chunks, moving)
             ends = self._decode(requests, copies, moving, told)
+        # Ranks that decode have committed their tokens already; this one hears of them now.
         if ends is None:
             ends, drafts = told.note()
             scheduler.decoded(requests)

@@ -54,13 +54,13 @@ class TwoPoolScheduler(Scheduler):
     def moved(self, chunks: Iterable[tuple[ServedRequest, int]]) -> list[MovedTokens]:
         """Return the tokens that move in this step, if these are prefilled in it."""
         new = {request.number: num_tokens for request, num_tokens in chunks}
-        found = []
+        moves = []
         for request in self.prefilling:
             source, begin = self.source(request), request.held.num_written
             end = self._end(source, source.num_written + new.get(request.number, 0))
             if end > begin:
-                found.append(MovedTokens(source, request.held, begin, end))
-        return found
+                moves.append(MovedTokens(source, request.held, begin, end))
+        return moves
 
     def prefilled(self, chunks: Iterable[tuple[ServedRequest, int]]) -> None:
         """Commit what was computed, and what has moved. Whole prompts decode in the next step."""

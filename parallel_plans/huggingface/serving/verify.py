@@ -50,6 +50,7 @@ def drawn(weights: Tensor, generator: torch.Generator, draft: Draft, number: int
     proposed = draft.probabilities[number].unsqueeze(0)
     token = torch.full_like(weights[:, :1], draft.tokens[number], dtype=torch.int64)
     limit = torch.rand(token.shape, generator=generator, device=weights.device)
+    # u < p / q, as a product; with u in [0, 1) the minimum with 1 needs no line.
     is_kept = limit * proposed[:, token[0]] < weights.gather(1, token)
     rest = (weights - proposed).clamp(min=0)
     # All of the rest may be lost to rounding where both are nearly the same.

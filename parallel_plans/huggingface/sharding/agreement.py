@@ -187,6 +187,7 @@ class Agreement:
                 return
         words = torch.tensor(checksum_words(parts, self._reads_floats))
         sums, squares = self._axis.sum(torch.stack([words, words * words]))
+        # Two sums are all that travels, and yet they tell whether any rank differs.
         # W numbers are equal if and only if W times the sum of squares is the square of their sum.
         if torch.equal(self._axis.mesh.size() * squares, sums * sums):
             return
@@ -265,15 +266,15 @@ def checksum_words(parts: Parts, reads_floats: bool) -> list[int]:
 
     Integers count by `checksum_of`, floating tensors by a sum of their bits.
     """
-    found = [parts.text, str([*parts.numbers.values()])]
+    lines = [parts.text, str([*parts.numbers.values()])]
     for x in parts.tensors.values():
-        found.append(f"{x.dtype} {tuple(x.shape)}")
+        lines.append(f"{x.dtype} {tuple(x.shape)}")
         # Rounded numbers may differ in the last bits between ranks that computed the same.
         if not _is_rounded(x):
-            found.append(str(checksum_of(x)))
+            lines.append(str(checksum_of(x)))
         elif reads_floats:
-            found.append(str(sum_of_bits(x).item()))
-    text = "\n".join(found).encode()
+            lines.append(str(sum_of_bits(x).item()))
+    text = "\n".join(lines).encode()
     return [crc32(text) & 0xFFFFFF, crc32(text, 1) & 0xFFFFFF]
 
 
@@ -285,6 +286,7 @@ def _moments(x: Tensor) -> tuple[float, float]:
 
 def _are_close(one: tuple[float, float], other: tuple[float, float]) -> bool:
     """Return whether means are equal but for rounding; NaN equals NaN."""
+    # Rounding moves a mean by far less, and other content by far more, than a hundredth.
     limit = 1e-2 * max(one[1], other[1])
     pairs = zip(one, other, strict=True)
     return all(isclose(x, y, abs_tol=limit) or (isnan(x) and isnan(y)) for x, y in pairs)
@@ -373,6 +375,7 @@ def sum_of_bits(x: Tensor) -> Tensor:
     The bits are summed as integers, so rounding and order have no effect.
     """
     flat = x.contiguous().view(-1).view(torch.uint8)
+    # A view as int64 must begin at a multiple of its eight bytes.
     if flat.storage_offset() % WORD_BYTES:
         flat = flat.clone()
     end = flat.numel() // WORD_BYTES * WORD_BYTES

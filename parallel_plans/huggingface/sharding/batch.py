@@ -200,11 +200,14 @@ def shard(batch: ModelBatch, indices: Tensor, sharded_length: int, past: int = 0
     def local(x: Tensor | None, dim: int = 1, value: int = 0, shift: int = 0) -> Any:
         if x is None:
             return None
+        # Labels shift where the whole batch is. In zigzag over two ranks, rank 0 of 8 tokens has:
+        #     tokens   0 1 6 7
+        #     labels   1 2 7 8    8 is past the end, so it is ignored
         where = (indices + shift if shift else indices).to(x.device)
         if not (is_padded or shift):
             return x.index_select(dim, where)
         # Indices past the end are padding: they read the last token, and get `value` in its place.
-        is_after = (where >= seq_len).view(-1, *(1,) * ((x.ndim - 1 - dim) % x.ndim))
+        is_after = (where >= seq_len).view((-1, *(1,) * ((x.ndim - 1 - dim) % x.ndim)))
         return x.index_select(dim, where.clamp(max=seq_len - 1)).masked_fill(is_after, value)
 
     if batch.positions is None:
@@ -214,7 +217,11 @@ def shard(batch: ModelBatch, indices: Tensor, sharded_length: int, past: int = 0
         positions = local(batch.positions, dim=-1)
     others = {name: local(x) if isinstance(x, Tensor) else x for name, x in batch.others.items()}
     if FEATURES in others:
+        # Features have a row for each image token of the batch, in order. A rank takes the rows
+        # of its own tokens: the number of such tokens before one is its row.
         is_image = batch.others[IS_IMAGE]
+        # Features are those of the whole batch, a row for each token of an image: that of a token
+        # is how many such tokens come before it.
         rows = local(is_image.flatten().cumsum(0).view(is_image.shape) - 1)[others[IS_IMAGE]]
         others[FEATURES] = [x.index_select(0, rows.to(x.device)) for x in others[FEATURES]]
     return replace(
@@ -265,15 +272,15 @@ def check_batch(model: Any, arguments: dict[str, Any]) -> int:
     if arguments.get("input_ids") is None and arguments.get("inputs_embeds") is None:
         raise ValueError("a context-parallel model needs input_ids or inputs_embeds, got none")
     for name in ("inputs_embeds", "attention_mask", *_OF_INTEGERS):
-        x = arguments.get(name)
-        if x is not None and (not isinstance(x, Tensor) or isinstance(x, DTensor)):
+        given = arguments.get(name)
+        if given is not None and (not isinstance(given, Tensor) or isinstance(given, DTensor)):
             raise ValueError(
                 f"{name} must be one tensor over a sharded sequence, plain and whole on every "
-                f"rank, got {type(x).__name__}"
+                f"rank, got {type(given).__name__}"
             )
-        if x is not None:
-            check_strided(name, x)
-            _check_dtype(name, x)
+        if given is not None:
+            check_strided(name, given)
+            _check_dtype(name, given)
     if arguments.get("output_attentions"):
         raise ValueError(
             "output_attentions is not supported over a sharded sequence, whose scores no rank has; "

@@ -33,6 +33,7 @@ class Merge(NamedTuple):
         """Return the embeddings `(B, L, H)` of some tokens of each row, with their features."""
         if not len(self.features):
             return embeds + self.features.sum()  # zero, and so is the gradient of what made them
+        # Tokens that are features, 0 1 1 0 1, have the rows 0, 1 and 2: counted, -1 0 1 1 2.
         counted = self.is_feature.flatten().cumsum(0, dtype=torch.int32) - 1
         local = counted.view(self.is_feature.shape).index_select(1, tokens)
         rows = self.features.index_select(0, local.clamp_(min=0).flatten()).view(embeds.shape)
@@ -124,6 +125,7 @@ def _scatter(x: Any, mask: Any, source: Any) -> Any:
     if not _is_late(x) or mask.ndim != 3 or source.dtype != x.dtype:
         return NotImplemented
     *of_tokens, width = x.shape
+    # A mask that was expanded over features has no stride there: it chooses whole tokens.
     is_of_tokens = mask.shape[2] == 1 or mask.stride(2) == 0
     if not is_of_tokens or [*mask.shape[:2]] != of_tokens or source.numel() % width:
         return NotImplemented
@@ -178,6 +180,7 @@ def late_or_now(embedding: Any, embed: Embed, ids: Tensor) -> Tensor:
     # All ranks refuse a wrong id, not only the one that has the token.
     if not ids.is_cuda and not _are_in_range(ids, len(weight)):
         return embed(ids)
+    # One token tells width and dtype of what the embedding returns.
     with torch.no_grad():
         one = embed(ids[:1, :1])
     return LateEmbeddings.of(embed, ids, one)

@@ -148,6 +148,11 @@ class Shared(NamedTuple):
 # after another one, where documents start and what a token should predict, is found in contiguous
 # order: there only the first and the last tokens of a rank have their neighbours elsewhere. An
 # exchange brings tokens into this order.
+#
+# Eight tokens on two ranks, where each token is to predict the next one:
+#
+#     as sharded, zigzag    rank 0: 0 1 6 7    rank 1: 2 3 4 5    1, 5 have theirs elsewhere
+#     contiguous            rank 0: 0 1 2 3    rank 1: 4 5 6 7    3 has its next one elsewhere
 class LocalBatches:
     """Receives the shards of batches, compares them, and finds what one shard does not show.
 

@@ -128,12 +128,12 @@ class Sharding:
     ) -> dict[str, Any]:
         """Return the arguments of a call that are not `None`, by name."""
         check_implementation(model.config)
-        found = named_arguments(self._names, args, kwargs)
+        named = named_arguments(self._names, args, kwargs)
         if "cache_position" not in self._names:
-            found.pop("cache_position", None)  # of transformers 4
+            named.pop("cache_position", None)  # of transformers 4
         if "labels" not in self._names and model.get_output_embeddings() is None:
-            found.pop("labels", None)  # the outer model of a base model takes them
-        return found
+            named.pop("labels", None)  # the outer model of a base model takes them
+        return named
 
     def inputs(self, model: Any, arguments: dict[str, Any]) -> tuple[dict[str, Any], OutputSpec]:
         """Return the keywords of the forward on this rank, and what joining its outputs needs."""
@@ -261,6 +261,7 @@ class Sharding:
         if batch.positions is not None or self._counts is None:
             return batch.positions
         mask = batch.mask if mask is None else mask
+        # A model counts positions by a mask, which must have the cached tokens, too.
         if past and mask is None:
             mask = tokens.new_ones(len(tokens), past + num_tokens)
         found = self._counts(tokens, mask)
@@ -286,6 +287,7 @@ class Sharding:
             weights = is_token.expand(batch.tokens.shape[:2]) if batch.mask is None else batch.mask
             router, how[ROUTER_LOGITS] = router_spec(model, weights), True
         kept = self.keep_logits(how, plan.layout, plan.seq_len, plan.sharded_length)
+        # If logits are asked for, or the head is not what it was, the loss is made of logits.
         in_head = not has_logits and loss_head(model) is not None
         own, of_head = (None, batch.labels) if in_head else (batch.labels, None)
         return how, OutputSpec(plan, own, of_head, batch.num_items, has_logits, router, kept)

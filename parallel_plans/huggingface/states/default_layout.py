@@ -62,6 +62,7 @@ def compared_layouts(
     masks = _masks(layer_masks)
     found = compare_hybrid_layouts(
         hybrid_of(model, specs),
+        # One layout for all layers: the mask that most of them have decides.
         max(masks, key=masks.count),
         _longest(model),
         world_size,

@@ -120,7 +120,7 @@ def _mamba2(scan: Callable[..., Any], pass_on: PassOn, continues: bool) -> Calla
         step = dt.float() if dt_bias is None else dt.float() + dt_bias.float()
         step = softplus(step) if dt_softplus else step
         # The logarithm of what is left of the state before these tokens, at each of them.
-        total = (a.float() * step.clamp(*dt_limit)).cumsum(1)
+        total = (a.float() * step.clamp(dt_limit[0], dt_limit[1])).cumsum(1)
         before = pass_on(StateMap(last, decay=total[:, -1]))
         if before is None:
             return out, last
@@ -158,14 +158,14 @@ def _delta_rule(scan: Callable[..., Any], pass_on: PassOn, continues: bool) -> C
         size = key.shape[-1]
         if not continues:
             out, last = scan(query, key, value, initial_state=None, **options)
-            pass_on(StateMap(last, matrix=last.new_zeros(*last.shape[:-1], size)))
+            pass_on(StateMap(last, matrix=last.new_zeros((*last.shape[:-1], size))))
             return out, last
         # The columns of the identity have no values to learn.
-        zeros = value.new_zeros(*value.shape[:-1], size)
+        zeros = value.new_zeros((*value.shape[:-1], size))
         shape = len(value), value.shape[2], size
-        one = torch.eye(size, dtype=torch.float32, device=value.device).expand(*shape, size)
+        one = torch.eye(size, dtype=torch.float32, device=value.device).expand((*shape, size))
         # Zero for the values, as in a scan from zero, and the identity beside it.
-        start = torch.cat([one.new_zeros(*shape, value.shape[-1]), one], -1)
+        start = torch.cat([one.new_zeros((*shape, value.shape[-1])), one], -1)
         outs, ends = scan(query, key, torch.cat([value, zeros], -1), initial_state=start, **options)
         out, reads = outs.split([value.shape[-1], size], -1)
         last, matrix = ends.split([value.shape[-1], size], -1)
@@ -216,6 +216,8 @@ def _lightning_added(x: Tensor, layer: Any, pass_on: PassOn) -> Tensor | None:
     total = -layer.slope_rate.view(-1).to(x.dtype) * count.unsqueeze(-1)  # (L, heads)
     # What is left of each token's share at the end of these tokens.
     rest = (total[-1] - total).exp().unsqueeze(-1)
+    # S = sum over tokens t of exp(total[L] - total[t]) * k[t] v[t]^T, which the loop of the layer
+    # adds up block by block.
     state = torch.einsum("blhk,blhv->bhkv", key * rest, value)
     before = pass_on(StateMap(state, decay=total[-1].expand(len(x), -1)))
     if before is None:

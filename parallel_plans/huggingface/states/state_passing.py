@@ -320,7 +320,7 @@ class AxisStatePassing:
         anchor = x.detach().requires_grad_() if needs_own else x
         flat = receive_state(anchor, 1, sum(sizes), self._axis.mesh)
         parts = zip(specs, flat.split(sizes, 1), strict=True)
-        states = {spec.key: part.reshape(1, *spec.shape).to(spec.dtype) for spec, part in parts}
+        states = {spec.key: part.reshape((1, *spec.shape)).to(spec.dtype) for spec, part in parts}
         outs = []
         for chunk in chunks.of_row(row):
             before = {} if chunk.is_first else states

@@ -59,7 +59,7 @@ class StateSource(Protocol):
 def last_columns(columns: Tensor, number: int, before: Tensor | None = None) -> Tensor:
     """Return the last columns of `before`, by default zeros, and `columns`: `(B, C, number)`."""
     if before is None:
-        before = columns.new_zeros(*columns.shape[:-1], number)
+        before = columns.new_zeros((*columns.shape[:-1], number))
     whole = torch.cat([before.to(columns.dtype), columns], -1)
     return whole[..., whole.shape[-1] - number :]
 
@@ -85,7 +85,7 @@ class GivenStates:
         self.after[key] = last = last_columns(columns, num_before, before)
         self.sent[key] = _row_bytes(StateMap(last))
         if before is None:
-            return columns.new_zeros(*columns.shape[:-1], num_before)
+            return columns.new_zeros((*columns.shape[:-1], num_before))
         return before.to(columns.dtype)
 
     def scanned(self, key: StateKey, own: StateMap) -> Tensor | None:
@@ -114,9 +114,11 @@ def _of_runs(own: StateMap, num_runs: int) -> list[StateMap]:
     def part(x: Tensor | None, number: int) -> Tensor | None:
         return None if x is None else x.unflatten(0, (-1, num_runs))[:, number]
 
-    fields = own.decay, own.matrix
     states = own.state.unflatten(0, (-1, num_runs)).unbind(1)
-    return [StateMap(x, *(part(y, number) for y in fields)) for number, x in enumerate(states)]
+    return [
+        StateMap(x, decay=part(own.decay, number), matrix=part(own.matrix, number))
+        for number, x in enumerate(states)
+    ]
 
 
 class ScannedStates:
@@ -166,7 +168,7 @@ class ScannedStates:
             matrix = shift.expand(len(last), -1, -1)
         before = self._scan(key, StateMap(last.mT, matrix=matrix), transposed=True)
         if before is None:
-            return columns.new_zeros(*columns.shape[:-1], num_before)
+            return columns.new_zeros((*columns.shape[:-1], num_before))
         return before.mT.to(columns.dtype)
 
     def scanned(self, key: StateKey, own: StateMap) -> Tensor | None:

@@ -152,6 +152,7 @@ class StateStep:
         begin, held = self._shard(rank)
         # A rank after the last token runs its padding, as all make the same scans.
         number = min(held, max(0, self._tokens.number - begin)) or held
+        # Only rank 0 has the token after the cached ones; others get its state by the scan.
         known = None if rank else before
         source = PrefillStates(mesh, self._shard(mesh.size() - 1)[1], known)
         mask = self._tokens.mask

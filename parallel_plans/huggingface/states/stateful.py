@@ -186,6 +186,7 @@ def _forward(layer: nn.Module, number: int, passing: StatePassing) -> Callable[.
         # Several inputs of a token move between ranks as one.
         hidden = torch.cat([*inputs.values()], -1) if len(sizes) > 1 else inputs[first]
         kept = {"self": self}
+        # What has values of tokens would still be in the layout of attention.
         others = {name: _without_tokens(x) for name, x in bound.arguments.items()} | kept
 
         def run(hidden: Tensor, mask: Tensor | None, source: StateSource) -> Any:

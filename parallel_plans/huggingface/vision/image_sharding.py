@@ -124,6 +124,8 @@ class ImageSharding:
         # A trial runs the encoder, which all replicas that share its weights must do at once.
         is_trial = may_shard and not self._is_tried
         told = told_by_replicas(model, self._axis, number) if is_trial else {}
+        # With one image there is nothing to deal. Replicas that share the encoder's weights have
+        # other batches, and run the trial only if all have two images.
         if images is None or min([number, *told.values()]) < 2:
             return plain(model, **arguments)
         share = Share.of(images.sizes, rank, size)
@@ -166,6 +168,8 @@ class ImageSharding:
         # Two FLOPs for each weight and patch forward, and four more backward.
         flops = (6 if torch.is_grad_enabled() else 2) * self._num_weights * num_patches
         num_bytes = 2 * embeddings.num_bytes * total * embeddings.tokens
+        # The slowest rank saves (total - most) / total of the flops of all images. Both sides are
+        # multiplied by `total`: whole numbers compare exactly, on all ranks alike.
         return flops * (total - most) > FLOPS_PER_BYTE * num_bytes * total
 
     def _patches(self, pixels: Tensor) -> int:
@@ -270,7 +274,7 @@ def _rows(x: Any) -> Iterator[Tensor]:
 def _formed(x: Any, parts: Iterator[Tensor], tokens: list[int]) -> Any:
     """Return the next of `parts` in the form of `x`: by image, or by layer and image."""
     if isinstance(x, Tensor):
-        return next(parts).reshape(-1, *x.shape[1:])
+        return next(parts).reshape((-1, *x.shape[1:]))
     if x and isinstance(x[0], Tensor):
         return next(parts).split(tokens)
     return type(x)(_formed(layer, parts, tokens) for layer in x)

@@ -231,6 +231,9 @@ def ring_record(
 
 _SINKS = nodes.place_of_sinks(LEAVES)
 
+# Arguments of the backward op before its options.
+_NUM_SAVED = 7
+
 
 class _RingFunction(_SingleLevelFunction):
     """The autograd node of a call.
@@ -249,53 +252,72 @@ class _RingFunction(_SingleLevelFunction):
         sinks: Any,
         keyset: Any,
         options: Any,
-        bound: BoundCall | None,
     ) -> tuple[Tensor, Tensor]:
-        if bound is None:
-            inputs = query, key, value, *options
-            output = nodes.below_autograd(ring_op, forward, keyset, *inputs, of_node=True)
-        else:
-            output = _below_autograd(bound, query, key, value)
+        inputs = query, key, value, *options
+        output = nodes.below_autograd(ring_op, forward, keyset, *inputs, of_node=True)
         ctx.set_materialize_grads(False)
-        ctx.options, ctx.bound = options, bound
         # Tensors are saved, so that hooks (offloading, checkpointing) see them.
-        if bound is not None:  # there are no others
-            ctx.save_for_backward(query, key, value, output[0], output[1])
-            return output
         ctx.places = [i for i in TENSORS if options[i] is not None]
         ctx.save_for_backward(query, key, value, *output, *[options[i] for i in ctx.places])
-        if ctx.places:
-            ctx.options = [None if i in ctx.places else x for i, x in enumerate(options)]
+        ctx.options = [None if i in ctx.places else x for i, x in enumerate(options)]
         return output
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
-        grad_out, grad_lse = grads
+    def backward(ctx: Any, grad_out: Any, grad_lse: Any) -> tuple[Any, ...]:
         if grad_out is None and grad_lse is None:
-            return (None,) * 7
+            return (None,) * 6
         query, key, value, out, lse, *others = ctx.saved_tensors
-        options, bound = ctx.options, ctx.bound
-        if others:
-            options = list(options)
-            for i, x in zip(ctx.places, others, strict=True):
-                options[i] = x
+        options = list(ctx.options)
+        for i, x in zip(ctx.places, others, strict=True):
+            options[i] = x
         # Only lse was used: the formula still takes a gradient of out.
         if grad_out is None:
             grad_out = torch.zeros_like(out)
-        # Those of a bound call were plain, and a compiler that follows backward sees its gradients.
-        seen = (grad_out, query, out) if bound is None else (grad_out,)
-        if not torch.is_grad_enabled() and nodes.is_plain(*seen):
-            bound = bound or bound_call(options, query, key, value)
-            saved = Saved(grad_out, out, lse, grad_lse)
-            with torch._C._AutoDispatchBelowADInplaceOrView():
-                return *run_backward(bound, saved, query, key, value), None, None, None
-        inputs = grad_out, grad_lse, query, key, value, out, lse, *options
-        # Without `create_graph` nothing is recorded: autograd need not look at the arguments.
-        is_recorded = torch.is_grad_enabled()
-        with nullcontext() if is_recorded else torch._C._AutoDispatchBelowAutograd():
-            *of_inputs, grad_sinks = ring_backward_op(*inputs)
-        # Without sinks their gradient is an empty tensor.
-        return *of_inputs, None if options[_SINKS] is None else grad_sinks, None, None, None
+        if torch.is_grad_enabled() or not nodes.is_plain(grad_out, query, out):
+            inputs = grad_out, grad_lse, query, key, value, out, lse, *options
+            return *_dispatched_backward(*inputs), None, None
+        bound, saved = bound_call(options, query, key, value), Saved(grad_out, out, lse, grad_lse)
+        with torch._C._AutoDispatchBelowADInplaceOrView():
+            return *run_backward(bound, saved, query, key, value), None, None
+
+
+class _BoundFunction(_SingleLevelFunction):
+    """The autograd node of a bound call of plain tensors: autograd looks at four arguments only."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, bound: BoundCall
+    ) -> tuple[Tensor, Tensor]:
+        out, lse = output = _below_autograd(bound, query, key, value)
+        ctx.set_materialize_grads(False)
+        ctx.bound = bound
+        ctx.save_for_backward(query, key, value, out, lse)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Any, grad_lse: Any) -> tuple[Any, ...]:
+        if grad_out is None and grad_lse is None:
+            return (None,) * 4
+        query, key, value, out, lse = ctx.saved_tensors
+        bound = ctx.bound
+        if grad_out is None:  # as in `_RingFunction`
+            grad_out = torch.zeros_like(out)
+        # What was saved is plain, but a compiler that follows backward sees its gradients.
+        if torch.is_grad_enabled() or not nodes.is_plain(grad_out):
+            inputs = grad_out, grad_lse, query, key, value, out, lse, *bound.options
+            return _dispatched_backward(*inputs)
+        saved = Saved(grad_out, out, lse, grad_lse)
+        with torch._C._AutoDispatchBelowADInplaceOrView():
+            return run_backward(bound, saved, query, key, value)
+
+
+def _dispatched_backward(*inputs: Any) -> tuple[Any, Any, Any, Any]:
+    """Run the backward op by the dispatcher; the gradient of the sinks is `None` without them."""
+    # Without `create_graph` nothing is recorded: autograd need not look at the arguments.
+    with nullcontext() if torch.is_grad_enabled() else torch._C._AutoDispatchBelowAutograd():
+        *of_inputs, of_sinks = ring_backward_op(*inputs)
+    # Without sinks their gradient is an empty tensor.
+    return *of_inputs, None if inputs[_NUM_SAVED + _SINKS] is None else of_sinks
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
@@ -314,8 +336,8 @@ def attend_bound(
     if forward_ad._current_level >= 0 or not nodes.is_plain(query, key, value):
         return ring_op(query, key, value, *bound.options)
     if torch.is_grad_enabled() and torch._C._any_requires_grad(query, key, value):
-        node: Any = _RingFunction  # no transform is active, see `nodes.recorded`
-        return node.apply(query, key, value, None, None, bound.options, bound)
+        node: Any = _BoundFunction  # no transform is active, see `nodes.recorded`
+        return node.apply(query, key, value, bound)
     return _below_autograd(bound, query, key, value)
 
 
@@ -334,7 +356,7 @@ def _autograd(
     if forward_ad._current_level >= 0:
         nodes.refuse_tangents(inputs)
     if torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs):
-        return nodes.recorded(_RingFunction, *inputs, keyset, options, None)
+        return nodes.recorded(_RingFunction, *inputs, keyset, options)
     return nodes.below_autograd(ring_op, forward, keyset, query, key, value, *options)
 
 

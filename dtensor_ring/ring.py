@@ -48,7 +48,7 @@ def ring_forward(
         running = OrderedOutput(query, head_dim, sinks, plan.order)
     with shard_rotation(transport, plan, shard, policy.kv_dtype, rounded) as shards:
         for step in plan.steps:
-            label = Label("forward", step.number, step.source)
+            label = step.kept.get("forward") or _label("forward", step)
             in_flight = plan.shards[step.number].moves
             dropout = None if dropped is None else dropped.of_keys(step.runs, step.cols)
             lags = None if at is None else _lags(at, step)
@@ -85,13 +85,14 @@ def ring_backward(
         SumRotation(transport, plan, shard, sum_dtype) as sums,
     ):
         for step in plan.steps:
-            label = Label("backward", step.number, step.source)
+            label = step.kept.get("backward") or _label("backward", step)
             dropout = None if dropped is None else dropped.of_keys(step.runs, step.cols)
             lags = None if at is None else _lags(at, step)
             kv = shards.begin_step(step, label)
             grads.compute(step, saved, kv, kernel, scores, label, dropout, lags)
-            if step.number:
+            if step.number > 1:  # nothing was posted after step 0
                 _collect(sums, grads, step.number - 1, label)
+            if step.number:
                 grads.contribute(sums, step, label)
                 # After the kernels: on the ring, a sum travels one hop after its shard.
                 sums.post(step, label)
@@ -99,6 +100,12 @@ def ring_backward(
         last = len(plan.steps) - 1
         _collect(sums, grads, last, Label("backward", last, plan.rank))
     return grads.result()
+
+
+def _label(ring: str, step: Step) -> Label:
+    """Name a step in profiles, once for all calls."""
+    found: Label = step.kept.setdefault(ring, Label(ring, step.number, step.source))
+    return found
 
 
 def _lags(at: Tensor, step: Step) -> Lags:

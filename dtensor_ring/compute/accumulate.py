@@ -8,6 +8,7 @@ sink is one more score, with a value of 0. Sinks enter once, after all keys are 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -25,10 +26,11 @@ from dtensor_ring.compute.memory import (
     in_order,
     new_empty,
     order_of,
+    strides,
     wide_of,
 )
 from dtensor_ring.compute.merge import MAX_PARTIALS, accumulate_sums, sink_weight
-from dtensor_ring.compute.trace import stands_for_gpu
+from dtensor_ring.compute.trace import Label, stands_for_gpu
 from dtensor_ring.planning.demand import Cols
 
 # Partials of 16 bits that are kept on a GPU. Next to two, a ring of 8 ranks is 5 % faster forward
@@ -65,21 +67,26 @@ class Partials:
         return bool(self._partials)
 
     def add(self, region: Region, x: Tensor, lse: Tensor | None = None) -> None:
-        """Keep a partial and its lse, if it has one; `x` may be overwritten.
+        """Keep a partial and its lse, if it has one; both may be overwritten.
 
         Call `make_room` before.
         """
         self._partials.append(Partial(region, x, lse))
 
-    def make_room(self) -> None:
-        """Merge the partials if there is no room for another, before a kernel allocates it."""
+    def make_room(self, label: Label | None = None) -> None:
+        """Merge the partials if there is no room for another, before a kernel allocates it.
+
+        Args:
+            label: names the merge in a profile.
+        """
         if len(self._partials) > 1 and self._is_full():
-            self._partials = [self._merged(self._wide)]
+            with nullcontext() if label is None else label("merge"):
+                self._partials = [self._merged(self._wide)]
 
     def merged(self, sinks: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """Return the tensor in its dtype and order, and its lse `(B, N, L)` or `None`."""
         first = self._partials[0]
-        is_final = first.denominator is None and sinks is None and self._is_whole(first)
+        is_final = first.denominator is None and sinks is None and first.x.shape == self._shape
         if len(self._partials) > 1 or not is_final:
             first = self._merged(self._dtype, sinks, divided=True)
         return in_order(first.x, self._order, self._dtype), first.lse
@@ -130,13 +137,15 @@ class Partials:
     ) -> Partial:
         """Merge all partials into one of this dtype. CPUs keep a denominator unless `divided`."""
         first = self._partials[0]
-        denominator = None
-        # If the first partial is the wide running total, merge the others into it in place.
-        if self._is_total(first) and dtype == self._wide:
-            target, lse, denominator = first.x, first.lse, first.denominator
-        else:
+        target, lse, denominator = first.x, first.lse, first.denominator
+        is_whole = self._is_whole(first)
+        # If the first partial is the wide running total, merge the others into it in place; at last
+        # only if its memory has the order of the result, which would be copied otherwise.
+        is_kept = is_whole and first.x.dtype == dtype == self._wide
+        if not is_kept or (divided and target.stride() != strides(self._shape, self._order)):
             target = empty(first.x, self._shape, self._order, dtype)
-            lse = None if first.lse is None else new_empty(first.lse, self._shape[:3])
+        if lse is not None and not is_whole:
+            lse, denominator = new_empty(lse, self._shape[:3]), None
         if divided or lse is None or not lse.is_cpu:
             denominator = None
         elif denominator is None:

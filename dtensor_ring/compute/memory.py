@@ -113,6 +113,17 @@ def part_of(x: Tensor, where: Region) -> Tensor:
     return x if begin is None or end - begin == x.shape[2] else x.narrow(2, begin, end - begin)
 
 
+def parts_of(where: Region, *tensors: Tensor) -> Sequence[Tensor]:
+    """Return a region of tensors of one number of tokens as views, or the tensors, see `part_of`."""
+    batches, _, tokens = where
+    if batches.start is not None:
+        return [x[where] for x in tensors]
+    begin, end = tokens.start, tokens.stop
+    if begin is None or end - begin == tensors[0].shape[2]:
+        return tensors
+    return [x.narrow(2, begin, end - begin) for x in tensors]
+
+
 def columns(x: Tensor, span: Span) -> Tensor:
     """Return a span of tokens of `(B, N, L, ...)` as a view, or `x` itself if it is all of them."""
     begin, end = span
@@ -334,9 +345,9 @@ class Accumulation:
     Attributes:
         target: `(B, N, L, H)`, overwritten; it may be the memory of the first partial.
         partials: partial results whose last stride is 1.
-        lse: `(B, N, L)`, overwritten; it is that of the first partial if `target` is.
+        lse: `(B, N, L)`, overwritten; it may be that of the first partial, and is if `target` is.
         sinks: one logit for each head `(N,)`, a score with a value of 0.
-        denominator: `(B, N, L)`, on CPUs only: that of the first partial if `target` is its memory,
+        denominator: `(B, N, L)`, on CPUs only: that of the first partial if `lse` is its memory,
             else ones. It is updated; `target` is not divided by it yet.
     """
 
@@ -357,8 +368,9 @@ class Accumulation:
         if not self.is_in_place or self._divides or self.sinks is not None:
             return self
         num_rows = self.target.shape[2]
-        if any(partial.x.shape[2] == num_rows for partial in self.partials[1:]):
-            return self
+        for partial in self.partials[1:]:
+            if partial.x.shape[2] == num_rows:
+                return self
         spans = [partial.spans(self.target.shape)[1] for partial in self.partials[1:]]
         rows = min([x[0] for x in spans], default=0), max([x[1] for x in spans], default=0)
         if rows == (0, num_rows):

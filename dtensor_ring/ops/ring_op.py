@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from contextlib import nullcontext
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch.distributed import ProcessGroup
 
 from dtensor_ring.agreement.call_record import MAX_BYTES, CallRecord
 from dtensor_ring.agreement.checked_transport import TransportContext, checked_transport
-from dtensor_ring.agreement.group_state import group_state_of
+from dtensor_ring.agreement.group_state import GroupState, group_state_of
 from dtensor_ring.balanced.work import visible_pairs
 from dtensor_ring.compute.kernels import Saved
 from dtensor_ring.compute.memory import TOKEN_MAJOR, empty, order_of
@@ -29,7 +30,7 @@ from dtensor_ring.ops.attention_record import (
 )
 from dtensor_ring.ops.bound import TENSORS, BoundCall, bound_call
 from dtensor_ring.ops.boundaries import check_integers
-from dtensor_ring.ops.checks import CALLER, check_inputs, loadable, unit_stride
+from dtensor_ring.ops.checks import CALLER, LOG, announce, check_inputs, loadable, unit_stride
 from dtensor_ring.ops.options import LEAVES, SCHEMA, Call, PlanRequest, unflatten
 from dtensor_ring.planning.lru import cached_bytes
 from dtensor_ring.planning.slices import slices_of
@@ -49,10 +50,10 @@ def run_forward(
     if not bound.is_shared:  # nobody to agree with
         return _forward(bound, query, key, value, None)
     group = bound.call.group
-    with checked_call(bound, group, query, value) as transport:
+    state = group_state_of(group)
+    with checked_call(bound, group, state, query, value) as transport:
         # Within the context: an error of this rank is reported to the others.
         out, lse = _forward(bound, query, key, value, transport)
-    state = group_state_of(group)
     if state.sends_records:
         state.remember(lse)
     return out, lse
@@ -66,7 +67,8 @@ def _forward(
     kernel = bound.kernel(query, key, value)
     sole = bound.sole(kernel, query, key)
     # Before the kernel runs, so that the log names it if it fails.
-    bound.announce(kernel, query, key, value)
+    if LOG.isEnabledFor(logging.INFO):
+        announce(call, bound.request, bound.plan(query, key), kernel.name, key, value)
     query, key, value = loadable(query, key, value)
     if sole is not None:
         return sole_forward(query, (key, value), sole, kernel, call.scores)
@@ -106,7 +108,9 @@ def run_backward(
     """Run the backward of a bound call on plain tensors; without sinks their gradient is `None`."""
     if not bound.is_shared:
         return _backward(bound, saved, query, key, value, None)
-    with checked_call(bound, bound.call.group, query, value, saved.lse) as transport:
+    group = bound.call.group
+    how = group, group_state_of(group), query, value, saved.lse
+    with checked_call(bound, *how) as transport:
         return _backward(bound, saved, query, key, value, transport)
 
 
@@ -178,6 +182,7 @@ def _fake_backward(
 def checked_call(
     bound: BoundCall,
     group: ProcessGroup,
+    state: GroupState,
     query: Tensor,
     value: Tensor,
     lse: Tensor | None = None,
@@ -187,11 +192,11 @@ def checked_call(
     Args:
         bound: the call.
         group: its group.
+        state: the state of the group.
         query: this rank's queries.
         value: this rank's values.
         lse: the lse that the forward call returned, if this is its backward call.
     """
-    state = group_state_of(group)
     if not state.sends_records:
         return nullcontext(transport_of(group))
     forward_call = 0 if lse is None else state.forward_call_of(lse)
@@ -288,7 +293,8 @@ class _BoundFunction(_SingleLevelFunction):
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, bound: BoundCall
     ) -> tuple[Tensor, Tensor]:
-        out, lse = output = _below_autograd(bound, query, key, value)
+        with torch._C._AutoDispatchBelowADInplaceOrView():  # see `nodes.below_autograd`
+            out, lse = output = run_forward(bound, query, key, value)
         ctx.set_materialize_grads(False)
         ctx.bound = bound
         ctx.save_for_backward(query, key, value, out, lse)
@@ -338,12 +344,6 @@ def attend_bound(
     if torch.is_grad_enabled() and torch._C._any_requires_grad(query, key, value):
         node: Any = _BoundFunction  # no transform is active, see `nodes.recorded`
         return node.apply(query, key, value, bound)
-    return _below_autograd(bound, query, key, value)
-
-
-def _below_autograd(
-    bound: BoundCall, query: Tensor, key: Tensor, value: Tensor
-) -> tuple[Tensor, Tensor]:
     with torch._C._AutoDispatchBelowADInplaceOrView():  # see `nodes.below_autograd`
         return run_forward(bound, query, key, value)
 

@@ -239,7 +239,8 @@ class Rotation:
             # After an error, messages may still write to the buffers in flight, so nobody else may
             # reuse those.
             hold_until_complete(self._works, [x for packet in packets for x in packet.pair])
-        self._idle += _buffers(self._resident.values(), but=packets)
+        if self._resident:
+            self._idle += _buffers(self._resident.values(), but=packets)
         for buffer in self._idle:
             self._transport.free(buffer)
         self._resident, self._idle = {}, []
@@ -289,9 +290,6 @@ class Rotation:
             if x.numel():
                 messages.append(P2P(x, peer, 0, source))
 
-    def _num_bytes(self, cols: Cols) -> int:
-        return cols.offsets[-1] * self._col_bytes
-
     def _finish(self, hop: Hop) -> list[Packet]:
         """Wait for the hop. Packets of other sources become resident; the others are returned.
 
@@ -307,9 +305,10 @@ class Rotation:
                 own.append(packet)
             else:
                 self._resident[source] = packet
-        gone = [*sent, *[self._resident.pop(source) for source in hop.releases]]
+        for source in hop.releases:
+            sent.append(self._resident.pop(source))
         # A packet that was forwarded may still be resident: its buffer is not free yet.
-        self._idle += _buffers(gone, but=self._resident.values())
+        self._idle += _buffers(sent, but=self._resident.values())
         return own
 
 
@@ -361,6 +360,8 @@ class ShardRotation(Rotation):
 
     def _outgoing(self, sends: Sequence[Transfer], label: Label) -> list[Packet]:
         """Return the packet of each transfer; columns for several peers are packed once."""
+        if len(sends) == 1:  # around the ring
+            return [self._packed(sends[0].source, sends[0].cols, label)]
         packets: dict[tuple[int, Cols], Packet] = {}
         outgoing = []
         for source, cols, _ in sends:
@@ -375,7 +376,7 @@ class ShardRotation(Rotation):
         if source != self._rank:
             return self._part(source, cols, label)
         # A large message of neighbouring columns leaves from the shard itself, without a copy.
-        if goes_apart(self._num_bytes(cols)) and self._dtype == self._shard[0].dtype:
+        if goes_apart(cols.offsets[-1] * self._col_bytes) and self._dtype == self._shard[0].dtype:
             lying = Packet.lying(self._shard, cols)
             if lying is not None:
                 return lying

@@ -186,7 +186,7 @@ class _Arriving:
 
     def contribute(self, sums: SumRotation, step: Step, label: Label) -> None:
         """Add this rank's gradients of a source's keys and values to the sum that travels."""
-        if not step.cols:
+        if not step.cols.spans:
             return
         with label("merge"):
             packet, is_new = sums.sum_of(step.source, step.cols)
@@ -242,6 +242,7 @@ class _Ordered:
 
 def _collect(sums: SumRotation, grads: _Arriving | _Ordered, number: int, label: Label) -> None:
     """Add the gradients of this rank's own keys and values that came after a step."""
-    for packet, is_last in sums.wait(label):
+    for packet in sums.wait(label):
         with label("merge"):
-            grads.arrive(packet, number, is_last)
+            grads.arrive(packet, number, sums.is_last)
+        sums.leave(packet)

@@ -22,11 +22,11 @@ from dtensor_ring.compute.memory import (
     Partial,
     Region,
     add,
+    dense_strides,
     empty,
     in_order,
     new_empty,
     order_of,
-    strides,
     wide_of,
 )
 from dtensor_ring.compute.merge import MAX_PARTIALS, accumulate_sums, sink_weight
@@ -142,7 +142,7 @@ class Partials:
         # If the first partial is the wide running total, merge the others into it in place; at last
         # only if its memory has the order of the result, which would be copied otherwise.
         is_kept = is_whole and first.x.dtype == dtype == self._wide
-        if not is_kept or (divided and target.stride() != strides(self._shape, self._order)):
+        if not is_kept or (divided and target.stride() != dense_strides(self._shape, self._order)):
             target = empty(first.x, self._shape, self._order, dtype)
         if lse is not None and not is_whole:
             lse, denominator = new_empty(lse, self._shape[:3]), None

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache, reduce
+from functools import cache, lru_cache, reduce
 from itertools import pairwise
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -42,7 +42,7 @@ def order_of(x: Tensor) -> Order:
 def in_order(x: Tensor, order: Order, dtype: torch.dtype) -> Tensor:
     """Return `x` dense, in this order and dtype; without a copy if it already is."""
     # Compare strides first: even a view costs the host as much as a small kernel.
-    if x.dtype == dtype and x.stride() == strides(x.shape, order):
+    if x.dtype == dtype and x.stride() == dense_strides(x.shape, order):
         return x
     if order == HEAD_MAJOR:
         return x.to(dtype).contiguous()
@@ -71,6 +71,12 @@ def strides(shape: Sequence[Any], order: Order) -> tuple[Any, ...]:
     for dim in reversed(order):
         result[dim], stride = stride, stride * shape[dim]
     return tuple(result)
+
+
+@lru_cache(maxsize=1024)
+def dense_strides(shape: torch.Size, order: Order) -> tuple[int, ...]:
+    """Return the strides of a dense tensor of a known shape: layers repeat the same shapes."""
+    return strides(shape, order)
 
 
 @cache
@@ -365,7 +371,7 @@ class Accumulation:
     def cropped(self) -> Accumulation:
         """Return this sum without leading and trailing rows that no partial changes."""
         # A new target has to be written as a whole, and so has one that sinks or a division change.
-        if not self.is_in_place or self._divides or self.sinks is not None:
+        if self.sinks is not None or not self.is_in_place or self._divides:
             return self
         num_rows = self.target.shape[2]
         for partial in self.partials[1:]:

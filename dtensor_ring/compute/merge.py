@@ -105,7 +105,7 @@ MAX_PARTIALS = 8
 
 def accumulate_sums(*sums: Accumulation) -> None:
     """Compute the sums: one, or two of the same batch, heads and rows, in one launch on a GPU."""
-    sums = (*[one.cropped() for one in sums],)
+    sums = tuple(map(Accumulation.cropped, sums))
     if sums[0].target.is_meta:  # a dry run: no numbers to add
         return note_pass("merge", sum(one.num_bytes for one in sums))
     if sums[0].target.is_cuda and has_triton():

@@ -7,13 +7,20 @@ there is noted here, for whoever counts it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from torch.autograd import profiler
 
-_NOTHING = nullcontext()
+
+class _Nothing:
+    """A context that does nothing. Both ends are of C: a ring of two enters some twenty of them."""
+
+    __enter__ = __exit__ = "".format  # it takes anything, and its result is false
+
+
+_NOTHING: AbstractContextManager[Any] = cast(Any, _Nothing())
 
 
 class Label(NamedTuple):

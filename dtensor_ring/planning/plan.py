@@ -168,6 +168,11 @@ class Plan:
         sizes = [x.cols.offsets[-1] for hop in hops for x in hop.sends + hop.receives]
         return max(sizes, default=0)
 
+    @cached_property
+    def num_arriving(self) -> int:
+        """Number of sums for this rank's own keys and values that arrive in a backward pass."""
+        return sum(x.source == self.rank for hop in self.sums for x in hop.receives)
+
     @property
     def num_received(self) -> int:
         """Number of tokens whose keys and values this rank receives, over all hops."""

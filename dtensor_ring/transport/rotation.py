@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from math import prod
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, cast
 
 import torch
 from torch import Tensor
@@ -31,6 +31,8 @@ def goes_apart(num_bytes: int) -> bool:
     """
     return num_bytes >= LARGE
 
+
+_NO_HOP = Hop()
 
 # The attribute of a buffer that holds views of it, and the most that are kept.
 _VIEWS, MAX_VIEWS = "dtensor_ring_views", 8
@@ -259,7 +261,7 @@ class Rotation:
     def _part(self, source: int, cols: Cols, label: Label) -> Packet:
         """Return these columns of a resident packet: the packet itself, or a copy of a part."""
         resident = self._resident[source]
-        if resident.cols == cols:
+        if resident.cols is cols or resident.cols == cols:
             return resident
         packet = self._packet(source, cols)
         with label("pack"):
@@ -391,10 +393,9 @@ class SumRotation(Rotation):
 
     def __init__(self, transport: Transport, plan: Plan, shard: Pair, dtype: torch.dtype) -> None:
         super().__init__(transport, plan, plan.sums, shard, dtype)
-        self._hop = Hop()
-        sources = [transfer.source for hop in plan.sums for transfer in hop.receives]
+        self._hop = _NO_HOP
         # Counted ahead: the caller adds the last sum directly in the narrow dtype.
-        self._num_own = sources.count(plan.rank)  # still to come
+        self._num_own = plan.num_arriving  # still to come
 
     def post(self, step: Step, label: Label) -> None:
         """Start the hop after a step; the sums that it sends are complete."""
@@ -408,19 +409,22 @@ class SumRotation(Rotation):
             self._start(self._hop, outgoing)
         self._transport.at(label)
 
-    def wait(self, label: Label) -> Iterator[tuple[Packet, bool]]:
-        """Wait for the last hop; yield each sum for this rank's own shard, and whether it is last.
+    @property
+    def is_last(self) -> bool:
+        """Whether no sum comes after the one that arrived."""
+        return self._num_own == 1
 
-        A sum is valid until the next one is yielded.
-        """
+    def wait(self, label: Label) -> list[Packet]:
+        """Wait for the last hop; return the sums for this rank's own shard, each until `leave`."""
         with label("wait for sums"):
             own = self._finish(self._hop)
-        self._hop = Hop()
-        for packet in own:
-            self._num_own -= 1
-            # The caller has added the sum when the generator resumes: its buffer is idle then.
-            yield packet, not self._num_own
-            self._idle += _buffers([packet])
+        self._hop = _NO_HOP
+        return own
+
+    def leave(self, packet: Packet) -> None:
+        """Reuse the buffer of a sum that arrived and was added."""
+        self._num_own -= 1
+        self._idle.append(cast(Tensor, packet.buffer))
 
     def sum_of(self, source: int, cols: Cols) -> tuple[Packet, bool]:
         """Return the sum of a source's columns, and whether it is new, with undefined content."""

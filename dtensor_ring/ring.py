@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from dtensor_ring.compute.accumulate import (
-    GradientShare,
     GradientSum,
     Partials,
     RunningOutput,
@@ -49,7 +48,8 @@ def ring_forward(
     with shard_rotation(transport, plan, shard, policy.kv_dtype, rounded) as shards:
         for step in plan.steps:
             label = step.kept.get("forward") or _label("forward", step)
-            in_flight = plan.shards[step.number].moves
+            hop = plan.shards[step.number]
+            in_flight = bool(hop.sends or hop.receives)
             dropout = None if dropped is None else dropped.of_keys(step.runs, step.cols)
             lags = None if at is None else _lags(at, step)
             kv = shards.begin_step(step, label)
@@ -59,8 +59,7 @@ def ring_forward(
                 how = running, kernel, scores, label
                 forward_step(step, query, kv, *how, in_flight=in_flight, dropout=dropout, lags=lags)
             shards.end_step(step, label)
-    last = plan.steps[-1]
-    with Label("forward", last.number, last.source)("merge"):
+    with label("merge"):
         return running.result()
 
 
@@ -175,7 +174,8 @@ class _Arriving:
         # Step 0 is this rank's own shard, whose gradients need not travel.
         grad_kv: tuple[Partials, Partials] = self._grad_shard
         if step.number:
-            grad_kv = self._shares = GradientShare(kv[0]), GradientShare(kv[1])
+            # With more room, many overlapping launches would hold many times the memory of a shard.
+            grad_kv = self._shares = Partials(kv[0], room=1), Partials(kv[1], room=1)
         how = self._grad_query, grad_kv, kernel, scores, label, dropout, lags
         backward_step(step, saved, self._query, kv, *how)
 

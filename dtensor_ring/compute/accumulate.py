@@ -7,7 +7,6 @@ sink is one more score, with a value of 0. Sinks enter once, after all keys are 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import nullcontext
 
 import torch
@@ -48,19 +47,26 @@ class Partials:
     round, too.
 
     Args:
-        shape: shape of the tensor.
-        dtype: dtype of the result.
-        order: memory order of the result, which is dense.
+        like: a tensor of the device, and by default the shape and dtype, of the result.
         room: the largest number of partials to keep. `None` keeps `ON_GPUS` of 16 bits on a GPU,
             else one.
+        order: memory order of the result, which is dense.
+        shape: shape of the result.
+        dtype: dtype of the result.
     """
 
     def __init__(
-        self, shape: Sequence[int], dtype: torch.dtype, order: Order, room: int | None = None
+        self,
+        like: Tensor,
+        room: int | None = None,
+        order: Order = TOKEN_MAJOR,
+        shape: torch.Size | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
-        self._shape, self._dtype, self._order = torch.Size(shape), dtype, order
-        self._room = room
-        self._wide = wide_of(dtype)
+        self._like, self._room, self._order = like, room, order
+        self._shape = like.shape if shape is None else shape
+        self._dtype = like.dtype if dtype is None else dtype
+        self._wide = wide_of(self._dtype)
         self._partials: list[Partial] = []
 
     def __bool__(self) -> bool:
@@ -173,9 +179,9 @@ class RunningOutput(Partials):
         dtype: torch.dtype | None = None,
         room: int | None = None,
     ) -> None:
-        shape = *query.shape[:3], value_head_dim
-        super().__init__(shape, dtype or query.dtype, order_of(query), room)
-        self._query, self._sinks = query, sinks
+        shape = torch.Size((*query.shape[:3], value_head_dim))
+        super().__init__(query, room, order_of(query), shape, dtype)
+        self._sinks = sinks
 
     def result(self) -> tuple[Tensor, Tensor]:
         """Return `out` `(B, N, L, Hv)`, in the query's memory order, and `lse` `(B, N, L)`."""
@@ -187,8 +193,8 @@ class RunningOutput(Partials):
 
     def _add_nothing(self) -> None:
         """Add the result over no keys: outputs of 0 and an lse of -inf."""
-        out = empty(self._query, self._shape, self._order, self._dtype).zero_()
-        lse = self._query.new_full(self._shape[:3], -torch.inf, dtype=self._wide)
+        out = empty(self._like, self._shape, self._order, self._dtype).zero_()
+        lse = self._like.new_full(self._shape[:3], -torch.inf, dtype=self._wide)
         self.add(WHOLE, out, lse)
 
 
@@ -197,16 +203,7 @@ def _on_gpu(x: Tensor) -> bool:
 
 
 class GradientSum(Partials):
-    """The sum of the launches' gradients of one tensor `(B, N, L, H)`.
-
-    Args:
-        like: a tensor of the same shape, dtype and device.
-        room: the largest number of gradients to keep before they are added, see `Partials`.
-    """
-
-    def __init__(self, like: Tensor, room: int | None = None) -> None:
-        super().__init__(like.shape, like.dtype, TOKEN_MAJOR, room)
-        self._like = like
+    """The sum of the launches' gradients of one tensor `(B, N, L, H)`, see `Partials`."""
 
     def add_arrived(self, arrived: Tensor, cols: Cols, is_last: bool) -> None:
         """Add the sum that arrived from other ranks for these columns.
@@ -229,18 +226,6 @@ class GradientSum(Partials):
     def _zeros(self) -> Tensor:
         self.add(WHOLE, empty(self._like, self._shape, TOKEN_MAJOR).zero_())
         return self.total(is_last=False)
-
-
-class GradientShare(Partials):
-    """One step's gradients of a shard, kept until the sum over the other ranks arrives.
-
-    Args:
-        like: a tensor of the shape `(B, N, C, H)`, dtype and device of the gradients.
-    """
-
-    def __init__(self, like: Tensor) -> None:
-        # With more room, many overlapping launches would hold many times the memory of a shard.
-        super().__init__(like.shape, like.dtype, TOKEN_MAJOR, room=1)
 
 
 def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:

@@ -51,11 +51,12 @@ def run_forward(
         return _forward(bound, query, key, value, None)
     group = bound.call.group
     state = group_state_of(group)
+    if not state.sends_records:
+        return _forward(bound, query, key, value, transport_of(group))
     with checked_call(bound, group, state, query, value) as transport:
         # Within the context: an error of this rank is reported to the others.
         out, lse = _forward(bound, query, key, value, transport)
-    if state.sends_records:
-        state.remember(lse)
+    state.remember(lse)
     return out, lse
 
 
@@ -109,8 +110,10 @@ def run_backward(
     if not bound.is_shared:
         return _backward(bound, saved, query, key, value, None)
     group = bound.call.group
-    how = group, group_state_of(group), query, value, saved.lse
-    with checked_call(bound, *how) as transport:
+    state = group_state_of(group)
+    if not state.sends_records:
+        return _backward(bound, saved, query, key, value, transport_of(group))
+    with checked_call(bound, group, state, query, value, saved.lse) as transport:
         return _backward(bound, saved, query, key, value, transport)
 
 
@@ -187,7 +190,7 @@ def checked_call(
     value: Tensor,
     lse: Tensor | None = None,
 ) -> TransportContext:
-    """Return the context of a call over several ranks, which gives its transport.
+    """Return the context of a call that ranks compare, which gives its transport.
 
     Args:
         bound: the call.
@@ -197,8 +200,6 @@ def checked_call(
         value: this rank's values.
         lse: the lse that the forward call returned, if this is its backward call.
     """
-    if not state.sends_records:
-        return nullcontext(transport_of(group))
     forward_call = 0 if lse is None else state.forward_call_of(lse)
     direction = "forward" if lse is None else "backward"
     record = bound.records.get(direction)
@@ -291,17 +292,17 @@ class _BoundFunction(_SingleLevelFunction):
 
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, bound: BoundCall
-    ) -> tuple[Tensor, Tensor]:
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, how: tuple[BoundCall, bool]
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        ctx.bound, with_lse = how
         with torch._C._AutoDispatchBelowADInplaceOrView():  # see `nodes.below_autograd`
-            out, lse = output = run_forward(bound, query, key, value)
+            out, lse = run_forward(ctx.bound, query, key, value)
         ctx.set_materialize_grads(False)
-        ctx.bound = bound
         ctx.save_for_backward(query, key, value, out, lse)
-        return output
+        return (out, lse) if with_lse else out
 
     @staticmethod
-    def backward(ctx: Any, grad_out: Any, grad_lse: Any) -> tuple[Any, ...]:
+    def backward(ctx: Any, grad_out: Any, grad_lse: Any = None) -> tuple[Any, ...]:
         if grad_out is None and grad_lse is None:
             return (None,) * 4
         query, key, value, out, lse = ctx.saved_tensors
@@ -336,16 +337,18 @@ def attend(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> tuple[Te
 
 
 def attend_bound(
-    bound: BoundCall, query: Tensor, key: Tensor, value: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Run a bound call as `attend` does."""
+    bound: BoundCall, query: Tensor, key: Tensor, value: Tensor, with_lse: bool
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Run a bound call as `attend` does, and return `out`, with lse if that is asked for."""
     if forward_ad._current_level >= 0 or not nodes.is_plain(query, key, value):
-        return ring_op(query, key, value, *bound.options)
-    if torch.is_grad_enabled() and torch._C._any_requires_grad(query, key, value):
+        found = ring_op(query, key, value, *bound.options)
+    elif torch.is_grad_enabled() and torch._C._any_requires_grad(query, key, value):
         node: Any = _BoundFunction  # no transform is active, see `nodes.recorded`
-        return node.apply(query, key, value, bound)
-    with torch._C._AutoDispatchBelowADInplaceOrView():  # see `nodes.below_autograd`
-        return run_forward(bound, query, key, value)
+        return node.apply(query, key, value, (bound, with_lse))
+    else:
+        with torch._C._AutoDispatchBelowADInplaceOrView():  # see `nodes.below_autograd`
+            found = run_forward(bound, query, key, value)
+    return found if with_lse else found[0]
 
 
 def _autograd(

@@ -5,12 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dtensor_ring.compute.accumulate import (
-    GradientSum,
-    Partials,
-    RunningOutput,
-    sinks_gradient,
-)
+from dtensor_ring.compute.accumulate import GradientSum, Partials, RunningOutput, sinks_gradient
 from dtensor_ring.compute.dropout import Dropout, ShardDropout
 from dtensor_ring.compute.exact import tree_sum
 from dtensor_ring.compute.execute import Pair, backward_step, forward_step

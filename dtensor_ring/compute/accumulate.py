@@ -102,7 +102,7 @@ class Partials:
         first = self._partials[0]
         if (
             len(self._partials) > 1
-            or not self._is_whole(first)
+            or first.x.shape != self._shape
             or not (is_last or first.x.dtype == self._wide)
         ):
             self._partials = [self._merged(self._wide)]

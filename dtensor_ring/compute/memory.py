@@ -120,7 +120,7 @@ def part_of(x: Tensor, where: Region) -> Tensor:
 
 
 def parts_of(where: Region, *tensors: Tensor) -> Sequence[Tensor]:
-    """Return a region of tensors of one number of tokens as views, or the tensors, see `part_of`."""
+    """Return a region of tensors of one length as views, or the tensors, see `part_of`."""
     batches, _, tokens = where
     if batches.start is not None:
         return [x[where] for x in tensors]

@@ -269,7 +269,8 @@ class _RingFunction(_SingleLevelFunction):
         return output
 
     @staticmethod
-    def backward(ctx: Any, grad_out: Any, grad_lse: Any) -> tuple[Any, ...]:
+    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        grad_out, grad_lse = grads
         if grad_out is None and grad_lse is None:
             return (None,) * 6
         query, key, value, out, lse, *others = ctx.saved_tensors
@@ -302,7 +303,8 @@ class _BoundFunction(_SingleLevelFunction):
         return (out, lse) if with_lse else out
 
     @staticmethod
-    def backward(ctx: Any, grad_out: Any, grad_lse: Any = None) -> tuple[Any, ...]:
+    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        grad_out, grad_lse = grads if len(grads) == 2 else (grads[0], None)
         if grad_out is None and grad_lse is None:
             return (None,) * 4
         query, key, value, out, lse = ctx.saved_tensors

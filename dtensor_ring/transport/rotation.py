@@ -121,6 +121,8 @@ class Packet:
         flat: both in the buffer, as one message.
     """
 
+    __slots__ = ("_flat", "buffer", "cols", "pair")  # one for each message
+
     def __init__(
         self, cols: Cols, pair: Pair, buffer: Tensor | None = None, flat: Tensor | None = None
     ) -> None:
@@ -223,9 +225,12 @@ class Rotation:
         key, value = like
         self._device = key.device
         transport.prepare(self._device)
-        self._transport, self._plan, self._rank, self._hops = transport, plan, plan.rank, hops
+        self._transport, self._rank, self._hops = transport, plan.rank, hops
         self._packing, self._dtype = packing_of(key.shape, value.shape, dtype), dtype
         self._col_bytes = self._packing.col_bytes
+        # All buffers have the size of the largest packet, so any buffer serves any packet. A sum is
+        # as large as its packet of keys and values, though it may leave in parts.
+        self._num_bytes = plan.largest_packet * self._col_bytes
         self._resident: dict[int, Packet] = {}  # by source
         self._sent: list[Packet] = []
         self._arriving: list[tuple[int, Packet]] = []  # with the source
@@ -249,14 +254,10 @@ class Rotation:
 
     def _packet(self, source: int, cols: Cols) -> Packet:
         """Return a packet for columns of a source in an idle buffer; allocate if there is none."""
-        buffer = self._idle.pop() if self._idle else self._allocate()
+        if self._idle:
+            return self._packing.packet(self._idle.pop(), cols)
+        buffer = self._transport.allocate(self._num_bytes, self._device)
         return self._packing.packet(buffer, cols)
-
-    def _allocate(self) -> Tensor:
-        # All buffers have the size of the largest packet, so any buffer serves any packet. A sum is
-        # as large as its packet of keys and values, though it may leave in parts.
-        num_bytes = self._plan.largest_packet * self._col_bytes
-        return self._transport.allocate(num_bytes, self._device)
 
     def _part(self, source: int, cols: Cols, label: Label) -> Packet:
         """Return these columns of a resident packet: the packet itself, or a copy of a part."""

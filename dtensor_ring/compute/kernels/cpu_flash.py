@@ -224,10 +224,10 @@ def _correct(
     # nothing. In 16 bits it gives no weight to scores of inf, where inf - inf is NaN.
     out, lse = results
     # Lost rows are rare, so rule them out with one cheap pass over lse.
-    if lse.count_nonzero().item() == lse.numel():
-        # Of wider dtypes, scores of inf are computed correctly.
-        if out.itemsize > 2 or isfinite(lse.sum().item()):
-            return
+    has_zeros = lse.count_nonzero().item() != lse.numel()
+    # Of wider dtypes, scores of inf are computed correctly.
+    if not has_zeros and (out.itemsize > 2 or isfinite(lse.sum().item())):
+        return
     # A correct lse may be 0, but then the output seldom is 0, too.
     lost = ((lse == 0) | lse.isinf()) & (out == 0).all(-1)
     if not lost.any():

@@ -168,8 +168,8 @@ class _Arriving:
         """Add the gradients of a step."""
         # Step 0 is this rank's own shard, whose gradients need not travel.
         grad_kv: tuple[Partials, Partials] = self._grad_shard
+        # With more room, many overlapping launches would hold many times the memory of a shard.
         if step.number:
-            # With more room, many overlapping launches would hold many times the memory of a shard.
             grad_kv = self._shares = Partials(kv[0], room=1), Partials(kv[1], room=1)
         how = self._grad_query, grad_kv, kernel, scores, label, dropout, lags
         backward_step(step, saved, self._query, kv, *how)

@@ -263,9 +263,10 @@ class _RingFunction(_SingleLevelFunction):
         output = nodes.below_autograd(ring_op, forward, keyset, *inputs, of_node=True)
         ctx.set_materialize_grads(False)
         # Tensors are saved, so that hooks (offloading, checkpointing) see them.
-        ctx.places = [i for i in TENSORS if options[i] is not None]
+        ctx.options, ctx.places = options, [i for i in TENSORS if options[i] is not None]
         ctx.save_for_backward(query, key, value, *output, *[options[i] for i in ctx.places])
-        ctx.options = [None if i in ctx.places else x for i, x in enumerate(options)]
+        if ctx.places:
+            ctx.options = [None if i in ctx.places else x for i, x in enumerate(options)]
         return output
 
     @staticmethod
@@ -274,9 +275,11 @@ class _RingFunction(_SingleLevelFunction):
         if grad_out is None and grad_lse is None:
             return (None,) * 6
         query, key, value, out, lse, *others = ctx.saved_tensors
-        options = list(ctx.options)
-        for i, x in zip(ctx.places, others, strict=True):
-            options[i] = x
+        options = ctx.options
+        if others:
+            options = list(options)
+            for i, x in zip(ctx.places, others, strict=True):
+                options[i] = x
         # Only lse was used: the formula still takes a gradient of out.
         if grad_out is None:
             grad_out = torch.zeros_like(out)

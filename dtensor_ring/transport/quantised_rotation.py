@@ -323,10 +323,8 @@ class QuantisedRotation(ShardRotation):
         super().__init__(transport, plan, of_kernels, kv_dtype)
         batch, heads, _, head_dim = shard[0].shape
         size = packet_size(kv_dtype, batch, heads, (head_dim, shard[1].shape[3]), owners)
-        hops = plan.shards + plan.sums
-        self._num_bytes = max(
-            [size(x) for hop in hops for x in hop.sends + hop.receives], default=0
-        )
+        moved = [x for hop in plan.shards + plan.sums for x in hop.sends + hop.receives]
+        self._num_bytes = max(map(size, moved), default=0)
 
     def _kv(self, step: Step) -> Pair:
         packet: Any = self._resident.get(step.source)

@@ -9,18 +9,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 from torch.autograd import profiler
 
 
 class _Nothing:
-    """A context that does nothing. Both ends are of C: a ring of two enters some twenty of them."""
+    """A context that does nothing; a ring of two ranks enters twenty of them in a call."""
 
-    __enter__ = __exit__ = "".format  # it takes anything, and its result is false
+    # A function of C that takes anything, whose result is false: errors pass. `nullcontext` has two
+    # functions of Python, which cost more than all else here.
+    __enter__ = __exit__ = "".format
 
 
-_NOTHING: AbstractContextManager[Any] = cast(Any, _Nothing())
+_NOTHING: Any = _Nothing()
 
 
 class Label(NamedTuple):

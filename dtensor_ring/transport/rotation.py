@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from math import prod
-from typing import Any, NamedTuple, Self, cast
+from typing import Any, ClassVar, NamedTuple, Self, cast
 
 import torch
 from torch import Tensor
@@ -31,8 +31,6 @@ def goes_apart(num_bytes: int) -> bool:
     """
     return num_bytes >= LARGE
 
-
-_NO_HOP = Hop()
 
 # The attribute of a buffer that holds views of it, and the most that are kept.
 _VIEWS, MAX_VIEWS = "dtensor_ring_views", 8
@@ -392,9 +390,11 @@ class ShardRotation(Rotation):
 class SumRotation(Rotation):
     """Moves sums of key and value gradients; the backward loop adds to them."""
 
+    _NO_HOP: ClassVar = Hop()
+
     def __init__(self, transport: Transport, plan: Plan, shard: Pair, dtype: torch.dtype) -> None:
         super().__init__(transport, plan, plan.sums, shard, dtype)
-        self._hop = _NO_HOP
+        self._hop = self._NO_HOP
         # Counted ahead: the caller adds the last sum directly in the narrow dtype.
         self._num_own = plan.num_arriving  # still to come
 
@@ -419,7 +419,7 @@ class SumRotation(Rotation):
         """Wait for the last hop; return the sums for this rank's own shard, each until `leave`."""
         with label("wait for sums"):
             own = self._finish(self._hop)
-        self._hop = _NO_HOP
+        self._hop = self._NO_HOP
         return own
 
     def leave(self, packet: Packet) -> None:

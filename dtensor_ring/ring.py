@@ -5,13 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dtensor_ring.compute.accumulate import (
-    GradientShare,
-    GradientSum,
-    Partials,
-    RunningOutput,
-    sinks_gradient,
-)
+from dtensor_ring.compute.accumulate import GradientSum, Partials, RunningOutput, sinks_gradient
 from dtensor_ring.compute.dropout import Dropout, ShardDropout
 from dtensor_ring.compute.exact import tree_sum
 from dtensor_ring.compute.execute import Pair, backward_step, forward_step
@@ -48,8 +42,9 @@ def ring_forward(
         running = OrderedOutput(query, head_dim, sinks, plan.order)
     with shard_rotation(transport, plan, shard, policy.kv_dtype, rounded) as shards:
         for step in plan.steps:
-            label = Label("forward", step.number, step.source)
-            in_flight = plan.shards[step.number].moves
+            label = step.kept.get("forward") or _label("forward", step)
+            hop = plan.shards[step.number]
+            in_flight = bool(hop.sends or hop.receives)
             dropout = None if dropped is None else dropped.of_keys(step.runs, step.cols)
             lags = None if at is None else _lags(at, step)
             kv = shards.begin_step(step, label)
@@ -59,8 +54,7 @@ def ring_forward(
                 how = running, kernel, scores, label
                 forward_step(step, query, kv, *how, in_flight=in_flight, dropout=dropout, lags=lags)
             shards.end_step(step, label)
-    last = plan.steps[-1]
-    with Label("forward", last.number, last.source)("merge"):
+    with label("merge"):
         return running.result()
 
 
@@ -85,13 +79,14 @@ def ring_backward(
         SumRotation(transport, plan, shard, sum_dtype) as sums,
     ):
         for step in plan.steps:
-            label = Label("backward", step.number, step.source)
+            label = step.kept.get("backward") or _label("backward", step)
             dropout = None if dropped is None else dropped.of_keys(step.runs, step.cols)
             lags = None if at is None else _lags(at, step)
             kv = shards.begin_step(step, label)
             grads.compute(step, saved, kv, kernel, scores, label, dropout, lags)
-            if step.number:
+            if step.number > 1:  # nothing was posted after step 0
                 _collect(sums, grads, step.number - 1, label)
+            if step.number:
                 grads.contribute(sums, step, label)
                 # After the kernels: on the ring, a sum travels one hop after its shard.
                 sums.post(step, label)
@@ -99,6 +94,12 @@ def ring_backward(
         last = len(plan.steps) - 1
         _collect(sums, grads, last, Label("backward", last, plan.rank))
     return grads.result()
+
+
+def _label(ring: str, step: Step) -> Label:
+    """Name a step in profiles, once for all calls."""
+    found: Label = step.kept.setdefault(ring, Label(ring, step.number, step.source))
+    return found
 
 
 def _lags(at: Tensor, step: Step) -> Lags:
@@ -167,8 +168,9 @@ class _Arriving:
         """Add the gradients of a step."""
         # Step 0 is this rank's own shard, whose gradients need not travel.
         grad_kv: tuple[Partials, Partials] = self._grad_shard
+        # With more room, many overlapping launches would hold many times the memory of a shard.
         if step.number:
-            grad_kv = self._shares = GradientShare(kv[0]), GradientShare(kv[1])
+            grad_kv = self._shares = Partials(kv[0], room=1), Partials(kv[1], room=1)
         how = self._grad_query, grad_kv, kernel, scores, label, dropout, lags
         backward_step(step, saved, self._query, kv, *how)
 
@@ -179,7 +181,7 @@ class _Arriving:
 
     def contribute(self, sums: SumRotation, step: Step, label: Label) -> None:
         """Add this rank's gradients of a source's keys and values to the sum that travels."""
-        if not step.cols:
+        if not step.cols.spans:
             return
         with label("merge"):
             packet, is_new = sums.sum_of(step.source, step.cols)
@@ -235,6 +237,7 @@ class _Ordered:
 
 def _collect(sums: SumRotation, grads: _Arriving | _Ordered, number: int, label: Label) -> None:
     """Add the gradients of this rank's own keys and values that came after a step."""
-    for packet, is_last in sums.wait(label):
+    for packet in sums.wait(label):
         with label("merge"):
-            grads.arrive(packet, number, is_last)
+            grads.arrive(packet, number, sums.is_last)
+        sums.leave(packet)

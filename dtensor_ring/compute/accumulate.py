@@ -7,7 +7,7 @@ sink is one more score, with a value of 0. Sinks enter once, after all keys are 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from dtensor_ring.compute.memory import (
     Partial,
     Region,
     add,
+    dense_strides,
     empty,
     in_order,
     new_empty,
@@ -28,7 +29,7 @@ from dtensor_ring.compute.memory import (
     wide_of,
 )
 from dtensor_ring.compute.merge import MAX_PARTIALS, accumulate_sums, sink_weight
-from dtensor_ring.compute.trace import stands_for_gpu
+from dtensor_ring.compute.trace import Label, stands_for_gpu
 from dtensor_ring.planning.demand import Cols
 
 # Partials of 16 bits that are kept on a GPU. Next to two, a ring of 8 ranks is 5 % faster forward
@@ -46,41 +47,53 @@ class Partials:
     round, too.
 
     Args:
-        shape: shape of the tensor.
-        dtype: dtype of the result.
-        order: memory order of the result, which is dense.
+        like: a tensor of the device, and by default the shape and dtype, of the result.
         room: the largest number of partials to keep. `None` keeps `ON_GPUS` of 16 bits on a GPU,
             else one.
+        order: memory order of the result, which is dense.
+        shape: shape of the result.
+        dtype: dtype of the result.
     """
 
     def __init__(
-        self, shape: Sequence[int], dtype: torch.dtype, order: Order, room: int | None = None
+        self,
+        like: Tensor,
+        room: int | None = None,
+        order: Order = TOKEN_MAJOR,
+        shape: torch.Size | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
-        self._shape, self._dtype, self._order = torch.Size(shape), dtype, order
-        self._room = room
-        self._wide = wide_of(dtype)
+        self._like, self._room, self._order = like, room, order
+        self._shape = like.shape if shape is None else shape
+        self._dtype = like.dtype if dtype is None else dtype
+        self._wide = wide_of(self._dtype)
         self._partials: list[Partial] = []
 
     def __bool__(self) -> bool:
         return bool(self._partials)
 
     def add(self, region: Region, x: Tensor, lse: Tensor | None = None) -> None:
-        """Keep a partial and its lse, if it has one; `x` may be overwritten.
+        """Keep a partial and its lse, if it has one; both may be overwritten.
 
         Call `make_room` before.
         """
         self._partials.append(Partial(region, x, lse))
 
-    def make_room(self) -> None:
-        """Merge the partials if there is no room for another, before a kernel allocates it."""
+    def make_room(self, label: Label | None = None) -> None:
+        """Merge the partials if there is no room for another, before a kernel allocates it.
+
+        Args:
+            label: names the merge in a profile.
+        """
         if len(self._partials) > 1 and self._is_full():
-            self._partials = [self._merged(self._wide)]
+            with nullcontext() if label is None else label("merge"):
+                self._partials = [self._merged(self._wide)]
 
     def merged(self, sinks: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """Return the tensor in its dtype and order, and its lse `(B, N, L)` or `None`."""
         first = self._partials[0]
         # One launch over everything, as that of a single rank, is the result without another pass.
-        is_final = first.denominator is None and sinks is None and self._is_whole(first)
+        is_final = first.denominator is None and sinks is None and first.x.shape == self._shape
         if len(self._partials) > 1 or not is_final:
             first = self._merged(self._dtype, sinks, divided=True)
         return in_order(first.x, self._order, self._dtype), first.lse
@@ -90,7 +103,7 @@ class Partials:
         first = self._partials[0]
         if (
             len(self._partials) > 1
-            or not self._is_whole(first)
+            or first.x.shape != self._shape
             or not (is_last or first.x.dtype == self._wide)
         ):
             self._partials = [self._merged(self._wide)]
@@ -131,13 +144,15 @@ class Partials:
     ) -> Partial:
         """Merge all partials into one of this dtype. CPUs keep a denominator unless `divided`."""
         first = self._partials[0]
-        denominator = None
-        # If the first partial is the wide running total, merge the others into it in place.
-        if self._is_total(first) and dtype == self._wide:
-            target, lse, denominator = first.x, first.lse, first.denominator
-        else:
+        target, lse, denominator = first.x, first.lse, first.denominator
+        is_whole = self._is_whole(first)
+        # If the first partial is the wide running total, merge the others into it in place; at last
+        # only if its memory has the order of the result, which would be copied otherwise.
+        is_kept = is_whole and first.x.dtype == dtype == self._wide
+        if not is_kept or (divided and target.stride() != dense_strides(self._shape, self._order)):
             target = empty(first.x, self._shape, self._order, dtype)
-            lse = None if first.lse is None else new_empty(first.lse, self._shape[:3])
+        if lse is not None and not is_whole:
+            lse, denominator = new_empty(lse, self._shape[:3]), None
         # On a GPU the one launch divides, too. A CPU divides in its last merge only, which saves
         # a pass over the sum in the others, see Note [Division at the end].
         if divided or lse is None or not lse.is_cpu:
@@ -167,9 +182,9 @@ class RunningOutput(Partials):
         dtype: torch.dtype | None = None,
         room: int | None = None,
     ) -> None:
-        shape = *query.shape[:3], value_head_dim
-        super().__init__(shape, dtype or query.dtype, order_of(query), room)
-        self._query, self._sinks = query, sinks
+        shape = torch.Size((*query.shape[:3], value_head_dim))
+        super().__init__(query, room, order_of(query), shape, dtype)
+        self._sinks = sinks
 
     def result(self) -> tuple[Tensor, Tensor]:
         """Return `out` `(B, N, L, Hv)`, in the query's memory order, and `lse` `(B, N, L)`."""
@@ -181,8 +196,8 @@ class RunningOutput(Partials):
 
     def _add_nothing(self) -> None:
         """Add the result over no keys: outputs of 0 and an lse of -inf."""
-        out = empty(self._query, self._shape, self._order, self._dtype).zero_()
-        lse = self._query.new_full(self._shape[:3], -torch.inf, dtype=self._wide)
+        out = empty(self._like, self._shape, self._order, self._dtype).zero_()
+        lse = self._like.new_full(self._shape[:3], -torch.inf, dtype=self._wide)
         self.add(WHOLE, out, lse)
 
 
@@ -191,16 +206,7 @@ def _on_gpu(x: Tensor) -> bool:
 
 
 class GradientSum(Partials):
-    """The sum of the launches' gradients of one tensor `(B, N, L, H)`.
-
-    Args:
-        like: a tensor of the same shape, dtype and device.
-        room: the largest number of gradients to keep before they are added, see `Partials`.
-    """
-
-    def __init__(self, like: Tensor, room: int | None = None) -> None:
-        super().__init__(like.shape, like.dtype, TOKEN_MAJOR, room)
-        self._like = like
+    """The sum of the launches' gradients of one tensor `(B, N, L, H)`, see `Partials`."""
 
     def add_arrived(self, arrived: Tensor, cols: Cols, is_last: bool) -> None:
         """Add the sum that arrived from other ranks for these columns.
@@ -223,18 +229,6 @@ class GradientSum(Partials):
     def _zeros(self) -> Tensor:
         self.add(WHOLE, empty(self._like, self._shape, TOKEN_MAJOR).zero_())
         return self.total(is_last=False)
-
-
-class GradientShare(Partials):
-    """One step's gradients of a shard, kept until the sum over the other ranks arrives.
-
-    Args:
-        like: a tensor of the shape `(B, N, C, H)`, dtype and device of the gradients.
-    """
-
-    def __init__(self, like: Tensor) -> None:
-        # With more room, many overlapping launches would hold many times the memory of a shard.
-        super().__init__(like.shape, like.dtype, TOKEN_MAJOR, room=1)
 
 
 def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ from dtensor_ring.compute.kernels.kernel import (
     Segments,
 )
 from dtensor_ring.compute.lags import Lags
-from dtensor_ring.compute.memory import Region, cols_of, part_of, rows_of
+from dtensor_ring.compute.memory import Region, cols_of, part_of, parts_of, rows_of
 from dtensor_ring.compute.trace import Label
 from dtensor_ring.compute.whole_step import whole_step
 from dtensor_ring.planning.mask import Mask
@@ -74,8 +74,7 @@ def forward_step(
     """
     joins_tiles = joins_tiles and lags is None
     for launch in launches_of(step, query, kv[0], kernel, joins_tiles, in_flight):
-        with label("merge"):
-            running.make_room()
+        running.make_room(label)
         with label("tile"):
             launch = launch if dropout is None else _dropping(launch, dropout)
             launch = launch if lags is None else _biased(launch, lags)
@@ -393,10 +392,8 @@ def backward_step(
         lags: the positions of all queries and all resident keys, if queries have a bias.
     """
     for launch in launches_of(step, query, kv[0], kernel, joins_tiles=lags is None):
-        sums = grad_query, *grad_kv
-        with label("merge"):
-            for one in sums:
-                one.make_room()
+        for one in (grad_query, *grad_kv):
+            one.make_room(label)
         with label("tile"):
             launch = launch if dropout is None else _dropping(launch, dropout)
             launch = launch if lags is None else _biased(launch, lags)
@@ -442,7 +439,7 @@ def _biased(launch: Launch, lags: Lags) -> Launch:
 
 def _forward(launch: Launch, query: Tensor, kv: Pair, kernel: Kernel, scores: Scores) -> Result:
     """Return `out` `(B, N, R, Hv)` and `lse` `(B, N, R)` of a launch."""
-    q, k, v = part_of(query, launch.rows), part_of(kv[0], launch.cols), part_of(kv[1], launch.cols)
+    q, (k, v) = part_of(query, launch.rows), parts_of(launch.cols, *kv)
     if launch.segments is None:
         return kernel.forward(q, k, v, launch, scores)
     # Boundaries of segments count tokens across batch rows, so flatten batch and tokens.
@@ -456,7 +453,7 @@ def _backward(
 ) -> Gradients:
     """Return the gradients of query, key and value of a launch, each `(B, N, R, H)`."""
     saved = saved.region(launch.rows)
-    q, k, v = part_of(query, launch.rows), part_of(kv[0], launch.cols), part_of(kv[1], launch.cols)
+    q, (k, v) = part_of(query, launch.rows), parts_of(launch.cols, *kv)
     if launch.segments is None:
         return kernel.backward(saved, q, k, v, launch, scores)
     # Kernels take segments as one batch row of all tokens, with lse by head.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache, reduce
+from functools import cache, lru_cache, reduce
 from itertools import pairwise
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -42,7 +42,7 @@ def order_of(x: Tensor) -> Order:
 def in_order(x: Tensor, order: Order, dtype: torch.dtype) -> Tensor:
     """Return `x` dense, in this order and dtype; without a copy if it already is."""
     # Compare strides first: even a view costs the host as much as a small kernel.
-    if x.dtype == dtype and x.stride() == strides(x.shape, order):
+    if x.dtype == dtype and x.stride() == dense_strides(x.shape, order):
         return x
     if order == HEAD_MAJOR:
         return x.to(dtype).contiguous()
@@ -71,6 +71,12 @@ def strides(shape: Sequence[Any], order: Order) -> tuple[Any, ...]:
     for dim in reversed(order):
         result[dim], stride = stride, stride * shape[dim]
     return tuple(result)
+
+
+@lru_cache(maxsize=1024)
+def dense_strides(shape: torch.Size, order: Order) -> tuple[int, ...]:
+    """Return the strides of a dense tensor of a known shape: layers repeat the same shapes."""
+    return strides(shape, order)
 
 
 @cache
@@ -111,6 +117,17 @@ def part_of(x: Tensor, where: Region) -> Tensor:
     begin, end = tokens.start, tokens.stop
     # As `columns`, which would be another call of each launch for each of its tensors.
     return x if begin is None or end - begin == x.shape[2] else x.narrow(2, begin, end - begin)
+
+
+def parts_of(where: Region, *tensors: Tensor) -> Sequence[Tensor]:
+    """Return a region of tensors of one length as views, or the tensors, see `part_of`."""
+    batches, _, tokens = where
+    if batches.start is not None:
+        return [x[where] for x in tensors]
+    begin, end = tokens.start, tokens.stop
+    if begin is None or end - begin == tensors[0].shape[2]:
+        return tensors
+    return [x.narrow(2, begin, end - begin) for x in tensors]
 
 
 def columns(x: Tensor, span: Span) -> Tensor:
@@ -336,9 +353,9 @@ class Accumulation:
     Attributes:
         target: `(B, N, L, H)`, overwritten; it may be the memory of the first partial.
         partials: partial results whose last stride is 1.
-        lse: `(B, N, L)`, overwritten; it is that of the first partial if `target` is.
+        lse: `(B, N, L)`, overwritten; it may be that of the first partial, and is if `target` is.
         sinks: one logit for each head `(N,)`, a score with a value of 0.
-        denominator: `(B, N, L)`, on CPUs only: that of the first partial if `target` is its memory,
+        denominator: `(B, N, L)`, on CPUs only: that of the first partial if `lse` is its memory,
             else ones. It is updated; `target` is not divided by it yet.
     """
 
@@ -358,11 +375,12 @@ class Accumulation:
         # A step of packed documents may change few rows. In a running total the others are right
         # already, and a pass over them would take as long as one that changes them.
         # A new target has to be written as a whole, and so has one that sinks or a division change.
-        if not self.is_in_place or self._divides or self.sinks is not None:
+        if self.sinks is not None or not self.is_in_place or self._divides:
             return self
         num_rows = self.target.shape[2]
-        if any(partial.x.shape[2] == num_rows for partial in self.partials[1:]):
-            return self
+        for partial in self.partials[1:]:
+            if partial.x.shape[2] == num_rows:
+                return self
         spans = [partial.spans(self.target.shape)[1] for partial in self.partials[1:]]
         rows = min([x[0] for x in spans], default=0), max([x[1] for x in spans], default=0)
         if rows == (0, num_rows):

@@ -40,12 +40,12 @@ class Weights:
     def __init__(self, one: Accumulation) -> None:
         assert one.lse is not None, "sums have no weights"
         first = one.partials[0]
-        ours = one.denominator
-        if ours is None and one.is_in_place:
+        ours, is_there = one.denominator, one.lse is first.lse
+        if ours is None and is_there:
             ours = first.denominator
         self._lse, self._denominator = one.lse, torch.ones_like(one.lse) if ours is None else ours
         self._is_divided = first.denominator is None
-        if not one.is_in_place:
+        if not is_there:
             self._start(first.region, first.lse, first.denominator)
 
     def _start(self, region: Region, lse: Tensor | None, denominator: Tensor | None) -> None:
@@ -105,7 +105,7 @@ MAX_PARTIALS = 8
 
 def accumulate_sums(*sums: Accumulation) -> None:
     """Compute the sums: one, or two of the same batch, heads and rows, in one launch on a GPU."""
-    sums = (*[one.cropped() for one in sums],)
+    sums = tuple(map(Accumulation.cropped, sums))
     if sums[0].target.is_meta:  # a dry run: no numbers to add
         return note_pass("merge", sum(one.num_bytes for one in sums))
     if sums[0].target.is_cuda and has_triton():
@@ -148,9 +148,13 @@ def _narrow(x: Tensor, where: tuple[Span, Span]) -> Tensor:
 def _by_ranges(one: Accumulation) -> None:
     """Compute a sum by ranges of rows that have the same partials."""
     target, shape = one.target, one.target.shape
-    addends, scale = _addends(one)
     shapes = [partial.x.shape for partial in one.partials]
-    if shapes and shapes.count(shape) == len(shapes):
+    is_whole = bool(shapes) and shapes.count(shape) == len(shapes)
+    if is_whole and one.lse is None and len(shapes) == 1:  # as most sums that begin to travel
+        target.copy_(one.partials[0].x)
+        return
+    addends, scale = _addends(one)
+    if is_whole:
         _put(target, addends, scale, one.wide, one.is_in_place)
         return
     spans = [partial.spans(shape) for partial in one.partials]
@@ -227,7 +231,7 @@ def _put(
     first, *others = addends
     is_alone = not others and scale is None  # a plain copy may cast
     # A product needs operands of one dtype, an addition does not.
-    mixed = [x for x in others if x.weight is not None and x.x.dtype != wide]
+    mixed = [x for x in others if x.x.dtype != wide and x.weight is not None]
     if is_alone or (target.dtype == wide and not mixed):
         # The first sum or product reads the first part where it is.
         is_read = is_there or (first.x.dtype == wide and not is_alone)

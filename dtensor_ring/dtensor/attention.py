@@ -162,8 +162,8 @@ def ring_attention(
     if is_usual and type(return_lse) is bool and not (validate or dropout_p):
         known = known_call(query, key, value, mesh, asked)
         if known is not None:
-            out, lse = called_from(sys._getframe(), ring_op.attend_bound, known, query, key, value)
-            return (out, lse) if return_lse else out
+            tensors = query, key, value
+            return called_from(sys._getframe(), ring_op.attend_bound, known, *tensors, return_lse)
     if type(return_lse) is not bool or type(validate) is not bool:
         return_lse = call_check.as_flag("return_lse", return_lse)
         validate = call_check.as_flag("validate", validate)

@@ -9,7 +9,6 @@ documents, are bound each time: their content may differ.
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 from weakref import ref
 
@@ -19,7 +18,7 @@ from dtensor_ring.agreement.call_record import CallRecord
 from dtensor_ring.compute.kernels import Kernel, kernel_for
 from dtensor_ring.compute.lags import is_biased
 from dtensor_ring.compute.sole import Sole, sole_launch
-from dtensor_ring.ops.checks import LOG, announce, check_inputs, warn_of_boundaries, warn_of_tiles
+from dtensor_ring.ops.checks import check_inputs, warn_of_boundaries, warn_of_tiles
 from dtensor_ring.ops.options import LEAVES, unflatten
 from dtensor_ring.planning.plan import Plan
 from dtensor_ring.transport.transport import QUANTISED
@@ -94,12 +93,6 @@ class BoundCall:
                 warn_of_boundaries(self.request)
         self._planned = ref(planned)
         return planned
-
-    def announce(self, kernel: Kernel, query: Tensor, key: Tensor, value: Tensor) -> None:
-        """Log the call, see `ops.checks.announce`."""
-        if LOG.isEnabledFor(logging.INFO):
-            plan = self.plan(query, key)
-            announce(self.call, self.request, plan, kernel.name, key, value)
 
     def kernel(
         self, query: Tensor, key: Tensor, value: Tensor, differentiable_lse: bool = False

@@ -7,6 +7,7 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache
 from threading import local
 from types import FrameType
 from typing import Any, TypeVar
@@ -152,21 +153,32 @@ def unit_stride(*tensors: Tensor) -> list[Tensor]:
     return [x if x.stride()[-1] == 1 else x.contiguous() for x in tensors]
 
 
-def loadable(*tensors: Tensor) -> list[Tensor]:
+def loadable(*tensors: Tensor) -> Sequence[Tensor]:
     """Return tensors with a last stride of 1 and, on a GPU, aligned rows; copy if necessary."""
-    dense = unit_stride(*tensors)
-    return [x if is_aligned(x) else _moved(x) for x in dense] if dense[0].is_cuda else dense
+    is_cuda = tensors[0].is_cuda
+    # A loop, as a comprehension is a call: most tensors are right.
+    for x in tensors:
+        if x.stride()[-1] != 1 or (is_cuda and not is_aligned(x)):
+            dense = unit_stride(*tensors)
+            return [x if not is_cuda or is_aligned(x) else _moved(x) for x in dense]
+    return tensors
 
 
 def is_aligned(x: Tensor) -> bool:
     """Return whether rows are aligned, or have a length that no dense copy could align."""
-    size = x.itemsize
-    if x.shape[-1] * size % ALIGNMENT:
+    found = _rows_aligned(x.shape, x.stride(), x.itemsize)
+    return not x.data_ptr() % ALIGNMENT if found is None else found
+
+
+@lru_cache(maxsize=1024)
+def _rows_aligned(shape: torch.Size, stride: tuple[int, ...], size: int) -> bool | None:
+    """Return whether rows of numbers of `size` bytes are aligned; `None` if the first row says."""
+    if shape[-1] * size % ALIGNMENT:
         return True
-    steps = zip(x.shape[:-1], x.stride()[:-1], strict=True)
     # The stride of a dim of length 1 is never used.
-    misses = any(length > 1 and stride * size % ALIGNMENT for length, stride in steps)
-    return not misses and not x.data_ptr() % ALIGNMENT
+    steps = zip(shape[:-1], stride[:-1], strict=True)
+    misses = any(length > 1 and step * size % ALIGNMENT for length, step in steps)
+    return False if misses else None
 
 
 def _moved(x: Tensor) -> Tensor:

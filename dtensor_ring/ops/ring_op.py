@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from contextlib import nullcontext
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch.distributed import ProcessGroup
 
 from dtensor_ring.agreement.call_record import MAX_BYTES, CallRecord
 from dtensor_ring.agreement.checked_transport import TransportContext, checked_transport
-from dtensor_ring.agreement.group_state import group_state_of
+from dtensor_ring.agreement.group_state import GroupState, group_state_of
 from dtensor_ring.balanced.work import visible_pairs
 from dtensor_ring.compute.kernels import Saved
 from dtensor_ring.compute.memory import TOKEN_MAJOR, empty, order_of
@@ -29,7 +30,7 @@ from dtensor_ring.ops.attention_record import (
 )
 from dtensor_ring.ops.bound import TENSORS, BoundCall, bound_call
 from dtensor_ring.ops.boundaries import check_integers
-from dtensor_ring.ops.checks import CALLER, check_inputs, loadable, unit_stride
+from dtensor_ring.ops.checks import CALLER, LOG, announce, check_inputs, loadable, unit_stride
 from dtensor_ring.ops.options import LEAVES, SCHEMA, Call, PlanRequest, unflatten
 from dtensor_ring.planning.lru import cached_bytes
 from dtensor_ring.planning.slices import slices_of
@@ -49,12 +50,13 @@ def run_forward(
     if not bound.is_shared:  # nobody to agree with
         return _forward(bound, query, key, value, None)
     group = bound.call.group
-    with checked_call(bound, group, query, value) as transport:
+    state = group_state_of(group)
+    if not state.sends_records:
+        return _forward(bound, query, key, value, transport_of(group))
+    with checked_call(bound, group, state, query, value) as transport:
         # Within the context: an error of this rank is reported to the others.
         out, lse = _forward(bound, query, key, value, transport)
-    state = group_state_of(group)
-    if state.sends_records:
-        state.remember(lse)
+    state.remember(lse)
     return out, lse
 
 
@@ -66,7 +68,8 @@ def _forward(
     kernel = bound.kernel(query, key, value)
     sole = bound.sole(kernel, query, key)
     # Before the kernel runs, so that the log names it if it fails.
-    bound.announce(kernel, query, key, value)
+    if LOG.isEnabledFor(logging.INFO):
+        announce(call, bound.request, bound.plan(query, key), kernel.name, key, value)
     query, key, value = loadable(query, key, value)
     if sole is not None:
         return sole_forward(query, (key, value), sole, kernel, call.scores)
@@ -106,7 +109,11 @@ def run_backward(
     """Run the backward of a bound call on plain tensors; without sinks their gradient is `None`."""
     if not bound.is_shared:
         return _backward(bound, saved, query, key, value, None)
-    with checked_call(bound, bound.call.group, query, value, saved.lse) as transport:
+    group = bound.call.group
+    state = group_state_of(group)
+    if not state.sends_records:
+        return _backward(bound, saved, query, key, value, transport_of(group))
+    with checked_call(bound, group, state, query, value, saved.lse) as transport:
         return _backward(bound, saved, query, key, value, transport)
 
 
@@ -178,22 +185,21 @@ def _fake_backward(
 def checked_call(
     bound: BoundCall,
     group: ProcessGroup,
+    state: GroupState,
     query: Tensor,
     value: Tensor,
     lse: Tensor | None = None,
 ) -> TransportContext:
-    """Return the context of a call over several ranks, which gives its transport.
+    """Return the context of a call that ranks compare, which gives its transport.
 
     Args:
         bound: the call.
         group: its group.
+        state: the state of the group.
         query: this rank's queries.
         value: this rank's values.
         lse: the lse that the forward call returned, if this is its backward call.
     """
-    state = group_state_of(group)
-    if not state.sends_records:
-        return nullcontext(transport_of(group))
     forward_call = 0 if lse is None else state.forward_call_of(lse)
     direction = "forward" if lse is None else "backward"
     record = bound.records.get(direction)
@@ -231,6 +237,9 @@ def ring_record(
 
 _SINKS = nodes.place_of_sinks(LEAVES)
 
+# Arguments of the backward op before its options.
+_NUM_SAVED = 7
+
 
 class _RingFunction(_SingleLevelFunction):
     """The autograd node of a call.
@@ -249,20 +258,12 @@ class _RingFunction(_SingleLevelFunction):
         sinks: Any,
         keyset: Any,
         options: Any,
-        bound: BoundCall | None,
     ) -> tuple[Tensor, Tensor]:
-        if bound is None:
-            inputs = query, key, value, *options
-            output = nodes.below_autograd(ring_op, forward, keyset, *inputs, of_node=True)
-        else:
-            output = _below_autograd(bound, query, key, value)
+        inputs = query, key, value, *options
+        output = nodes.below_autograd(ring_op, forward, keyset, *inputs, of_node=True)
         ctx.set_materialize_grads(False)
-        ctx.options, ctx.bound = options, bound
         # Tensors are saved, so that hooks (offloading, checkpointing) see them.
-        if bound is not None:  # there are no others
-            ctx.save_for_backward(query, key, value, output[0], output[1])
-            return output
-        ctx.places = [i for i in TENSORS if options[i] is not None]
+        ctx.options, ctx.places = options, [i for i in TENSORS if options[i] is not None]
         ctx.save_for_backward(query, key, value, *output, *[options[i] for i in ctx.places])
         if ctx.places:
             ctx.options = [None if i in ctx.places else x for i, x in enumerate(options)]
@@ -272,9 +273,9 @@ class _RingFunction(_SingleLevelFunction):
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
         grad_out, grad_lse = grads
         if grad_out is None and grad_lse is None:
-            return (None,) * 7
+            return (None,) * 6
         query, key, value, out, lse, *others = ctx.saved_tensors
-        options, bound = ctx.options, ctx.bound
+        options = ctx.options
         if others:
             options = list(options)
             for i, x in zip(ctx.places, others, strict=True):
@@ -282,20 +283,53 @@ class _RingFunction(_SingleLevelFunction):
         # Only lse was used: the formula still takes a gradient of out.
         if grad_out is None:
             grad_out = torch.zeros_like(out)
-        # Those of a bound call were plain, and a compiler that follows backward sees its gradients.
-        seen = (grad_out, query, out) if bound is None else (grad_out,)
-        if not torch.is_grad_enabled() and nodes.is_plain(*seen):
-            bound = bound or bound_call(options, query, key, value)
-            saved = Saved(grad_out, out, lse, grad_lse)
-            with torch._C._AutoDispatchBelowADInplaceOrView():
-                return *run_backward(bound, saved, query, key, value), None, None, None
-        inputs = grad_out, grad_lse, query, key, value, out, lse, *options
-        # Without `create_graph` nothing is recorded: autograd need not look at the arguments.
-        is_recorded = torch.is_grad_enabled()
-        with nullcontext() if is_recorded else torch._C._AutoDispatchBelowAutograd():
-            *of_inputs, grad_sinks = ring_backward_op(*inputs)
-        # Without sinks their gradient is an empty tensor.
-        return *of_inputs, None if options[_SINKS] is None else grad_sinks, None, None, None
+        if torch.is_grad_enabled() or not nodes.is_plain(grad_out, query, out):
+            inputs = grad_out, grad_lse, query, key, value, out, lse, *options
+            return *_dispatched_backward(*inputs), None, None
+        bound, saved = bound_call(options, query, key, value), Saved(grad_out, out, lse, grad_lse)
+        with torch._C._AutoDispatchBelowADInplaceOrView():
+            return *run_backward(bound, saved, query, key, value), None, None
+
+
+class _BoundFunction(_SingleLevelFunction):
+    """The autograd node of a bound call of plain tensors: autograd looks at four arguments only."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, how: tuple[BoundCall, bool]
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        ctx.bound, with_lse = how
+        with torch._C._AutoDispatchBelowADInplaceOrView():  # see `nodes.below_autograd`
+            out, lse = run_forward(ctx.bound, query, key, value)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(query, key, value, out, lse)
+        return (out, lse) if with_lse else out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        grad_out, grad_lse = grads if len(grads) == 2 else (grads[0], None)
+        if grad_out is None and grad_lse is None:
+            return (None,) * 4
+        query, key, value, out, lse = ctx.saved_tensors
+        bound = ctx.bound
+        if grad_out is None:  # as in `_RingFunction`
+            grad_out = torch.zeros_like(out)
+        # What was saved is plain, but a compiler that follows backward sees its gradients.
+        if torch.is_grad_enabled() or not nodes.is_plain(grad_out):
+            inputs = grad_out, grad_lse, query, key, value, out, lse, *bound.options
+            return _dispatched_backward(*inputs)
+        saved = Saved(grad_out, out, lse, grad_lse)
+        with torch._C._AutoDispatchBelowADInplaceOrView():
+            return run_backward(bound, saved, query, key, value)
+
+
+def _dispatched_backward(*inputs: Any) -> tuple[Any, Any, Any, Any]:
+    """Run the backward op by the dispatcher; the gradient of the sinks is `None` without them."""
+    # Without `create_graph` nothing is recorded: autograd need not look at the arguments.
+    with nullcontext() if torch.is_grad_enabled() else torch._C._AutoDispatchBelowAutograd():
+        *of_inputs, of_sinks = ring_backward_op(*inputs)
+    # Without sinks their gradient is an empty tensor.
+    return *of_inputs, None if inputs[_NUM_SAVED + _SINKS] is None else of_sinks
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
@@ -308,22 +342,18 @@ def attend(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> tuple[Te
 
 
 def attend_bound(
-    bound: BoundCall, query: Tensor, key: Tensor, value: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Run a bound call as `attend` does."""
+    bound: BoundCall, query: Tensor, key: Tensor, value: Tensor, with_lse: bool
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Run a bound call as `attend` does, and return `out`, with lse if that is asked for."""
     if forward_ad._current_level >= 0 or not nodes.is_plain(query, key, value):
-        return ring_op(query, key, value, *bound.options)
-    if torch.is_grad_enabled() and torch._C._any_requires_grad(query, key, value):
-        node: Any = _RingFunction  # no transform is active, see `nodes.recorded`
-        return node.apply(query, key, value, None, None, bound.options, bound)
-    return _below_autograd(bound, query, key, value)
-
-
-def _below_autograd(
-    bound: BoundCall, query: Tensor, key: Tensor, value: Tensor
-) -> tuple[Tensor, Tensor]:
-    with torch._C._AutoDispatchBelowADInplaceOrView():  # see `nodes.below_autograd`
-        return run_forward(bound, query, key, value)
+        found = ring_op(query, key, value, *bound.options)
+    elif torch.is_grad_enabled() and torch._C._any_requires_grad(query, key, value):
+        node: Any = _BoundFunction  # no transform is active, see `nodes.recorded`
+        return node.apply(query, key, value, (bound, with_lse))
+    else:
+        with torch._C._AutoDispatchBelowADInplaceOrView():  # see `nodes.below_autograd`
+            found = run_forward(bound, query, key, value)
+    return found if with_lse else found[0]
 
 
 def _autograd(
@@ -334,7 +364,7 @@ def _autograd(
     if forward_ad._current_level >= 0:
         nodes.refuse_tangents(inputs)
     if torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs):
-        return nodes.recorded(_RingFunction, *inputs, keyset, options, None)
+        return nodes.recorded(_RingFunction, *inputs, keyset, options)
     return nodes.below_autograd(ring_op, forward, keyset, query, key, value, *options)
 
 

@@ -164,9 +164,13 @@ class Plan:
     @cached_property
     def largest_packet(self) -> int:
         """Number of columns of the largest packet or sum that this rank moves, 0 without any."""
-        hops = self.shards + self.sums
-        sizes = [x.cols.offsets[-1] for hop in hops for x in hop.sends + hop.receives]
-        return max(sizes, default=0)
+        moved = [x for hop in self.shards + self.sums for x in hop.sends + hop.receives]
+        return max([x.cols.offsets[-1] for x in moved], default=0)
+
+    @cached_property
+    def num_arriving(self) -> int:
+        """Number of sums for this rank's own keys and values that arrive in a backward pass."""
+        return sum(x.source == self.rank for hop in self.sums for x in hop.receives)
 
     @property
     def num_received(self) -> int:
@@ -176,8 +180,7 @@ class Plan:
     @property
     def num_bytes(self) -> int:
         """Estimated memory of the plan and of the launches built from its tiles, in bytes."""
-        # A packet and the sum of its gradients share their columns; many have an index on two
-        # devices.
+        # A packet and the sum of its gradients share their columns; many have two indices.
         hops = self.shards + self.sums
         moved = {id(x.cols): x.cols for hop in hops for side in hop[:2] for x in side}.values()
         num_spans = sum(len(cols.spans) for cols in moved)

@@ -29,11 +29,6 @@ class Hop(NamedTuple):
     receives: tuple[Transfer, ...] = ()
     releases: tuple[int, ...] = ()
 
-    @property
-    def moves(self) -> bool:
-        """Whether the hop has messages."""
-        return bool(self.sends or self.receives)
-
 
 class Route(ABC):
     """How one rank receives keys and values, and sends gradients back.

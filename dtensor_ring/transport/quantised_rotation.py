@@ -326,7 +326,9 @@ class QuantisedRotation(ShardRotation):
             self._own = QuantisedPacket.lying_in(rounded, plan.rank, shard, kv_dtype, blocks)
         super().__init__(transport, plan, of_kernels, kv_dtype)
         batch, heads, _, head_dim = shard[0].shape
-        self._size = packet_size(kv_dtype, batch, heads, (head_dim, shard[1].shape[3]), owners)
+        size = packet_size(kv_dtype, batch, heads, (head_dim, shard[1].shape[3]), owners)
+        moved = [x for hop in plan.shards + plan.sums for x in hop.sends + hop.receives]
+        self._num_bytes = max(map(size, moved), default=0)
 
     def _kv(self, step: Step) -> Pair:
         packet: Any = self._resident.get(step.source)
@@ -334,13 +336,8 @@ class QuantisedRotation(ShardRotation):
 
     def _packet(self, source: int, cols: Cols) -> Packet:
         if not self._idle:
-            self._idle.append(self._allocate())
+            self._idle.append(self._transport.allocate(self._num_bytes, self._device))
         return self._own.empty_in(self._idle.pop(), source, cols)
-
-    def _allocate(self) -> Tensor:
-        hops = self._plan.shards + self._plan.sums
-        room = max([self._size(x) for hop in hops for x in hop.sends + hop.receives])
-        return self._transport.allocate(room, self._shard[0].device)
 
     def _packed(self, source: int, cols: Cols, label: Label) -> Packet:
         whole: Any = self._own if source == self._rank else self._resident[source]

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from math import prod
-from typing import Any, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple, Self, cast
 
 import torch
 from torch import Tensor
@@ -119,6 +119,8 @@ class Packet:
         flat: both in the buffer, as one message.
     """
 
+    __slots__ = ("_flat", "buffer", "cols", "pair")  # one for each message
+
     def __init__(
         self, cols: Cols, pair: Pair, buffer: Tensor | None = None, flat: Tensor | None = None
     ) -> None:
@@ -226,9 +228,12 @@ class Rotation:
         key, value = like
         self._device = key.device
         transport.prepare(self._device)
-        self._transport, self._plan, self._rank, self._hops = transport, plan, plan.rank, hops
+        self._transport, self._rank, self._hops = transport, plan.rank, hops
         self._packing, self._dtype = packing_of(key.shape, value.shape, dtype), dtype
         self._col_bytes = self._packing.col_bytes
+        # All buffers have the size of the largest packet, so any buffer serves any packet. A sum is
+        # as large as its packet of keys and values, though it may leave in parts.
+        self._num_bytes = plan.largest_packet * self._col_bytes
         self._resident: dict[int, Packet] = {}  # by source
         self._sent: list[Packet] = []
         self._arriving: list[tuple[int, Packet]] = []  # with the source
@@ -244,26 +249,23 @@ class Rotation:
             # After an error, messages may still write to the buffers in flight, so nobody else may
             # reuse those.
             hold_until_complete(self._works, [x for packet in packets for x in packet.pair])
-        self._idle += _buffers(self._resident.values(), but=packets)
+        if self._resident:
+            self._idle += _buffers(self._resident.values(), but=packets)
         for buffer in self._idle:
             self._transport.free(buffer)
         self._resident, self._idle = {}, []
 
     def _packet(self, source: int, cols: Cols) -> Packet:
         """Return a packet for columns of a source in an idle buffer; allocate if there is none."""
-        buffer = self._idle.pop() if self._idle else self._allocate()
+        if self._idle:
+            return self._packing.packet(self._idle.pop(), cols)
+        buffer = self._transport.allocate(self._num_bytes, self._device)
         return self._packing.packet(buffer, cols)
-
-    def _allocate(self) -> Tensor:
-        # All buffers have the size of the largest packet, so any buffer serves any packet. A sum is
-        # as large as its packet of keys and values, though it may leave in parts.
-        num_bytes = self._plan.largest_packet * self._col_bytes
-        return self._transport.allocate(num_bytes, self._device)
 
     def _part(self, source: int, cols: Cols, label: Label) -> Packet:
         """Return these columns of a resident packet: the packet itself, or a copy of a part."""
         resident = self._resident[source]
-        if resident.cols == cols:
+        if resident.cols is cols or resident.cols == cols:
             return resident
         packet = self._packet(source, cols)
         with label("pack"):
@@ -295,9 +297,6 @@ class Rotation:
             if x.numel():
                 messages.append(P2P(x, peer, 0, source))
 
-    def _num_bytes(self, cols: Cols) -> int:
-        return cols.offsets[-1] * self._col_bytes
-
     def _finish(self, hop: Hop) -> list[Packet]:
         """Wait for the hop. Packets of other sources become resident; the others are returned.
 
@@ -313,9 +312,10 @@ class Rotation:
                 own.append(packet)
             else:
                 self._resident[source] = packet
-        gone = [*sent, *[self._resident.pop(source) for source in hop.releases]]
+        for source in hop.releases:
+            sent.append(self._resident.pop(source))
         # A packet that was forwarded may still be resident: its buffer is not free yet.
-        self._idle += _buffers(gone, but=self._resident.values())
+        self._idle += _buffers(sent, but=self._resident.values())
         return own
 
 
@@ -368,6 +368,8 @@ class ShardRotation(Rotation):
 
     def _outgoing(self, sends: Sequence[Transfer], label: Label) -> list[Packet]:
         """Return the packet of each transfer; columns for several peers are packed once."""
+        if len(sends) == 1:  # around the ring
+            return [self._packed(sends[0].source, sends[0].cols, label)]
         packets: dict[tuple[int, Cols], Packet] = {}
         outgoing = []
         for source, cols, _ in sends:
@@ -382,7 +384,7 @@ class ShardRotation(Rotation):
         if source != self._rank:
             return self._part(source, cols, label)
         # A large message of neighbouring columns leaves from the shard itself, without a copy.
-        if goes_apart(self._num_bytes(cols)) and self._dtype == self._shard[0].dtype:
+        if goes_apart(cols.offsets[-1] * self._col_bytes) and self._dtype == self._shard[0].dtype:
             lying = Packet.lying(self._shard, cols)
             if lying is not None:
                 return lying
@@ -395,13 +397,14 @@ class ShardRotation(Rotation):
 class SumRotation(Rotation):
     """Moves sums of key and value gradients; the backward loop adds to them."""
 
+    _NO_HOP: ClassVar = Hop()
+
     def __init__(self, transport: Transport, plan: Plan, shard: Pair, dtype: torch.dtype) -> None:
         super().__init__(transport, plan, plan.sums, shard, dtype)
-        self._hop = Hop()
-        sources = [transfer.source for hop in plan.sums for transfer in hop.receives]
+        self._hop = self._NO_HOP
         # Gradients that come home in several messages must still round once.
         # Counted ahead: the caller adds the last sum directly in the narrow dtype.
-        self._num_own = sources.count(plan.rank)  # still to come
+        self._num_own = plan.num_arriving  # still to come
 
     def post(self, step: Step, label: Label) -> None:
         """Start the hop after a step; the sums that it sends are complete."""
@@ -415,19 +418,22 @@ class SumRotation(Rotation):
             self._start(self._hop, outgoing)
         self._transport.at(label)
 
-    def wait(self, label: Label) -> Iterator[tuple[Packet, bool]]:
-        """Wait for the last hop; yield each sum for this rank's own shard, and whether it is last.
+    @property
+    def is_last(self) -> bool:
+        """Whether no sum comes after the one that arrived."""
+        return self._num_own == 1
 
-        A sum is valid until the next one is yielded.
-        """
+    def wait(self, label: Label) -> list[Packet]:
+        """Wait for the last hop; return the sums for this rank's own shard, each until `leave`."""
         with label("wait for sums"):
             own = self._finish(self._hop)
-        self._hop = Hop()
-        for packet in own:
-            self._num_own -= 1
-            # The caller has added the sum when the generator resumes: its buffer is idle then.
-            yield packet, not self._num_own
-            self._idle += _buffers([packet])
+        self._hop = self._NO_HOP
+        return own
+
+    def leave(self, packet: Packet) -> None:
+        """Reuse the buffer of a sum that arrived and was added."""
+        self._num_own -= 1
+        self._idle.append(cast(Tensor, packet.buffer))
 
     def sum_of(self, source: int, cols: Cols) -> tuple[Packet, bool]:
         """Return the sum of a source's columns, and whether it is new, with undefined content."""

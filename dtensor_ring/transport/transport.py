@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dtensor_ring.compute.capture import RUN_ONCE, is_capturing, refuse_capture
+from dtensor_ring.compute.memory import wide_of
 from dtensor_ring.compute.trace import Label
 from dtensor_ring.planning.ranges import as_count
 from dtensor_ring.quantised.block_scales import FORMATS
@@ -433,7 +434,7 @@ class TransferPolicy:
         """Return the dtype in which gradients of keys and values of `dtype` are summed and sent."""
         # The default float32 means "at least float32": float64 gradients are not rounded.
         is_default = self.grad_dtype == torch.float32
-        return torch.promote_types(dtype, torch.float32) if is_default else self.grad_dtype
+        return wide_of(dtype) if is_default else self.grad_dtype
 
 
 # The dtypes of 8 bits in which keys and values may travel.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dtensor_ring.compute.accumulate import GradientShare, GradientSum
+from dtensor_ring.compute.accumulate import GradientSum, Partials
 from dtensor_ring.compute.merge import accumulate_sums
 from dtensor_ring.planning.demand import Cols
 
@@ -48,7 +48,7 @@ def test_gradient_sum(
 )
 def test_gradient_share(first: bool, regions: list[tuple[slice, ...]]) -> None:
     total = torch.randn(2, 2, 3, 4)
-    step = GradientShare(torch.empty(total.shape, dtype=torch.bfloat16))
+    step = Partials(torch.empty(total.shape, dtype=torch.bfloat16), room=1)
     expected = torch.zeros_like(total) if first else total.clone()
     for region in regions:
         grad = torch.randn(total[region].shape).bfloat16()

@@ -23,11 +23,13 @@ def _labels(rank: int, world_size: int) -> set[str]:
     for step in range(world_size):
         source = (rank - step) % world_size
         region = f"step {step}, source {source}"
-        both: tuple[str, ...] = ("tile", "merge")
+        both: tuple[str, ...] = ("tile",)
         if step < world_size - 1:  # in the last step, nothing is in flight
             both += ("send", "wait") if step else ("pack", "send", "wait")
-        sums = ("wait for sums", "send sums") if step else ()
-        expected |= {f"ring forward, {region}: {what}" for what in both}
+        # Nothing is summed before step 1, and no sum is in flight before step 2.
+        sums = ("merge", "send sums")[: 2 * step] + ("wait for sums",)[: step // 2]
+        merges = ("merge",)[: step // (world_size - 1)]
+        expected |= {f"ring forward, {region}: {what}" for what in both + merges}
         expected |= {f"ring backward, {region}: {what}" for what in both + sums}
     home = f"ring backward, step {world_size - 1}, source {rank}"  # what others summed up
     return expected | {f"{home}: {what}" for what in ("wait for sums", "merge")}

@@ -119,7 +119,8 @@ class CpuFlash(Kernel):
         if is_few and mask is FULL and not launch.by_block:
             return _attend_folded((q, k, v), scale)
         sizes = _sizes(q, launch.by_block)
-        k, v = _by_head(q, k, sizes.whole), _by_head(q, v, sizes.whole)
+        if num_rows > sizes.whole:
+            k, v = _by_head(k), _by_head(v)
         # Cutting saves hidden pairs, but each launch has a fixed cost.
         if _in_one(mask, q, sizes.whole, sizes.huge):
             return _attend_whole((q, k, v), scale, mask is CAUSAL, sizes)
@@ -136,7 +137,8 @@ class CpuFlash(Kernel):
         self, saved: Saved, q: Tensor, k: Tensor, v: Tensor, launch: Launch, scores: Scores
     ) -> Gradients:
         mask, scale, sizes = _constant(launch.mask), scores.scale, _sizes(q, launch.by_block)
-        k, v = _by_head(q, k, sizes.whole), _by_head(q, v, sizes.whole)
+        if q.shape[2] > sizes.whole:
+            k, v = _by_head(k), _by_head(v)
         by_row, by_col = (saved.grad_out, q, saved.out, saved.lse), (k, v)
         if _in_one(mask, q, sizes.whole, LARGE_BACKWARD):
             return _backward(by_row, by_col, scale, sizes, is_causal=mask is CAUSAL)
@@ -222,7 +224,9 @@ def _correct(
     # nothing. In 16 bits it gives no weight to scores of inf, where inf - inf is NaN.
     out, lse = results
     # Lost rows are rare, so rule them out with one cheap pass over lse.
-    if lse.count_nonzero().item() == lse.numel() and not _is_overflown(lse, out.dtype):
+    has_zeros = lse.count_nonzero().item() != lse.numel()
+    # Of wider dtypes, scores of inf are computed correctly.
+    if not has_zeros and (out.itemsize > 2 or isfinite(lse.sum().item())):
         return
     # A correct lse may be 0, but then the output seldom is 0, too.
     lost = ((lse == 0) | lse.isinf()) & (out == 0).all(-1)
@@ -234,11 +238,6 @@ def _correct(
     exact = Reference().forward(query[:, :, rows], key, value, launch, scores)
     for result, x in zip(results, exact, strict=True):
         result[:, :, rows][lost[:, :, rows]] = x[lost[:, :, rows]]
-
-
-def _is_overflown(lse: Tensor, dtype: torch.dtype) -> bool:
-    """Return whether a row of 16 bits has a score of inf; wider dtypes are computed correctly."""
-    return dtype.itemsize == 2 and not isfinite(lse.sum().item())
 
 
 def _backward(
@@ -336,9 +335,7 @@ def _tokens(tensors: Tensors, tokens: slice) -> Tensors:
     return tuple(x[:, :, tokens] for x in tensors)
 
 
-def _by_head(query: Tensor, x: Tensor, whole: int) -> Tensor:
-    """Return keys or values, copied to head-major memory if that saves time."""
+def _by_head(x: Tensor) -> Tensor:
+    """Return keys or values in head-major memory, for queries of more rows than a whole square."""
     # Each block of rows reads them again: beyond a few blocks a copy costs less than strides do.
-    if query.shape[2] <= whole or x.stride(2) == x.shape[3]:
-        return x
-    return x.contiguous()
+    return x if x.stride(2) == x.shape[3] else x.contiguous()

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from dtensor_ring.compute.dropout import Dropout
 from dtensor_ring.compute.lags import Lags
-from dtensor_ring.compute.memory import Numbers, Region, part_of
+from dtensor_ring.compute.memory import Numbers, Region, part_of, parts_of
 from dtensor_ring.planning.mask import Mask
 from dtensor_ring.planning.ranges import length
 
@@ -179,9 +179,10 @@ class Saved:
     grad_lse: Tensor | None = None
 
     def region(self, rows: Region) -> Saved:
-        """Return views of a region of the rows."""
-        grad_out, out = part_of(self.grad_out, rows), part_of(self.out, rows)
-        lse = part_of(self.lse, rows)
+        """Return views of a region of the rows, or itself if the region is all of them."""
+        grad_out, out, lse = parts_of(rows, self.grad_out, self.out, self.lse)
+        if grad_out is self.grad_out:
+            return self
         grad_lse = None if self.grad_lse is None else part_of(self.grad_lse, rows)
         return Saved(grad_out, out, lse, grad_lse)
 

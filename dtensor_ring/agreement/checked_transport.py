@@ -182,7 +182,8 @@ class CheckedTransport(Transport):
             forward_call,
             call_site,
         )
-        self._direction, self._piggybacks, self._chain = direction, piggybacks, chain
+        self._direction, self._chain = direction, chain
+        self._may_carry = self._piggybacks = piggybacks
         self._step: int | None = None
         self._number = self._tag = 0
         self._phase = 0  # calls of `at`: equal on two ranks if they started the same messages
@@ -196,6 +197,12 @@ class CheckedTransport(Transport):
         # The host must not wait for a device's messages, see Note [Late records].
         self._is_late = state.late is not None and not keeps_tags
         self._in_flight: list[PendingWork] = []
+
+    def again(self, layer: str) -> None:
+        """Prepare for the next call, which has the same record, and is made by that layer."""
+        line, _, placements = self._call_site
+        self._call_site = line, layer, placements
+        self._step, self._phase, self._piggybacks = None, 0, self._may_carry
 
     def __enter__(self) -> Self:
         state = self._state

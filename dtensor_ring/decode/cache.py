@@ -99,10 +99,10 @@ class CacheLayer:
         with writing():
             # Both before either is kept, so that an error leaves the layer as it was.
             keys, values = self._memory or self._empty(given)
-            if step.keeps_all:
-                of_keys, of_values = [key], [value]
-            else:
-                of_keys, of_values = ([columns(x, span) for span in step.kept] for x in given)
+            of_keys, of_values = [key], [value]
+            if not step.keeps_all:
+                of_keys = [columns(key, span) for span in step.kept]
+                of_values = [columns(value, span) for span in step.kept]
             keys = keys.append(of_keys, before, capacity)
             self._memory = keys, values.append(of_values, before, capacity)
         self.capacities, self._appends.batch = step.capacities, key.shape[0]

@@ -12,13 +12,14 @@ from torch import Tensor, nn
 from dtensor_ring import merge_attention
 from dtensor_ring.extension import numbered, within_layer
 from parallel_plans.huggingface.core import patterns
-from parallel_plans.huggingface.core.bias_tables import log_scale, log_scaled, takes_table
+from parallel_plans.huggingface.core.bias_tables import TABLE, log_scale, log_scaled, takes_table
 from parallel_plans.huggingface.core.layer_inputs import InputsWithPools, LayerInputs, ScanChunks
 from parallel_plans.huggingface.core.model_masks import ModelMask, PrecomputedMask
-from parallel_plans.huggingface.core.modules import has_attribute
+from parallel_plans.huggingface.core.modules import has_any
 
 IMPLEMENTATION = "ring"
 BIASES = ("attention_bias", "alibi", "head_mask", "block_mask")
+_SCALES = ("attn_temperature_tuning", TABLE)
 _BIASES = frozenset(("position_bias", *BIASES))
 
 
@@ -317,9 +318,9 @@ def at_positions(
 
 def _scale_of(module: Any) -> Callable[[Tensor], Tensor] | None:
     """Return by which factors a layer scales queries at some positions, `None` if it does not."""
-    if has_attribute(module, "attn_temperature_tuning") and (
-        module.attn_temperature_tuning and not getattr(module, "use_rope", True)
-    ):
+    if not has_any(module, _SCALES):
+        return None
+    if getattr(module, "attn_temperature_tuning", False) and not getattr(module, "use_rope", True):
         return lambda x: (
             torch.log1p(torch.floor((x.float() + 1) / module.floor_scale)) * module.attn_scale + 1
         )

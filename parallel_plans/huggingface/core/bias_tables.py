@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from parallel_plans.huggingface.core.modules import has_attribute
 from parallel_plans.huggingface.core.versions import names_in_forward, reads_positions
 
 # The attribute with the number of distances, and the parameters of a forward that say the pairs.
@@ -104,9 +103,8 @@ def takes_table(attention: nn.Module) -> bool:
 
 def log_scaled(attention: Any) -> bool:
     """Return whether an attention scales queries and bias by positions that it counts itself."""
-    if not (has_attribute(attention, TABLE) and getattr(attention, TABLE)):
-        return False
-    return not attention.is_sliding and getattr(attention.config, SCALED) is not None
+    is_scaled = getattr(attention, TABLE, False) and not attention.is_sliding
+    return is_scaled and getattr(attention.config, SCALED) is not None
 
 
 def log_scale(attention: Any, positions: Tensor) -> Tensor:

@@ -42,7 +42,8 @@ def has_content(*values: Any) -> bool:
 
 def blocks(x: Tensor) -> Sequence[Tensor]:
     """Return views of blocks of tokens of `(..., S)`; the whole of it in a compiled graph."""
-    return (x,) if torch.compiler.is_compiling() else x.split(BLOCK, -1)
+    is_one = torch.compiler.is_compiling() or x.shape[-1] <= BLOCK
+    return (x,) if is_one else x.split(BLOCK, -1)
 
 
 class Starts(NamedTuple):
@@ -401,6 +402,8 @@ def left_padding(attention_mask: Tensor, num_tokens: int) -> Tensor | None:
             f"attention_mask must be (B, {num_tokens}), of all tokens that are cached or new, got "
             f"{tuple(attention_mask.shape)}"
         )
+    if _is_of_ones(attention_mask):
+        return None
     check_ones_and_zeros(attention_mask)
     is_token = attention_mask.bool().cpu()
     # The place of the first 1 is the number of zeros before it. A row may be padding so far: its
@@ -413,6 +416,14 @@ def left_padding(attention_mask: Tensor, num_tokens: int) -> Tensor | None:
         "it is given an attention_mask",
     )
     return padding if padding.any() else None
+
+
+def _is_of_ones(mask: Tensor) -> bool:
+    """Return whether a mask on the CPU is seen to hide nothing, as that of most tokens."""
+    # A device would have to be waited for, and is read once by what follows.
+    if type(mask) is not Tensor or not mask.is_cpu or mask.dtype not in (torch.int64, torch.bool):
+        return False
+    return has_content(mask) and bool((mask.numpy() == 1).all())
 
 
 def _by_boundaries(

@@ -363,15 +363,13 @@ class DecodeInputs:
         return decode_selected_attention(query, key, value, chosen, **how, **scores)
 
 
-def agreeing(inputs: InputsWithPools, tokens: Tensor) -> InputsWithPools:
-    """Return inputs with which layers compare the tokens, in the messages that they send anyhow.
+def compared(tokens: Tensor) -> Tensor | None:
+    """Return what layers compare of new tokens, in the messages that they send anyhow.
 
     All layers do, not the first one alone: they then make the same call, which is bound once.
     """
-    if isinstance(inputs, DecodeInputs) and not tokens.is_floating_point():
-        # One copy for all layers: each would wait for the device, and make a call that is not kept.
-        return replace(inputs, agree=tokens.cpu().long())
-    return inputs
+    # One copy for all layers: each would wait for the device, and make a call that is not kept.
+    return None if tokens.is_floating_point() else tokens.cpu().long()
 
 
 def _num_keys(runs: Tensor | None) -> int:

@@ -52,14 +52,15 @@ def takes_labels(model: Any) -> bool:
     return takes and (language_model_of(model) is model or bool(model.get_output_embeddings()))
 
 
-def has_attribute(module: nn.Module, name: str) -> bool:
-    """Return whether a module, or its class, has an attribute that is no tensor and no module.
+def has_any(module: nn.Module, names: tuple[str, ...]) -> bool:
+    """Return whether a module has one of these attributes, which are no tensors and no modules.
 
     A module looks for a missing one among both, which takes ten times as long as all else here.
     """
     if torch.compiler.is_compiling():  # it reads no `vars` of a module
-        return hasattr(module, name)
-    return name in vars(module) or hasattr(type(module), name)
+        return True
+    known, kind = vars(module), type(module)
+    return any([name in known or hasattr(kind, name) for name in names])
 
 
 def has_axes(model: Any) -> bool:

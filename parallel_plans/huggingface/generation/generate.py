@@ -173,7 +173,7 @@ def call_with_cache(
     mask = mask if seen is None else padding_of(mask)
     padding = None if mask is None else left_padding(mask, past + num_tokens)
     positions = sharding.positions(batch, past, mask)
-    batch, kept = replace(batch, positions=positions, seen=seen), None
+    kept = None
     if sharding.counts_places == ROW:
         if padding is not None:
             raise ValueError(WHOLE_ROWS)
@@ -188,17 +188,19 @@ def call_with_cache(
         if new.sharded_length:  # otherwise a layer's message compares the tokens
             sharding.check_same_batch(arguments | {"input_ids": tokens}, "a sharded append step")
             sharding.tokenwise.begin(model)
+            batch = replace(batch, positions=positions, seen=seen)
             mesh, length = new.axis.mesh, new.sharded_length
             runs = new.layout.runs(mesh.get_local_rank(), mesh.size(), length)
             indices = positions_of(runs, tokens.device)
             batch = shard(batch, indices, new.sharded_length, past)
+            at = past + indices
         else:
             indices = torch.arange(num_tokens, device=tokens.device)
-            if positions is None:
-                batch = replace(batch, positions=(past + indices).unsqueeze(0))
+            at = torch.arange(past, new.end, device=tokens.device)
+            counted = at.unsqueeze(0) if positions is None else positions
+            batch = replace(batch, positions=counted, seen=seen)
         of_pools = memory.inputs_of_pools(new, tokens)
-        layer_masks = sharding.layer_masks
-        ring = RingInputs(inputs, past + indices, layer_masks, past=past, pools=of_pools)
+        ring = RingInputs(inputs, at, sharding.layer_masks, past=past, pools=of_pools)
         how = keywords(batch, ring, use_cache=True)
         if new.sharded_length:
             kept = sharding.keep_logits(how, new.layout, num_tokens, new.sharded_length)

@@ -336,14 +336,14 @@ def _check_range(model: Any, batch: dict[str, Any]) -> None:
     """
     # Later, only the rank that holds the token would fail, and the others would wait for it.
     # Tensors on a GPU are not checked, as reading them would synchronize.
-    for name, embeddings in (
-        ("input_ids", model.get_input_embeddings()),
-        ("labels", model.get_output_embeddings()),
+    for name, embeddings_of in (
+        ("input_ids", model.get_input_embeddings),
+        ("labels", model.get_output_embeddings),
     ):
         x = batch.get(name)
         if x is None or x.device.type != "cpu" or torch.compiler.is_compiling():
             continue
-        count = _num_entries(model, embeddings)
+        count = _num_entries(model, embeddings_of())
         for part in blocks(x):
             if _is_within(part, count):
                 continue

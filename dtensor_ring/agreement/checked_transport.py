@@ -102,9 +102,9 @@ class RecordWork(PendingWork):
         super().wait()
         self._call.check_record(self._recv_buffer.record, self._message.peer)
         if self._flat is not None:
-            content = self._flat.view(torch.uint8)
+            content = self._flat.view(torch.uint8).numpy()
             # `check_record` has passed, so the record of the peer has the same size as this rank's.
-            content.copy_(self._recv_buffer.payload(self._record_bytes, content.numel()))
+            content[:] = self._recv_buffer.payload(self._record_bytes, len(content))
 
 
 TransportContext = AbstractContextManager[Transport]

@@ -88,10 +88,10 @@ class SharedDecode:
         if torch.compiler.is_compiling():
             return self._attend(query, key, value, sinks, options)
         kind = _kind(query, key, value, sinks, options)
-        bound = self._bound.get(kind)
+        if torch.is_grad_enabled() or forward_ad._current_level >= 0 or not nodes.is_plain(query):
+            return self._attend(query, key, value, sinks, options)
+        bound = self._bound.get(kind) or self._first(kind, query, key, value, sinks, options)
         if bound is None:
-            return self._first(kind, query, key, value, sinks, options)
-        if not nodes.is_plain(query) or torch.is_grad_enabled() or forward_ad._current_level >= 0:
             return self._attend(query, key, value, sinks, options)
         call, ready, round = bound
         if isinstance(round, Combining):
@@ -128,24 +128,27 @@ class SharedDecode:
         value: Tensor,
         sinks: Tensor | None,
         options: dict[str, Any],
-    ) -> tuple[Tensor, Tensor]:
-        """Run the call of a layer that is the first of its kind, and bind it for the others."""
-        found = self._attend(query, key, value, sinks, options)
+    ) -> _Bound | None:
+        """Bind the call of a layer that is the first of its kind, if its options were checked."""
         tensors = (query, key, value) if sinks is None else (query, key, value, sinks)
         if kind is None or not nodes.is_plain(*tensors):
-            return found
+            return None
         boundaries, starts = options.get("cu_seqlens"), options.get("query_starts")
         integers = boundaries, None, self._key_runs, starts, self._agree
         names = "mask", "scale", "softcap", "merge"
         mask, scale, softcap, merge = map(options.get, names, (None, None, 0.0, None))
         asked = False, mask, scale, softcap, self._kernel, merge
         known = known_options(query, key, value, self._mesh, integers, asked)
-        if known is not None:
-            before, after = known
-            call = bound_decode((*integers, *before, sinks, *after), query, key, value)
-            if call.is_kept:
-                round = called_by_user(call.checked, query)
-                self._bound[kind] = _Bound(call, call.ready(query, key, value), round)
+        if known is None:
+            return None
+        before, after = known
+        call = bound_decode((*integers, *before, sinks, *after), query, key, value)
+        if not call.is_kept:
+            return None
+        ready = call.ready(query, key, value)
+        # The line of the caller is that of all layers.
+        round = called_by_user(call.checked, query)
+        found = self._bound[kind] = _Bound(call, ready, round)
         return found
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch._guards import detect_fake_mode
@@ -423,7 +424,9 @@ def _is_of_ones(mask: Tensor) -> bool:
     # A device would have to be waited for, and is read once by what follows.
     if type(mask) is not Tensor or not mask.is_cpu or mask.dtype not in (torch.int64, torch.bool):
         return False
-    return has_content(mask) and bool((mask.numpy() == 1).all())
+    if torch._C._are_functorch_transforms_active():
+        return False
+    return np.count_nonzero(mask.numpy() == 1) == mask.numel()
 
 
 def _by_boundaries(

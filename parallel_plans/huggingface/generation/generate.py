@@ -47,6 +47,7 @@ from parallel_plans.huggingface.generation.cache_memory import NewTokens
 from parallel_plans.huggingface.probing.probe import ROUTER_LOGITS
 from parallel_plans.huggingface.sharding.agreement import described
 from parallel_plans.huggingface.sharding.batch import (
+    POSITIONS,
     BOUNDARIES,
     LOGITS_TO_KEEP,
     keywords,
@@ -173,7 +174,7 @@ def call_with_cache(
     mask = mask if seen is None else padding_of(mask)
     padding = None if mask is None else left_padding(mask, past + num_tokens)
     positions = sharding.positions(batch, past, mask)
-    kept = None
+    kept, counted = None, None
     if sharding.counts_places == ROW:
         if padding is not None:
             raise ValueError(WHOLE_ROWS)
@@ -198,10 +199,12 @@ def call_with_cache(
             indices = torch.arange(num_tokens, device=tokens.device)
             at = torch.arange(past, new.end, device=tokens.device)
             counted = at.unsqueeze(0) if positions is None else positions
-            batch = replace(batch, positions=counted, seen=seen)
+            batch = batch if seen is None else replace(batch, seen=seen)
         of_pools = memory.inputs_of_pools(new, tokens)
         ring = RingInputs(inputs, at, sharding.layer_masks, past=past, pools=of_pools)
         how = keywords(batch, ring, use_cache=True)
+        if not new.sharded_length:
+            how[POSITIONS] = counted
         if new.sharded_length:
             kept = sharding.keep_logits(how, new.layout, num_tokens, new.sharded_length)
         if hasattr(model.config, ROUTER_LOGITS):

@@ -94,6 +94,13 @@ def flat(message: bytearray) -> Tensor:
     return torch.frombuffer(message, dtype=torch.uint8)
 
 
+def bytes_of(x: Tensor) -> np.ndarray:
+    """Return the bytes of a flat tensor on the CPU, which share its memory."""
+    # A view of an array costs the host less than one of a tensor, but numpy has fewer dtypes.
+    is_common = x.dtype in (torch.float32, torch.float64)
+    return x.numpy().view(np.uint8) if is_common else x.view(torch.uint8).numpy()
+
+
 def differences(mine: bytes | bytearray, theirs: bytes | bytearray) -> list[tuple[str, str, str]]:
     """Return the fields in which two records differ: name, value of mine, value of theirs.
 

@@ -388,8 +388,8 @@ class Combining:
     """The context of a call's messages. Equal calls of other layers may enter it again."""
 
     def __init__(self, agreed: TransportContext, request: DecodeRequest, merge: str) -> None:
-        self._agreed, self._combine = agreed, None
-        self._how = request.rank, request.world_size, merge
+        self._agreed, self._how = agreed, (request.rank, request.world_size, merge)
+        self._combine: Combine | None = None
 
     def again(self, layer: str) -> None:
         """Prepare to be entered by the next call, which that layer makes."""
@@ -399,7 +399,7 @@ class Combining:
     def __enter__(self) -> Combine:
         transport = self._agreed.__enter__()
         if self._combine is None:
-            self._combine: Combine | None = Combine(transport, *self._how)
+            self._combine = Combine(transport, *self._how)
         else:
             self._combine.begin()
         return self._combine

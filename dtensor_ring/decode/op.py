@@ -81,7 +81,9 @@ def run_bound(
             found = sole_forward(query, (key, value), sole, kernel, scores)
             if combine is None and sinks is None:
                 return found
-            return _combined(query, found, combine, sinks, step.source, sole, needs_lse)
+            if combine is not None and sinks is None and not needs_lse:
+                return _merged(query, found, combine, step.source, sole), None
+            return _combined(query, found, combine, sinks, step.source)
         if call.place.block is None:
             lags = _lags(request, step, query) if is_biased(query, key) else None
             return decode(query, (key, value), step, kernel, scores, combine, lags)
@@ -145,24 +147,31 @@ def _combined(
     combine: Combine | None,
     sinks: Tensor | None,
     source: int,
-    sole: Sole | None = None,
-    needs_lse: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Return the merged `(out, lse)` of all ranks, of which this rank has found its own part.
 
-    Without `combine` this rank has all of it. `sole` knows the memory order of its outputs.
+    Without `combine` this rank has all of it.
     """
     out, lse = found
     with Label("decode", 0, source)("merge"):
         # The message has the same bytes on all ranks, whatever their kernels return.
         out = out.to(torch.promote_types(query.dtype, torch.float32))
         if combine is not None:
-            out, lse = combine(out, lse, needs_lse or sinks is not None)
+            out, lse = combine(out, lse)
         if sinks is not None:
             lse = add_sinks(out, lse, sinks)
-        if sole is not None and out.dtype == query.dtype:
-            return sole.output(out, query), lse
         return in_order(out, order_of(query), query.dtype), lse
+
+
+def _merged(
+    query: Tensor, found: tuple[Tensor, Tensor], combine: Combine, source: int, sole: Sole
+) -> Tensor:
+    """Return the output of `_combined`; `sole` knows the memory order of outputs."""
+    out, lse = found
+    with Label("decode", 0, source)("merge"):
+        out = combine.output(out.to(torch.promote_types(query.dtype, torch.float32)), lse)
+    is_like = out.dtype == query.dtype
+    return sole.output(out, query) if is_like else in_order(out, order_of(query), query.dtype)
 
 
 def _fake(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> tuple[Tensor, Tensor]:

@@ -78,33 +78,50 @@ class Combine:
     def __init__(self, transport: Transport, rank: int, world_size: int, merge: str) -> None:
         self._transport, self._rank, self._size, self._merge = transport, rank, world_size, merge
         self._label = Label("decode", 0, rank)
-        self._parts: _Parts | None = None
+        self._parts: dict[int, _Parts] = {}  # by buffer
         self.begin()
 
     def begin(self) -> None:
         """Begin a call, the first one or another one over the same transport."""
         self._transport.at(self._label)
 
-    def __call__(
-        self, out: Tensor, lse: Tensor, needs_lse: bool = True
-    ) -> tuple[Tensor, Tensor | None]:
+    def __call__(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
         """Merge this rank's out `(B, N, M, Hv)` and lse `(B, N, M)` with those of the other ranks.
 
-        Both have the same dtype. The results are new tensors; the lse is `None` if nobody needs it.
+        Both have the same dtype. The results are new tensors.
         """
+        if self._merge == "one_shot":
+            parts = self._exchanged(out, lse)
+            merged = merge_stacked(parts.outs, parts.lses)
+        else:
+            parts = self._own(out, lse)
+            outs, lses = self._in_two(parts.rows.flatten(1, -2))
+            merged = outs.view(out.shape), lses.view(lse.shape)
+        self._transport.free(parts.buffer)
+        return merged
+
+    def output(self, out: Tensor, lse: Tensor) -> Tensor:
+        """Return the merged output alone, the same bits."""
+        if self._merge != "one_shot":
+            return self(out, lse)[0]
+        parts = self._exchanged(out, lse)
+        merged = merge_outputs(parts.outs, parts.lses)
+        self._transport.free(parts.buffer)
+        return merged
+
+    def _exchanged(self, out: Tensor, lse: Tensor) -> _Parts:
+        """Return what all ranks have."""
+        parts = self._own(out, lse)
+        self._exchange(parts.receives, parts.sends)
+        return parts
+
+    def _own(self, out: Tensor, lse: Tensor) -> _Parts:
+        """Return memory for what all ranks have, with that of this rank."""
         self._transport.prepare(out.device)
         parts = self._parts_like(out)
         parts.own_out.copy_(out)
         parts.own_lse.copy_(lse)
-        if self._merge == "one_shot":
-            self._exchange(parts.receives, parts.sends)
-            merged = merge_outputs(parts.outs, parts.lses)
-            merged_lse = parts.lses.logsumexp(0) if needs_lse else None
-        else:
-            merged, merged_lse = self._in_two(parts.rows.flatten(1, -2))
-            merged, merged_lse = merged.view(out.shape), merged_lse.view(lse.shape)
-        self._transport.free(parts.buffer)
-        return merged, merged_lse
+        return parts
 
     def gather(self, rows: Tensor) -> Tensor:
         """Return the rows `(R, X)` of all ranks, equally many of each, as new `(W, R, X)`."""
@@ -158,18 +175,20 @@ class Combine:
     def _parts_like(self, out: Tensor) -> _Parts:
         """Return memory for what all ranks have of outputs like this one.
 
-        Layers get the same buffer one after the other, so its views are made once.
+        Layers get the same few buffers one after the other, so their views are made once.
         """
         shape = self._size, *out.shape[:-1], out.shape[-1] + 1
         num_bytes = math.prod(shape) * out.dtype.itemsize
-        buffer, known = self._transport.allocate(num_bytes, out.device), self._parts
-        if known is None or known.buffer is not buffer or known.like != (shape, out.dtype):
+        buffer = self._transport.allocate(num_bytes, out.device)
+        known = self._parts.get(id(buffer))  # which it keeps alive
+        if known is None or known.like != (shape, out.dtype):
             rows = buffer[:num_bytes].view(out.dtype).view(shape)
             flat = rows.flatten(1).unbind()
             messages = self._messages(flat, [flat[self._rank]] * self._size)
             outs, lses = rows[..., :-1], rows[..., -1]
             own = outs[self._rank], lses[self._rank]
-            known = self._parts = _Parts((shape, out.dtype), buffer, rows, outs, lses, *own, *messages)
+            known = _Parts((shape, out.dtype), buffer, rows, outs, lses, *own, *messages)
+            self._parts[id(buffer)] = known
         return known
 
     def _buffer(self, num_rows: int, head_dim: int, like: Tensor) -> tuple[Tensor, Tensor]:

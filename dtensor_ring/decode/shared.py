@@ -43,9 +43,9 @@ class SharedDecode:
 
     Args:
         key_runs: as in `decode_attention`. Nobody may write to it while layers attend.
-        mesh: as in `decode_attention`, likewise kernel and agree, to which nobody may write, either.
+        mesh: the 1-D mesh of the axis; `None` if this rank holds all keys.
         kernel: the name of the block kernel.
-        agree: integers that must be the same on all ranks.
+        agree: integers that must be the same on all ranks. Nobody may write to them, either.
 
     Example:
         >>> mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("cp",))

@@ -47,9 +47,9 @@ from parallel_plans.huggingface.generation.cache_memory import NewTokens
 from parallel_plans.huggingface.probing.probe import ROUTER_LOGITS
 from parallel_plans.huggingface.sharding.agreement import described
 from parallel_plans.huggingface.sharding.batch import (
-    POSITIONS,
     BOUNDARIES,
     LOGITS_TO_KEEP,
+    POSITIONS,
     keywords,
     parse,
     shard,

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from dtensor_ring.compute.memory import columns
 from dtensor_ring.decode.column_memory import (
     AppendSteps,
     ColumnMemory,
@@ -99,12 +98,8 @@ class CacheLayer:
         with writing():
             # Both before either is kept, so that an error leaves the layer as it was.
             keys, values = self._memory or self._empty(given)
-            of_keys, of_values = [key], [value]
-            if not step.keeps_all:
-                of_keys = [columns(key, span) for span in step.kept]
-                of_values = [columns(value, span) for span in step.kept]
-            keys = keys.append(of_keys, before, capacity)
-            self._memory = keys, values.append(of_values, before, capacity)
+            keys = keys.append(step.parts(key), before, capacity)
+            self._memory = keys, values.append(step.parts(value), before, capacity)
         self.capacities, self._appends.batch = step.capacities, key.shape[0]
         self._appends.done(self.number)
         return self._first(step.cols[1])

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from dtensor_ring.compute.memory import columns
 from dtensor_ring.decode.plan import CacheTable
 from dtensor_ring.ops.checks import check_strided
 from dtensor_ring.planning.layout import Layout
@@ -144,7 +145,7 @@ class PlainColumns(ColumnMemory):
 
 
 def _columns(buffer: Tensor, begin: int, length: int) -> Tensor:
-    """Return columns of a buffer as a view: as `narrow`, which costs the host three times as much."""
+    """Return columns as a view, as `narrow` does, which costs the host three times as much."""
     (batch, heads, _, head_dim), strides = buffer.shape, buffer.stride()
     offset = buffer.storage_offset() + begin * strides[SEQUENCE]
     return buffer.as_strided((batch, heads, length, head_dim), strides, offset)
@@ -214,6 +215,10 @@ class AppendStep(NamedTuple):
     capacities_before: tuple[int, ...]
     is_first: bool
     keeps_all: bool
+
+    def parts(self, x: Tensor) -> list[Tensor]:
+        """Return the parts of a layer's tokens `(B, N, L, H)` that stay on this rank."""
+        return [x] if self.keeps_all else [columns(x, span) for span in self.kept]
 
 
 class AppendSteps:

@@ -43,8 +43,7 @@ def has_content(*values: Any) -> bool:
 
 def blocks(x: Tensor) -> Sequence[Tensor]:
     """Return views of blocks of tokens of `(..., S)`; the whole of it in a compiled graph."""
-    is_one = torch.compiler.is_compiling() or x.shape[-1] <= BLOCK
-    return (x,) if is_one else x.split(BLOCK, -1)
+    return (x,) if torch.compiler.is_compiling() or x.shape[-1] <= BLOCK else x.split(BLOCK, -1)
 
 
 class Starts(NamedTuple):
@@ -422,9 +421,8 @@ def left_padding(attention_mask: Tensor, num_tokens: int) -> Tensor | None:
 def _is_of_ones(mask: Tensor) -> bool:
     """Return whether a mask on the CPU is seen to hide nothing, as that of most tokens."""
     # A device would have to be waited for, and is read once by what follows.
-    if type(mask) is not Tensor or not mask.is_cpu or mask.dtype not in (torch.int64, torch.bool):
-        return False
-    if torch._C._are_functorch_transforms_active():
+    is_read = type(mask) is Tensor and mask.is_cpu and mask.dtype in (torch.int64, torch.bool)
+    if not is_read or torch._C._are_functorch_transforms_active():
         return False
     return np.count_nonzero(mask.numpy() == 1) == mask.numel()
 

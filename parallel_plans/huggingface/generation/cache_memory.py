@@ -70,12 +70,9 @@ class NewTokens:
         return cached_documents(self.left_padding, begin, self.end, self.chunks)
 
     def full(self, cache: ShardedCache, tokens: Tensor, rank: int) -> InputsWithPools:
-        """Return how layers that see everything attend.
+        """Return how layers attend that see everything, which `cache` has.
 
-        Args:
-            cache: the cache of these layers, in this forward.
-            tokens: the new tokens, which ranks compare if they are ids.
-            rank: this rank on the axis.
+        Ranks compare the new tokens if they are ids.
         """
         documents, mesh = self.documents(0), self.axis.mesh
         if self.sharded_length:

@@ -17,9 +17,6 @@ from dtensor_ring.decode.run import Combine
 from dtensor_ring.ops import nodes
 from dtensor_ring.ops.checks import CALLER, called_by_user
 
-# Options of which layers have their own, so that nothing is bound.
-_OF_LAYERS = frozenset(("relative_bias", "slices"))
-
 
 class _Bound(NamedTuple):
     """A call that layers repeat.
@@ -161,7 +158,9 @@ def _kind(
     """
     if not type(query) is type(key) is type(value) is Tensor or not are_of_heads(sinks):
         return None
-    if query.is_nested or key.is_nested or value.is_nested or not _OF_LAYERS.isdisjoint(options):
+    if query.is_nested or key.is_nested or value.is_nested:
+        return None
+    if "relative_bias" in options or "slices" in options:  # of each layer's own
         return None
     of_sinks = None if sinks is None else (sinks.shape, sinks.dtype, sinks.device)
     shapes = query.shape, key.shape, value.shape, query.dtype, key.dtype, value.dtype

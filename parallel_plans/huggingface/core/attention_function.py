@@ -20,7 +20,7 @@ from parallel_plans.huggingface.core.modules import has_any
 IMPLEMENTATION = "ring"
 BIASES = ("attention_bias", "alibi", "head_mask", "block_mask")
 _SCALES = ("attn_temperature_tuning", TABLE)
-_BIASES = frozenset(("position_bias", *BIASES))
+_BIASES = ("position_bias", *BIASES)
 
 
 class KeySelection(Protocol):
@@ -242,10 +242,10 @@ def _refuse(
             f"{type(module).__name__} attends from {query.shape[2]} to {key.shape[2]} tokens: "
             "cross attention of Hugging Face models is not supported over a sharded sequence"
         )
-    if _BIASES.isdisjoint(others):
+    if others.keys().isdisjoint(_BIASES):
         return
     # A table by distance fits any shard; a bias of pairs is of the positions in a shard.
-    for name in BIASES if takes_table(module) else ("position_bias", *BIASES):
+    for name in BIASES if takes_table(module) else _BIASES:
         if others.get(name) is not None:
             raise ValueError(f"{type(module).__name__} gives {name}, which a ring does not take")
 

@@ -174,13 +174,8 @@ def call_with_cache(
     mask = mask if seen is None else padding_of(mask)
     padding = None if mask is None else left_padding(mask, past + num_tokens)
     positions = sharding.positions(batch, past, mask)
+    _check_places(sharding, positions, past, padding)
     kept, counted = None, None
-    if sharding.counts_places == ROW:
-        if padding is not None:
-            raise ValueError(WHOLE_ROWS)
-        check_whole_rows(None, positions, past)
-    elif sharding.counts_places:
-        check_one_document(None, positions, past, padding)
     num_kept = batch.others.get(LOGITS_TO_KEEP, 0)
     with (
         memory.appending(tokens, padding, num_kept) as (new, inputs),
@@ -203,10 +198,10 @@ def call_with_cache(
         of_pools = memory.inputs_of_pools(new, tokens)
         ring = RingInputs(inputs, at, sharding.layer_masks, past=past, pools=of_pools)
         how = keywords(batch, ring, use_cache=True)
-        if not new.sharded_length:
-            how[POSITIONS] = counted
         if new.sharded_length:
             kept = sharding.keep_logits(how, new.layout, num_tokens, new.sharded_length)
+        else:
+            how[POSITIONS] = counted
         if hasattr(model.config, ROUTER_LOGITS):
             how[ROUTER_LOGITS] = False  # the config may ask for a loss
         sharding.set_largest(positions, indices, num_tokens, past)
@@ -218,6 +213,18 @@ def call_with_cache(
         return output
     last = {of_kept: kept}
     return type(output)(**{name: _whole(x, new, last.get(name)) for name, x in output.items()})
+
+
+def _check_places(
+    sharding: Sharding, positions: Tensor | None, past: int, padding: Tensor | None
+) -> None:
+    """Refuse new tokens whose places a model counts by itself, where it would count wrongly."""
+    if sharding.counts_places == ROW:
+        if padding is not None:
+            raise ValueError(WHOLE_ROWS)
+        check_whole_rows(None, positions, past)
+    elif sharding.counts_places:
+        check_one_document(None, positions, past, padding)
 
 
 @contextmanager

@@ -242,11 +242,9 @@ def _refuse(
             f"{type(module).__name__} attends from {query.shape[2]} to {key.shape[2]} tokens: "
             "cross attention of Hugging Face models is not supported over a sharded sequence"
         )
-    if others.keys().isdisjoint(_BIASES):
-        return
-    # A table by distance fits any shard; a bias of pairs is of the positions in a shard.
-    for name in BIASES if takes_table(module) else _BIASES:
-        if others.get(name) is not None:
+    for name in [x for x in _BIASES if others.get(x) is not None]:
+        # A table by distance fits any shard; a bias of pairs is of the positions in a shard.
+        if name in BIASES or not takes_table(module):
             raise ValueError(f"{type(module).__name__} gives {name}, which a ring does not take")
 
 

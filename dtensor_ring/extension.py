@@ -26,7 +26,7 @@ Dropout by counters, the same however tokens are sharded:
 Losses, and ops that a plan defines:
     `IGNORE_INDEX`, `autocast_dtype`, `register_op`.
 Caches, and attention of a few tokens to a cache:
-    `CacheUsage`, `MAX_QUERIES`.
+    `CacheUsage`, `MAX_QUERIES`, `SharedDecode`.
 What is saved of a cache, and what cannot be pickled:
     `NotPickled`, `check_same_state`.
 Keys and values that a plan keeps by itself, as they are or in eight bits:
@@ -56,6 +56,7 @@ from dtensor_ring.compute.memory import positions_of
 from dtensor_ring.decode.cache import CacheUsage
 from dtensor_ring.decode.call import MAX_QUERIES
 from dtensor_ring.decode.plan import append_runs
+from dtensor_ring.decode.shared import SharedDecode
 from dtensor_ring.decode.whole import check_same_state
 from dtensor_ring.dtensor.annotation import axis_group, axis_mesh, tokens_of
 from dtensor_ring.dtensor.axis import machine_on, output_mesh
@@ -109,6 +110,7 @@ __all__ = [
     "Problem",
     "Saved",
     "Scores",
+    "SharedDecode",
     "append_runs",
     "as_layout",
     "attached",

@@ -18,6 +18,7 @@ from dtensor_ring.agreement.call_record import (
     CallRecord,
     RecvBuffer,
     RingError,
+    bytes_of,
     difference_text,
     flat,
     reason_of,
@@ -102,9 +103,9 @@ class RecordWork(PendingWork):
         super().wait()
         self._call.check_record(self._recv_buffer.record, self._message.peer)
         if self._flat is not None:
-            content = self._flat.view(torch.uint8)
+            content = bytes_of(self._flat)
             # `check_record` has passed, so the record of the peer has the same size as this rank's.
-            content.copy_(self._recv_buffer.payload(self._record_bytes, content.numel()))
+            content[:] = self._recv_buffer.payload(self._record_bytes, len(content))
 
 
 TransportContext = AbstractContextManager[Transport]
@@ -182,7 +183,9 @@ class CheckedTransport(Transport):
             forward_call,
             call_site,
         )
-        self._direction, self._piggybacks, self._chain = direction, piggybacks, chain
+        self._direction, self._chain = direction, chain
+        self._may_carry = self._piggybacks = piggybacks
+        self._place = group.rank(), group.size()
         self._step: int | None = None
         self._number = self._tag = 0
         self._phase = 0  # calls of `at`: equal on two ranks if they started the same messages
@@ -196,6 +199,12 @@ class CheckedTransport(Transport):
         # The host must not wait for a device's messages, see Note [Late records].
         self._is_late = state.late is not None and not keeps_tags
         self._in_flight: list[PendingWork] = []
+
+    def again(self, layer: str) -> None:
+        """Prepare for the next call, which has the same record, and is made by that layer."""
+        line, _, placements = self._call_site
+        self._call_site = line, layer, placements
+        self._step, self._phase, self._piggybacks = None, 0, self._may_carry
 
     def __enter__(self) -> Self:
         state = self._state
@@ -298,7 +307,7 @@ class CheckedTransport(Transport):
 
     def _neighbours(self, side: int) -> list[int]:
         """Return the ranks that this rank sends its record to (1), or receives one from (-1)."""
-        rank, size = self._group.rank(), self._group.size()
+        rank, size = self._place
         if self._chain is not None:
             peer = rank + side * self._chain.step
             return [peer] if 0 <= peer < size else []
@@ -317,7 +326,7 @@ class CheckedTransport(Transport):
         for peer in peers:
             payload = payloads.get(peer)
             if id(payload) not in joined:  # a tensor for several peers is joined once
-                more = b"" if payload is None else payload.view(torch.uint8).numpy().data
+                more = b"" if payload is None else bytes_of(payload).data
                 joined[id(payload)] = flat(self._mine + more)
             message = P2P(joined[id(payload)], peer)
             work = self._started(message, self._record_transport.send_record, message)

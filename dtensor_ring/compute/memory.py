@@ -140,13 +140,14 @@ def columns(x: Tensor, span: Span) -> Tensor:
 def fold_heads(query: Tensor, num_kv_heads: int) -> Tensor:
     """Return `(B, N, R, H)` as `(B, Nkv, N / Nkv * R, H)`: heads of a group become rows of one."""
     # A view of head-major memory. Other orders are copied if groups have several heads and rows.
-    return query.unflatten(1, (num_kv_heads, query.shape[1] // num_kv_heads)).flatten(2, 3)
+    batch, num_heads, rows, head_dim = query.shape
+    return query.reshape(batch, num_kv_heads, num_heads // num_kv_heads * rows, head_dim)
 
 
 def unfold_heads(x: Tensor, num_heads: int) -> Tensor:
     """Return `(B, Nkv, N / Nkv * R, ...)` as `(B, N, R, ...)`."""
-    group = num_heads // x.shape[1]
-    return x.unflatten(2, (group, x.shape[2] // group)).flatten(1, 2)
+    batch, num_kv_heads, rows, *head_dim = x.shape
+    return x.reshape(batch, num_heads, rows * num_kv_heads // num_heads, *head_dim)
 
 
 def region(batch: int | None, tokens: Span) -> Region:

@@ -168,9 +168,9 @@ def decode_attention(
     """
     integers = cu_seqlens, None, key_runs, query_starts, agree
     asked = key_runs is None, mask, scale, softcap, kernel, merge
-    is_usual = slices is relative_bias is None and _are_of_heads(sinks)
+    is_usual = slices is relative_bias is None and are_of_heads(sinks)
     if is_usual and type(return_lse) is bool:
-        known = _known_options(query, key, value, mesh, integers, asked)
+        known = known_options(query, key, value, mesh, integers, asked)
         if known is not None:
             before, after = known
             out, lse = called_by_user(attend, query, key, value, *integers, *before, sinks, *after)
@@ -201,12 +201,12 @@ def decode_attention(
     return (out, lse) if return_lse else out
 
 
-def _are_of_heads(sinks: Any) -> bool:
+def are_of_heads(sinks: Any) -> bool:
     """Return whether sinks have one logit per head, which the op takes, or are `None`."""
     return sinks is None or (type(sinks) in (Tensor, nn.Parameter) and sinks.ndim == 1)
 
 
-def _known_options(
+def known_options(
     query: Tensor,
     key: Tensor,
     value: Tensor,

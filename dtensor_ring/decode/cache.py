@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from dtensor_ring.compute.memory import columns
 from dtensor_ring.decode.column_memory import (
     AppendSteps,
     ColumnMemory,
@@ -93,15 +92,14 @@ class CacheLayer:
         """
         step, given = self._appends.of_layer(self.number), (key, value)
         self._check_once(given, step.num_given)
-        self._reorder()
-        where = step.cols[0], step.capacities[self._appends.rank]
+        if self._rows is not None:
+            self._reorder()
+        before, capacity = step.cols[0], step.capacities[self._appends.rank]
         with writing():
             # Both before either is kept, so that an error leaves the layer as it was.
-            appended = []
-            for memory, x in zip(self._memory or self._empty(given), given, strict=True):
-                parts = [columns(x, span) for span in step.kept]
-                appended.append(memory.append(parts, *where))
-            self._memory = tuple(appended)
+            keys, values = self._memory or self._empty(given)
+            keys = keys.append(step.parts(key), before, capacity)
+            self._memory = keys, values.append(step.parts(value), before, capacity)
         self.capacities, self._appends.batch = step.capacities, key.shape[0]
         self._appends.done(self.number)
         return self._first(step.cols[1])

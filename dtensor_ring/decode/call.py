@@ -8,8 +8,8 @@ but only scale its output: a kept call has none, and each call brings its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from operator import attrgetter
 from typing import Any, NamedTuple
 from weakref import ref
@@ -21,7 +21,11 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from dtensor_ring.agreement.call_record import MAX_BYTES, CallRecord
-from dtensor_ring.agreement.checked_transport import TransportContext, checked_transport
+from dtensor_ring.agreement.checked_transport import (
+    CheckedTransport,
+    TransportContext,
+    checked_transport,
+)
 from dtensor_ring.compute.kernels import Kernel, Scores, kernel_for
 from dtensor_ring.compute.lags import is_biased
 from dtensor_ring.compute.sole import Sole, sole_of
@@ -173,6 +177,20 @@ class DecodeRound(NamedTuple):
     first_bytes: int | None
 
 
+class Ready(NamedTuple):
+    """What runs a call on this rank.
+
+    Attributes:
+        step: the tiles that its queries see.
+        kernel: the block kernel.
+        sole: the launch, if it is one without merges.
+    """
+
+    step: Step
+    kernel: Kernel
+    sole: Sole | None
+
+
 class BoundDecode:
     """A call whose inputs were checked.
 
@@ -237,6 +255,11 @@ class BoundDecode:
         if kernel.name not in self._soles:
             self._soles[kernel.name] = sole_of(step, query, key, kernel, "decode")
         return self._soles[kernel.name]
+
+    def ready(self, query: Tensor, key: Tensor, value: Tensor) -> Ready:
+        """Return what runs the call."""
+        step, kernel = self.step(key.shape[2]), self.kernel(query, key, value)
+        return Ready(step, kernel, self.sole(step, query, key, kernel))
 
     def checked(self, query: Tensor) -> AbstractContextManager[Combine | None]:
         """Return the context of the call, which gives the merge of the partial results."""
@@ -343,6 +366,9 @@ def _round_of(
     return DecodeRound(record, merge, size)
 
 
+_ALONE = nullcontext()
+
+
 def _within_round(
     group: dist.ProcessGroup | None,
     request: DecodeRequest,
@@ -350,18 +376,36 @@ def _within_round(
     query: Tensor,
 ) -> AbstractContextManager[Combine | None]:
     if found is None or group is None:
-        return nullcontext()
+        return _ALONE
     record, merge, size = found
     agreed = checked_transport(
         group, record, "decode", query.device, call_site=CALLER.site, first_bytes=size
     )
-    return _combining(agreed, request, merge)
+    return Combining(agreed, request, merge)
 
 
-@contextmanager
-def _combining(agreed: TransportContext, request: DecodeRequest, merge: str) -> Iterator[Combine]:
-    with agreed as transport:
-        yield Combine(transport, request.rank, request.world_size, merge)
+class Combining:
+    """The context of a call's messages. Equal calls of other layers may enter it again."""
+
+    def __init__(self, agreed: TransportContext, request: DecodeRequest, merge: str) -> None:
+        self._agreed, self._how = agreed, (request.rank, request.world_size, merge)
+        self._combine: Combine | None = None
+
+    def again(self, layer: str) -> None:
+        """Prepare to be entered by the next call, which that layer makes."""
+        if isinstance(self._agreed, CheckedTransport):
+            self._agreed.again(layer)
+
+    def __enter__(self) -> Combine:
+        transport = self._agreed.__enter__()
+        if self._combine is None:
+            self._combine = Combine(transport, *self._how)
+        else:
+            self._combine.begin()
+        return self._combine
+
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._agreed.__exit__(*error)
 
 
 # The field of a record with the integers that a caller gives as `agree`.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -13,13 +14,15 @@ from dtensor_ring.compute.accumulate import RunningOutput, add_sinks
 from dtensor_ring.compute.execute import Pair, forward_step
 from dtensor_ring.compute.kernels import Kernel, Scores
 from dtensor_ring.compute.lags import Lags, is_biased, resident_positions
-from dtensor_ring.compute.memory import empty, in_order, order_of
-from dtensor_ring.compute.sole import sole_forward
+from dtensor_ring.compute.memory import empty, in_order, order_of, wide_of
+from dtensor_ring.compute.sole import Sole, sole_forward
 from dtensor_ring.compute.trace import Label
 from dtensor_ring.decode.call import (
     DECODE_SCHEMA,
     MAX_QUERIES,
     SINKS,
+    BoundDecode,
+    Ready,
     bound_decode,
     unflatten_decode,
 )
@@ -41,17 +44,45 @@ from dtensor_ring.planning.plan import Step
 def forward(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
     """Run the decode op on plain tensors."""
     bound = bound_decode(options, query, key, value)
-    call, request, sinks = bound.call, bound.request, options[SINKS]
+    out, lse = run_bound(bound, bound.checked(query), None, query, key, value, options[SINKS])
+    assert lse is not None
+    return out, lse
+
+
+def run_bound(
+    bound: BoundDecode,
+    round: AbstractContextManager[Combine | None],
+    ready: Ready | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sinks: Tensor | None,
+    needs_lse: bool = True,
+) -> tuple[Tensor, Tensor | None]:
+    """Run a call whose inputs were checked on plain tensors.
+
+    Args:
+        bound: the call.
+        round: its messages.
+        ready: what runs it, if that is known.
+        query: `(B, N, M, H)`, likewise key and value of this rank.
+        key: `(B, Nkv, C, H)`.
+        value: `(B, Nkv, C, Hv)`.
+        sinks: `(N,)`.
+        needs_lse: whether the caller reads the lse, which is `None` otherwise, or maybe is.
+    """
+    call, request = bound.call, bound.request
     scores = call.scores if sinks is None else call.scores._replace(sinks=sinks)
-    with bound.checked(query) as combine:
+    with round as combine:
         # Within the context: an error of this rank is reported to the others.
-        step, kernel = bound.step(key.shape[2]), bound.kernel(query, key, value)
-        sole = bound.sole(step, query, key, kernel)
+        step, kernel, sole = ready or bound.ready(query, key, value)
         query, key, value = loadable(query, key, value)
         if sole is not None:
             found = sole_forward(query, (key, value), sole, kernel, scores)
             if combine is None and sinks is None:
                 return found
+            if combine is not None and sinks is None and not needs_lse:
+                return _merged(query, found, combine, step.source, sole), None
             return _combined(query, found, combine, sinks, step.source)
         if call.place.block is None:
             lags = _lags(request, step, query) if is_biased(query, key) else None
@@ -130,6 +161,17 @@ def _combined(
         if sinks is not None:
             lse = add_sinks(out, lse, sinks)
         return in_order(out, order_of(query), query.dtype), lse
+
+
+def _merged(
+    query: Tensor, found: tuple[Tensor, Tensor], combine: Combine, source: int, sole: Sole
+) -> Tensor:
+    """Return the output of `_combined`; `sole` knows the memory order of outputs."""
+    out, lse = found
+    with Label("decode", 0, source)("merge"):
+        out = combine.output(out.to(wide_of(query.dtype)), lse)
+    is_like = out.dtype == query.dtype
+    return sole.output(out, query) if is_like else in_order(out, order_of(query), query.dtype)
 
 
 def _fake(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> tuple[Tensor, Tensor]:

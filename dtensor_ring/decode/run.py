@@ -10,12 +10,14 @@ started, see Note [Streams] in `dtensor_ring/transport/rotation.py`. The host do
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from dtensor_ring.compute.merge import merge_stacked
+from dtensor_ring.compute.merge import merge_outputs, merge_stacked
 from dtensor_ring.compute.trace import Label
 from dtensor_ring.planning.layout import shard_length
 from dtensor_ring.transport.transport import P2P, Transport
@@ -41,6 +43,28 @@ def merge_by_size(num_bytes: int, world_size: int) -> str:
     return "two_shot" if saved > WORTH_A_ROUND else "one_shot"
 
 
+class _Parts(NamedTuple):
+    """Memory for what all ranks have: each row is an output and its lse, so one message has both.
+
+    Attributes:
+        like: shape and dtype of `rows`.
+        buffer: the memory.
+        rows: `(W, B, N, M, Hv + 1)`, its views `outs` and `lses`, and of these those of this rank.
+        receives: the messages that each other rank sends, parts of `rows`.
+        sends: this rank's message, to each other rank.
+    """
+
+    like: tuple[Any, ...]
+    buffer: Tensor
+    rows: Tensor
+    outs: Tensor
+    lses: Tensor
+    own_out: Tensor
+    own_lse: Tensor
+    receives: list[P2P]
+    sends: list[P2P]
+
+
 class Combine:
     """Merges the partial results `(out, lse)` of W ranks.
 
@@ -54,27 +78,50 @@ class Combine:
     def __init__(self, transport: Transport, rank: int, world_size: int, merge: str) -> None:
         self._transport, self._rank, self._size, self._merge = transport, rank, world_size, merge
         self._label = Label("decode", 0, rank)
-        transport.at(self._label)
+        self._parts: dict[int, _Parts] = {}  # by buffer
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin a call, the first one or another one over the same transport."""
+        self._transport.at(self._label)
 
     def __call__(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
         """Merge this rank's out `(B, N, M, Hv)` and lse `(B, N, M)` with those of the other ranks.
 
         Both have the same dtype. The results are new tensors.
         """
-        shape, head_dim = out.shape, out.shape[-1]
-        self._transport.prepare(out.device)
-        buffer, parts = self._buffer(lse.numel(), head_dim, out)
-        # A row of a message is an output and its lse: one message carries both.
-        mine = parts[self._rank].view(*shape[:-1], head_dim + 1)
-        mine[..., :head_dim], mine[..., head_dim] = out, lse
         if self._merge == "one_shot":
-            flat = parts.flatten(1).unbind()
-            self._send_and_receive(flat, [flat[self._rank]] * self._size)
-            merged = merge_stacked(parts[..., :head_dim], parts[..., head_dim])
+            parts = self._exchanged(out, lse)
+            merged = merge_stacked(parts.outs, parts.lses)
         else:
-            merged = self._in_two(parts)
-        self._transport.free(buffer)
-        return merged[0].view(shape), merged[1].view(shape[:-1])
+            parts = self._own(out, lse)
+            outs, lses = self._in_two(parts.rows.flatten(1, -2))
+            merged = outs.view(out.shape), lses.view(lse.shape)
+        self._transport.free(parts.buffer)
+        return merged
+
+    def output(self, out: Tensor, lse: Tensor) -> Tensor:
+        """Return the merged output alone, the same bits."""
+        if self._merge != "one_shot":
+            return self(out, lse)[0]
+        parts = self._exchanged(out, lse)
+        merged = merge_outputs(parts.outs, parts.lses)
+        self._transport.free(parts.buffer)
+        return merged
+
+    def _exchanged(self, out: Tensor, lse: Tensor) -> _Parts:
+        """Return what all ranks have."""
+        parts = self._own(out, lse)
+        self._exchange(parts.receives, parts.sends)
+        return parts
+
+    def _own(self, out: Tensor, lse: Tensor) -> _Parts:
+        """Return memory for what all ranks have, with that of this rank."""
+        self._transport.prepare(out.device)
+        parts = self._parts_like(out)
+        parts.own_out.copy_(out)
+        parts.own_lse.copy_(lse)
+        return parts
 
     def gather(self, rows: Tensor) -> Tensor:
         """Return the rows `(R, X)` of all ranks, equally many of each, as new `(W, R, X)`."""
@@ -82,7 +129,7 @@ class Combine:
         buffer, parts = self._buffer(len(rows), rows.shape[1] - 1, rows)
         parts[self._rank] = rows
         flat = parts.flatten(1).unbind()
-        self._send_and_receive(flat, [flat[self._rank]] * self._size)
+        self._exchange(*self._messages(flat, [flat[self._rank]] * self._size))
         everyone = parts.clone()
         self._transport.free(buffer)
         return everyone
@@ -95,17 +142,19 @@ class Combine:
         flat = [x.view(-1) for x in sent]
         buffer, shares = self._buffer(lengths[self._rank], width - 1, parts)
         shares[self._rank] = sent[self._rank]
-        self._send_and_receive(shares.flatten(1).unbind(), flat)
+        self._exchange(*self._messages(shares.flatten(1).unbind(), flat))
         merged, lse = merge_stacked(shares[..., : width - 1], shares[..., width - 1])
         # This rank's partial has been sent, so the merged rows may overwrite a part of it.
         sent[self._rank][:, :-1], sent[self._rank][:, -1] = merged, lse
-        self._send_and_receive(flat, [flat[self._rank]] * self._size)
+        self._exchange(*self._messages(flat, [flat[self._rank]] * self._size))
         self._transport.free(buffer)
         rows = parts[self._rank]
         return rows[:, :-1].contiguous(), rows[:, -1].contiguous()
 
-    def _send_and_receive(self, received: Sequence[Tensor], sent: Sequence[Tensor]) -> None:
-        """Exchange one flat message with every other rank, and skip empty ones.
+    def _messages(
+        self, received: Sequence[Tensor], sent: Sequence[Tensor]
+    ) -> tuple[list[P2P], list[P2P]]:
+        """Return one flat message from and to every other rank, without empty ones.
 
         A tensor that goes to all ranks is joined with the call record once.
         """
@@ -115,10 +164,32 @@ class Combine:
             for messages, x in zip((receives, sends), sides, strict=True):
                 if peer != self._rank and x.numel():
                     messages.append(P2P(x, peer))
+        return receives, sends
+
+    def _exchange(self, receives: list[P2P], sends: list[P2P]) -> None:
         works = self._transport.start(receives, sends)
         self._transport.at(self._label)
         for work in works:
             work.wait()
+
+    def _parts_like(self, out: Tensor) -> _Parts:
+        """Return memory for what all ranks have of outputs like this one.
+
+        Layers get the same few buffers one after the other, so their views are made once.
+        """
+        shape = self._size, *out.shape[:-1], out.shape[-1] + 1
+        num_bytes = math.prod(shape) * out.dtype.itemsize
+        buffer = self._transport.allocate(num_bytes, out.device)
+        known = self._parts.get(id(buffer))  # which it keeps alive
+        if known is None or known.like != (shape, out.dtype):
+            rows = buffer[:num_bytes].view(out.dtype).view(shape)
+            flat = rows.flatten(1).unbind()
+            messages = self._messages(flat, [flat[self._rank]] * self._size)
+            outs, lses = rows[..., :-1], rows[..., -1]
+            own = outs[self._rank], lses[self._rank]
+            known = _Parts((shape, out.dtype), buffer, rows, outs, lses, *own, *messages)
+            self._parts[id(buffer)] = known
+        return known
 
     def _buffer(self, num_rows: int, head_dim: int, like: Tensor) -> tuple[Tensor, Tensor]:
         """Return memory for a message of each rank, and its view `(W, rows, H + 1)`."""

@@ -12,12 +12,15 @@ from torch import Tensor, nn
 from dtensor_ring import merge_attention
 from dtensor_ring.extension import numbered, within_layer
 from parallel_plans.huggingface.core import patterns
-from parallel_plans.huggingface.core.bias_tables import log_scale, log_scaled, takes_table
+from parallel_plans.huggingface.core.bias_tables import TABLE, log_scale, log_scaled, takes_table
 from parallel_plans.huggingface.core.layer_inputs import InputsWithPools, LayerInputs, ScanChunks
 from parallel_plans.huggingface.core.model_masks import ModelMask, PrecomputedMask
+from parallel_plans.huggingface.core.modules import has_any
 
 IMPLEMENTATION = "ring"
 BIASES = ("attention_bias", "alibi", "head_mask", "block_mask")
+_SCALES = ("attn_temperature_tuning", TABLE)
+_BIASES = ("position_bias", *BIASES)
 
 
 class KeySelection(Protocol):
@@ -128,8 +131,11 @@ def attention(
     inputs = ring.of_layer(module)
     pools: Pools | None = getattr(key, "pools", None)
     # Pools ride on the key, as the interface hands on no other argument of a layer's own.
-    key, value = tokens_of(key), tokens_of(value)
-    _refuse(module, query, key, others | {"position_bias": position_bias}, inputs)
+    if not type(key) is type(value) is Tensor:
+        key, value = tokens_of(key), tokens_of(value)
+    if position_bias is not None:
+        others["position_bias"] = position_bias
+    _refuse(module, query, key, others, inputs)
     query, bias = at_positions(module, query, position_bias, ring.indices, ring.past)
     scores: dict[str, Any] = {"scale": scaling}
     # Families name the same logits in two ways, and one of them has a dim for columns.
@@ -244,9 +250,9 @@ def _refuse(
             f"{type(module).__name__} attends from {query.shape[2]} to {key.shape[2]} tokens: "
             "cross attention of Hugging Face models is not supported over a sharded sequence"
         )
-    # A table by distance fits any shard; a bias of pairs is of the positions in a shard.
-    for name in BIASES if takes_table(module) else ("position_bias", *BIASES):
-        if others.get(name) is not None:
+    for name in [x for x in _BIASES if others.get(x) is not None]:
+        # A table by distance fits any shard; a bias of pairs is of the positions in a shard.
+        if name in BIASES or not takes_table(module):
             raise ValueError(f"{type(module).__name__} gives {name}, which a ring does not take")
 
 
@@ -318,6 +324,8 @@ def at_positions(
 
 def _scale_of(module: Any) -> Callable[[Tensor], Tensor] | None:
     """Return by which factors a layer scales queries at some positions, `None` if it does not."""
+    if not has_any(module, _SCALES):
+        return None
     if getattr(module, "attn_temperature_tuning", False) and not getattr(module, "use_rope", True):
         return lambda x: (
             torch.log1p(torch.floor((x.float() + 1) / module.floor_scale)) * module.attn_scale + 1

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch._guards import detect_fake_mode
@@ -42,7 +43,7 @@ def has_content(*values: Any) -> bool:
 
 def blocks(x: Tensor) -> Sequence[Tensor]:
     """Return views of blocks of tokens of `(..., S)`; the whole of it in a compiled graph."""
-    return (x,) if torch.compiler.is_compiling() else x.split(BLOCK, -1)
+    return (x,) if torch.compiler.is_compiling() or x.shape[-1] <= BLOCK else x.split(BLOCK, -1)
 
 
 class Starts(NamedTuple):
@@ -406,6 +407,8 @@ def left_padding(attention_mask: Tensor, num_tokens: int) -> Tensor | None:
             f"attention_mask must be (B, {num_tokens}), of all tokens that are cached or new, got "
             f"{tuple(attention_mask.shape)}"
         )
+    if _is_of_ones(attention_mask):
+        return None
     check_ones_and_zeros(attention_mask)
     is_token = attention_mask.bool().cpu()
     # The place of the first 1 is the number of zeros before it. A row may be padding so far: its
@@ -418,6 +421,15 @@ def left_padding(attention_mask: Tensor, num_tokens: int) -> Tensor | None:
         "it is given an attention_mask",
     )
     return padding if padding.any() else None
+
+
+def _is_of_ones(mask: Tensor) -> bool:
+    """Return whether a mask on the CPU is seen to hide nothing, as that of most tokens."""
+    # A device would have to be waited for, and is read once by what follows.
+    is_read = type(mask) is Tensor and mask.is_cpu and mask.dtype in (torch.int64, torch.bool)
+    if not is_read or torch._C._are_functorch_transforms_active():
+        return False
+    return np.count_nonzero(mask.numpy() == 1) == mask.numel()
 
 
 def _by_boundaries(

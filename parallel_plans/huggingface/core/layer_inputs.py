@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
 
@@ -13,13 +13,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from dtensor_ring import (
     SequenceAxis,
     Slices,
-    decode_attention,
     decode_select_keys,
     decode_selected_attention,
     select_keys,
     selected_attention,
 )
-from dtensor_ring.extension import pool_runs
+from dtensor_ring.extension import SharedDecode, pool_runs
 from parallel_plans.huggingface.core.documents import DocumentBounds
 from parallel_plans.huggingface.core.key_index import (
     KeyIndex,
@@ -242,6 +241,11 @@ class DecodeInputs:
     mesh: DeviceMesh | None
     agree: Tensor | None = None
     begin: int = 0
+    _shared: SharedDecode = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        shared = SharedDecode(self.key_runs, self.mesh, self.axis.kernel, self.agree)
+        object.__setattr__(self, "_shared", shared)
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, strategy: str | None = None, **scores: Any
@@ -253,7 +257,7 @@ class DecodeInputs:
         Raises:
             ValueError: if the layer has fewer keys than its cache.
         """
-        return self.attend_with_lse(query, key, value, **scores)[0]
+        return self._attend(query, key, value, False, **scores)[0]
 
     def attend_with_lse(
         self, query: Tensor, key: Tensor, value: Tensor, strategy: str | None = None, **scores: Any
@@ -263,20 +267,17 @@ class DecodeInputs:
         Raises:
             ValueError: if the layer has fewer keys than its cache.
         """
-        self._check(key)
-        if key.shape[2] > self.num_columns:
+        out, lse = self._attend(query, key, value, True, **scores)
+        assert lse is not None
+        return out, lse
+
+    def _attend(
+        self, query: Tensor, key: Tensor, value: Tensor, needs_lse: bool, **scores: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        if key.shape[2] != self.num_columns:
+            self._check(key)
             key, value = key.narrow(2, 0, self.num_columns), value.narrow(2, 0, self.num_columns)
-        return decode_attention(
-            query,
-            key,
-            value,
-            key_runs=self.key_runs,
-            kernel=self.axis.kernel,
-            mesh=self.mesh,
-            agree=self.agree,
-            return_lse=True,
-            **scores,
-        )
+        return self._shared(query, key, value, needs_lse=needs_lse, **scores)
 
     @property
     def num_keys(self) -> int:
@@ -363,15 +364,13 @@ class DecodeInputs:
         return decode_selected_attention(query, key, value, chosen, **how, **scores)
 
 
-def agreeing(inputs: InputsWithPools, tokens: Tensor) -> InputsWithPools:
-    """Return inputs with which layers compare the tokens, in the messages that they send anyhow.
+def compared(tokens: Tensor) -> Tensor | None:
+    """Return what layers compare of new tokens, in the messages that they send anyhow.
 
     All layers do, not the first one alone: they then make the same call, which is bound once.
     """
-    if isinstance(inputs, DecodeInputs) and not tokens.is_floating_point():
-        # One copy for all layers: each would wait for the device, and make a call that is not kept.
-        return replace(inputs, agree=tokens.cpu().long())
-    return inputs
+    # One copy for all layers: each would wait for the device, and make a call that is not kept.
+    return None if tokens.is_floating_point() else tokens.cpu().long()
 
 
 def _num_keys(runs: Tensor | None) -> int:

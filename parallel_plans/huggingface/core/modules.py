@@ -9,6 +9,7 @@ from inspect import signature
 from types import MethodType
 from typing import Any, NamedTuple, TypeVar
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -49,6 +50,17 @@ def takes_labels(model: Any) -> bool:
     takes = "labels" in signature(model.forward).parameters
     # An outer model without a head may accept `labels` without computing a loss.
     return takes and (language_model_of(model) is model or bool(model.get_output_embeddings()))
+
+
+def has_any(module: nn.Module, names: tuple[str, ...]) -> bool:
+    """Return whether a module has one of these attributes, which are no tensors and no modules.
+
+    A module looks for a missing one among both, which takes ten times as long as all else here.
+    """
+    if torch.compiler.is_compiling():  # it reads no `vars` of a module
+        return True
+    known, kind = vars(module), type(module)
+    return any(name in known or hasattr(kind, name) for name in names)
 
 
 def has_axes(model: Any) -> bool:

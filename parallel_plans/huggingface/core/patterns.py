@@ -115,7 +115,7 @@ def pattern_of(
 
 def is_pattern(x: Any) -> bool:
     """Return whether an object passed as a mask is a pattern."""
-    return isinstance(x, tuple) and len(x) == 4 and x[0] == MARKER
+    return type(x) is Pattern or (isinstance(x, tuple) and len(x) == 4 and x[0] == MARKER)
 
 
 # Note [Patterns by name]: transformers composes the mask of each layer type as a function of

@@ -27,7 +27,7 @@ from parallel_plans.huggingface.core.layer_inputs import (
     InputsWithPools,
     LayerInputs,
     ShardedInputs,
-    agreeing,
+    compared,
 )
 from parallel_plans.huggingface.core.positions import LastTokens
 from parallel_plans.huggingface.generation.saved_parts import PADDING, Pair, of_part, windows_of
@@ -69,17 +69,17 @@ class NewTokens:
             return DocumentBounds()
         return cached_documents(self.left_padding, begin, self.end, self.chunks)
 
-    def full(self, cache: ShardedCache) -> InputsWithPools:
-        """Return how layers that see everything attend.
+    def full(self, cache: ShardedCache, tokens: Tensor, rank: int) -> InputsWithPools:
+        """Return how layers attend that see everything, which `cache` has.
 
-        Args:
-            cache: the cache of these layers, in this forward.
+        Ranks compare the new tokens if they are ids.
         """
         documents, mesh = self.documents(0), self.axis.mesh
         if self.sharded_length:
             return ShardedInputs(self.axis, None, documents, cache.query_runs, cache.key_runs)
-        num_columns = cache.table.num_local[mesh.get_local_rank()]
-        return DecodeInputs(self.axis, documents, cache.key_runs, num_columns, mesh)
+        num_columns = cache.table.num_local[rank]
+        how = cache.key_runs, num_columns, mesh, compared(tokens)
+        return DecodeInputs(self.axis, documents, *how)
 
     def window(self, num_held: int) -> LayerInputs:
         """Return how layers attend that hold the last tokens of the cache on each rank.
@@ -276,6 +276,7 @@ class CacheMemory:
         self._new: NewTokens | None = None
         full = [i for i in kept if not sizes[i]]
         mesh, layout = axis.mesh, self._layout
+        self._rank = mesh.get_local_rank()
         self._shards = ShardedCache(mesh, len(full), layout, block, kv_dtype) if full else None
         self._layers = dict(zip(full, self._shards or (), strict=True))
         self._index = ShardedCache(mesh, len(indexed), layout, block) if indexed else None
@@ -338,7 +339,7 @@ class CacheMemory:
             if window.size not in of_size:
                 of_size[window.size] = new.window(window.num_held)
         if self._shards is not None:
-            of_size[0] = agreeing(new.full(self._shards), tokens)
+            of_size[0] = new.full(self._shards, tokens, self._rank)
         # Layers with a state alone have no attention, and need no inputs.
         inputs: list[Any] = [of_size.get(size) for size in self._sizes]
         return tuple(inputs)
@@ -347,7 +348,7 @@ class CacheMemory:
         """Return which tokens ranks keep of layers with a window, that these see as pools."""
         if self._index is None or not self._windows.keys() & self._indexes.keys():
             return None
-        return agreeing(new.full(self._index), tokens)
+        return new.full(self._index, tokens, self._rank)
 
     def _commit(self, new: NewTokens, rows: int) -> None:
         # Compute all windows before any is updated, so that an error leaves all unchanged.

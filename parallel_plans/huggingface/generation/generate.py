@@ -49,6 +49,7 @@ from parallel_plans.huggingface.sharding.agreement import described
 from parallel_plans.huggingface.sharding.batch import (
     BOUNDARIES,
     LOGITS_TO_KEEP,
+    POSITIONS,
     keywords,
     parse,
     shard,
@@ -173,13 +174,8 @@ def call_with_cache(
     mask = mask if seen is None else padding_of(mask)
     padding = None if mask is None else left_padding(mask, past + num_tokens)
     positions = sharding.positions(batch, past, mask)
-    batch, kept = replace(batch, positions=positions, seen=seen), None
-    if sharding.counts_places == ROW:
-        if padding is not None:
-            raise ValueError(WHOLE_ROWS)
-        check_whole_rows(None, positions, past)
-    elif sharding.counts_places:
-        check_one_document(None, positions, past, padding)
+    _check_places(sharding, positions, past, padding)
+    kept, counted = None, None
     num_kept = batch.others.get(LOGITS_TO_KEEP, 0)
     with (
         memory.appending(tokens, padding, num_kept) as (new, inputs),
@@ -188,20 +184,24 @@ def call_with_cache(
         if new.sharded_length:  # otherwise a layer's message compares the tokens
             sharding.check_same_batch(arguments | {"input_ids": tokens}, "a sharded append step")
             sharding.tokenwise.begin(model)
+            batch = replace(batch, positions=positions, seen=seen)
             mesh, length = new.axis.mesh, new.sharded_length
             runs = new.layout.runs(mesh.get_local_rank(), mesh.size(), length)
             indices = positions_of(runs, tokens.device)
             batch = shard(batch, indices, new.sharded_length, past)
+            at = past + indices
         else:
             indices = torch.arange(num_tokens, device=tokens.device)
-            if positions is None:
-                batch = replace(batch, positions=(past + indices).unsqueeze(0))
+            at = torch.arange(past, new.end, device=tokens.device)
+            counted = at.unsqueeze(0) if positions is None else positions
+            batch = batch if seen is None else replace(batch, seen=seen)
         of_pools = memory.inputs_of_pools(new, tokens)
-        layer_masks = sharding.layer_masks
-        ring = RingInputs(inputs, past + indices, layer_masks, past=past, pools=of_pools)
+        ring = RingInputs(inputs, at, sharding.layer_masks, past=past, pools=of_pools)
         how = keywords(batch, ring, use_cache=True)
         if new.sharded_length:
             kept = sharding.keep_logits(how, new.layout, num_tokens, new.sharded_length)
+        else:
+            how[POSITIONS] = counted
         if hasattr(model.config, ROUTER_LOGITS):
             how[ROUTER_LOGITS] = False  # the config may ask for a loss
         sharding.set_largest(positions, indices, num_tokens, past)
@@ -213,6 +213,18 @@ def call_with_cache(
         return output
     last = {of_kept: kept}
     return type(output)(**{name: _whole(x, new, last.get(name)) for name, x in output.items()})
+
+
+def _check_places(
+    sharding: Sharding, positions: Tensor | None, past: int, padding: Tensor | None
+) -> None:
+    """Refuse new tokens whose places a model counts by itself, where it would count wrongly."""
+    if sharding.counts_places == ROW:
+        if padding is not None:
+            raise ValueError(WHOLE_ROWS)
+        check_whole_rows(None, positions, past)
+    elif sharding.counts_places:
+        check_one_document(None, positions, past, padding)
 
 
 @contextmanager

@@ -343,14 +343,14 @@ def _check_range(model: Any, batch: dict[str, Any]) -> None:
     """
     # Later, only the rank that holds the token would fail, and the others would wait for it.
     # Tensors on a GPU are not checked, as reading them would synchronize.
-    for name, embeddings in (
-        ("input_ids", model.get_input_embeddings()),
-        ("labels", model.get_output_embeddings()),
+    for name, embeddings_of in (
+        ("input_ids", model.get_input_embeddings),
+        ("labels", model.get_output_embeddings),
     ):
         x = batch.get(name)
         if x is None or x.device.type != "cpu" or not has_content(x):
             continue
-        count = _num_entries(model, embeddings)
+        count = _num_entries(model, embeddings_of())
         for part in blocks(x):
             if _is_within(part, count):
                 continue
@@ -414,10 +414,11 @@ def _check_shape(model: Any, name: str, x: Tensor) -> None:
 def _check_rows(arguments: dict[str, Any]) -> None:
     """Refuse wrong row counts: masks and positions may have one row for all, labels may not."""
     tokens = arguments["input_ids"] if "input_ids" in arguments else arguments["inputs_embeds"]
-    own_rows = dict.fromkeys(("attention_mask", POSITIONS, DOCUMENT_NUMBERS), 1)
-    for name, rows in (own_rows | {"labels": len(tokens)}).items():
+    num_rows = tokens.shape[0]
+    for name in ("attention_mask", POSITIONS, DOCUMENT_NUMBERS, "labels"):
         x = arguments.get(name)
-        if x is not None and x.shape[-2] not in (rows, len(tokens)):
+        least = num_rows if name == "labels" else 1
+        if x is not None and x.shape[-2] not in (least, num_rows):
             raise ValueError(
-                f"{name} must have the {len(tokens)} rows of the tokens, got {tuple(x.shape)}"
+                f"{name} must have the {num_rows} rows of the tokens, got {tuple(x.shape)}"
             )

@@ -1,0 +1,102 @@
+"""Layers that share a bound decode call attend as by calls of their own, and ranks compare each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd import profiler
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from dtensor_ring import Mask, RingError, decode_attention
+from dtensor_ring.decode.shared import SharedDecode
+from dtensor_ring.extension import name_layer, within_layer
+from tests.pool import on_ranks
+
+RUNS = torch.tensor([[[0, 5]], [[5, 4]]])
+TOKENS = torch.tensor([[7]])
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "window": {"mask": Mask.sliding(3)},
+    "scale": {"scale": 0.7},
+    "sinks": {"sinks": torch.tensor([0.1, 0.2, 0.3, 0.4])},
+    "documents": {"cu_seqlens": torch.tensor([0, 3, 9])},
+    "without lse": {"needs_lse": False},
+}
+
+
+def mesh_of() -> DeviceMesh:
+    return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+
+
+def layer(seed: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
+    """The query of a layer, and the keys and values of this rank."""
+    torch.manual_seed(seed)
+    query, key, value = (torch.randn(2, n, s, 8, dtype=dtype) for n, s in ((4, 1), (2, 9), (2, 9)))
+    (begin, length), *_ = RUNS[dist.get_rank()].tolist()
+    return query, key.narrow(2, begin, length), value.narrow(2, begin, length)
+
+
+@on_ranks(2)
+def test_layers_attend_as_by_calls_of_their_own() -> None:
+    mesh = mesh_of()
+    with torch.no_grad():
+        for name, options in OPTIONS.items():
+            alone = {x: y for x, y in options.items() if x != "needs_lse"}
+            for dtype in (torch.float32, torch.bfloat16):
+                shared = SharedDecode(RUNS, mesh, agree=TOKENS)
+                for number in range(3):
+                    inputs = layer(number, dtype)
+                    expected = decode_attention(
+                        *inputs, **alone, key_runs=RUNS, agree=TOKENS, mesh=mesh, return_lse=True
+                    )
+                    out, lse = shared(*inputs, **options)
+                    assert out.dtype == dtype
+                    assert torch.equal(out, expected[0]), name
+                    assert lse is None or torch.equal(lse, expected[1]), name
+                    assert lse is not None or name == "without lse"
+                assert len(shared._bound) == 1, name
+
+
+@on_ranks(2)
+def test_a_rank_may_be_profiled() -> None:
+    """It calls the op by the dispatcher, and the other rank its bound call."""
+    shared = SharedDecode(RUNS, mesh_of())
+    outs = []
+    with torch.no_grad():
+        for number in range(3):
+            with profiler.profile(enabled=dist.get_rank() == 1):
+                outs.append(shared(*layer(number), needs_lse=False)[0])
+    found = torch.stack(outs)
+    theirs = [torch.empty_like(found) for _ in range(2)]
+    dist.all_gather(theirs, found)
+    assert torch.equal(*theirs)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("what", ["layer", "scale", "tokens given as agree"])
+def test_a_layer_that_differs_is_refused(what: str) -> None:
+    rank, module = dist.get_rank(), nn.Module()
+    agree = TOKENS + rank if what == "tokens given as agree" else TOKENS
+    mesh = mesh_of()
+    with torch.no_grad():
+        for number in range(2):  # the options are known
+            SharedDecode(RUNS, mesh, agree=TOKENS)(*layer(number))
+        shared = SharedDecode(RUNS, mesh, agree=agree)
+        if what != "tokens given as agree":
+            shared(*layer(2))
+        name_layer(module, f"layers.{rank if what == 'layer' else 3}")
+        how: dict[str, Any] = {"scale": 0.5 + rank} if what == "scale" else {}
+        with pytest.raises(RingError, match=what), within_layer(module):
+            shared(*layer(3), **how)
+
+
+@on_ranks(2)
+def test_gradients_are_refused() -> None:
+    shared = SharedDecode(RUNS, mesh_of())
+    query, key, value = layer(0)
+    with pytest.raises(NotImplementedError, match="no gradient"):
+        shared(query.requires_grad_(), key, value)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from dtensor_ring.balanced.balanced import check_seen, layout_for, layouts_for
+import numpy as np
+
+from dtensor_ring.balanced.balanced import check_seen, layout_for, layouts_for, next_begins
 from dtensor_ring.planning.layout import Layout
 from dtensor_ring.planning.mask import Boundaries, Documents, Mask, as_documents
 from dtensor_ring.planning.plan import FULL, Plan, check_documents, plan
@@ -226,27 +228,18 @@ def _imbalance(areas: list[list[int]]) -> float:
 
 def step_begins(plans: Sequence[Plan], areas: list[list[int]]) -> list[list[int]]:
     """Return when each rank begins, by step, and last when it is done: see `Schedule.makespan`."""
-    begins = [[0] * len(plans)]
-    for step in range(len(areas[0])):
-        done = [begin + work[step] for begin, work in zip(begins[-1], areas, strict=True)]
-        begins.append(
-            [
-                max([end, *(begins[-1][peer] for peer in _peers(plan, step))])
-                for end, plan in zip(done, plans, strict=True)
-            ]
-        )
-    return begins
+    begins = [np.zeros(len(plans), dtype=np.int64)]
+    for step, work in enumerate(np.array(areas).T):
+        hops = [(plan, hop) for plan in plans for hop in plan.shards[step : step + 1]]
+        ends = [(plan.rank, x.peer) for plan, hop in hops for x in hop.sends]
+        senders, receivers = np.array(ends, dtype=np.int64).reshape(-1, 2).T
+        begins.append(next_begins(begins[-1], work, senders, receivers))
+    return [x.tolist() for x in begins]
 
 
 def _makespan(plans: Sequence[Plan], areas: list[list[int]]) -> float:
     whole = sum(map(sum, areas))
     return max(step_begins(plans, areas)[-1]) * len(plans) / whole if whole else 1.0
-
-
-def _peers(plan: Plan, step: int) -> Iterator[int]:
-    """Yield the ranks that a rank exchanges keys and values with during a step."""
-    for hop in plan.shards[step : step + 1]:  # empty if the rank has fewer steps
-        yield from (transfer.peer for transfer in hop.sends + hop.receives)
 
 
 def _bounds(mask: Mask | None, slices: Slices | None) -> str:

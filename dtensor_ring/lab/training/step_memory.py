@@ -44,9 +44,10 @@ def attention_room(problem: SimulatedProblem, strategy: Strategy, on_gpu: bool) 
     """Return what an attention needs on the last rank, which with a causal mask receives most.
 
     Note [Room of an attention]: its loops run without content, see Note [One loop, counted], and
-    what they allocate is counted while it is alive. Backward kernels of GPUs sum the gradient of a
-    query in float32, too (Dao, 2023, arXiv 2307.08691, section 3.1), which no allocation outside of
-    them shows.
+    what they allocate is counted while it is alive. What backward kernels of GPUs have inside, no
+    allocation outside of them shows: the gradient of a query in float32, and a sum for each row
+    (Dao, 2023, arXiv 2307.08691, section 3.1); where heads of queries share a key, its gradients
+    of each of them before they are added, as in cuDNN and flash attention 2.
 
     Args:
         problem: the attention.
@@ -64,8 +65,10 @@ def attention_room(problem: SimulatedProblem, strategy: Strategy, on_gpu: bool) 
     result = rows * sizes.heads[0] * sizes.head_dims[1] * sizes.itemsize
     given = rows * sizes.heads[0] * sizes.head_dims[0]
     given += rows * sizes.heads[1] * sum(sizes.head_dims)
-    inside = rows * sizes.heads[0] * sizes.head_dims[0] * sizes.wide_itemsize if on_gpu else 0
     lse = rows * sizes.heads[0] * sizes.wide_itemsize
+    inside = lse * (sizes.head_dims[0] + 1) * on_gpu
+    if on_gpu and sizes.heads[0] > sizes.heads[1]:
+        inside += rows * sizes.heads[0] * sum(sizes.head_dims) * sizes.itemsize
     ahead = forward.peak - given * sizes.itemsize - result - lse
     held = recorder.cost.held + beside
     return AttentionRoom(held, max(0, ahead), backward.peak - result + inside)

@@ -101,7 +101,8 @@ def next_begins(
     Args:
         begun: when each rank began this step, `(W,)`.
         work: how long it takes each, `(W,)`.
-        senders, receivers: the ranks of each message in this step.
+        senders: the rank that sends, of each message in this step.
+        receivers: the one that receives.
 
     >>> next_begins(*map(np.array, ([0, 5], [1, 1], [0], [1]))).tolist()
     [5, 6]

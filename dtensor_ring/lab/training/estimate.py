@@ -159,7 +159,7 @@ def estimate(
     if as_json:
         print(json.dumps(found.as_json()))
     else:
-        _show(found)
+        show([Finding(*row) for row in found.rows()])
     return 0
 
 
@@ -278,10 +278,6 @@ def _size(module: nn.Module, trained: bool = False, least: int = 1) -> int:
     """Return the bytes of parameters, of which each number takes at least `least` bytes."""
     parameters = [x for x in module.parameters() if x.requires_grad or not trained]
     return sum(x.numel() * max(least, x.itemsize) for x in parameters)
-
-
-def _show(found: Estimate) -> None:
-    show([Finding(*row) for row in found.rows()])
 
 
 @contextmanager

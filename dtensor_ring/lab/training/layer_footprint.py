@@ -29,11 +29,13 @@ class _Part:
         results: bytes of results of attentions by then.
         peak: the most bytes in its forward and backward.
         stream: bytes of its output.
+        inputs: what it is given, while a checkpoint keeps that for it.
     """
 
     def __init__(self, step: Footprint) -> None:
         self.alive, self.kept, self.results = step.alive, step.kept, step.results
         self.peak, self.stream = step.alive, 0
+        self.inputs: Any = None
 
 
 class LayerFootprint(Footprint):
@@ -77,19 +79,26 @@ class LayerFootprint(Footprint):
         self._now.peak = max(self._now.peak, self.peak)
         self._now, self.peak = part, self.alive
 
+    def _turn_back(self, call: _Part) -> None:
+        """Begin with the backward of a layer, after that of another."""
+        self._now.inputs = None
+        self._turn(call)
+
     def _enter(self, layer: nn.Module, args: Any) -> None:
         if self._calls:  # what came after the layer before
             self._calls[-1].peak = max(self._calls[-1].peak, self.peak)
         self._calls.append(_Part(self))
         self._turn(self._calls[-1])
         self._is_inside = True
+        if self._checkpoint != "none":
+            self._calls[-1].inputs = args
 
     def _leave(self, layer: nn.Module, args: Any, output: Any) -> None:
         call, self._is_inside = self._calls[-1], False
         stream = next((x for x in tree_leaves(output) if isinstance(x, Tensor)), None)
         if stream is not None and stream.requires_grad:
             call.stream = stream.nbytes
-            stream.register_hook(lambda _: self._turn(call))
+            stream.register_hook(lambda _: self._turn_back(call))
         self._after = _Part(self)
         self._turn(self._after)
 

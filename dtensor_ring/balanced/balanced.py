@@ -66,10 +66,7 @@ def ring_cost(work: AttentionWork, partition: Partition, world_size: int) -> tup
 def ring_makespan(
     viewers: np.ndarray, sources: np.ndarray, found: np.ndarray, world_size: int
 ) -> int:
-    """Return when the slowest rank is done, in pairs, on a ring whose messages take no time.
-
-    A rank begins a step when its previous step is done, and when the neighbours with which it had
-    messages in that step had begun it, too.
+    """Return when the slowest rank is done, in pairs, on a ring, see `next_begins`.
 
     Args:
         viewers: for each entry, in any order, the rank whose queries see the pairs.
@@ -78,7 +75,6 @@ def ring_makespan(
         world_size: number of ranks on the ring.
     """
     ranks, distances = np.arange(world_size), (viewers - sources) % world_size
-    after, before = (ranks + 1) % world_size, ranks - 1
     reaches = np.zeros(world_size, dtype=np.int64)
     np.maximum.at(reaches, sources, np.where(found > 0, distances, 0))
     num_steps = int(reaches.max()) + 1
@@ -86,15 +82,35 @@ def ring_makespan(
     bounds = np.searchsorted(distances[order], np.arange(num_steps + 1))
     begun = np.zeros(world_size, dtype=found.dtype)
     for step in range(num_steps):
-        part = order[bounds[step] : bounds[step + 1]]
-        done = begun.copy()
-        np.add.at(done, viewers[part], found[part])
+        part, work = order[bounds[step] : bounds[step + 1]], np.zeros_like(begun)
+        np.add.at(work, viewers[part], found[part])
         # A packet travels on to the furthest rank that sees any of it.
-        sends = reaches[(ranks - step) % world_size] > step
-        # A hop is awaited after the kernels of its step, so a late neighbour delays its end.
-        done = np.maximum(done, np.where(sends, begun[after], 0))
-        begun = np.maximum(done, np.where(sends[before], begun[before], 0))
+        senders = ranks[reaches[(ranks - step) % world_size] > step]
+        begun = next_begins(begun, work, senders, (senders + 1) % world_size)
     return int(begun.max())
+
+
+def next_begins(
+    begun: np.ndarray, work: np.ndarray, senders: np.ndarray, receivers: np.ndarray
+) -> np.ndarray:
+    """Return when ranks begin their next step, `(W,)`, if messages take no time.
+
+    A rank begins a step when its previous step is done, and when the ranks with which it had
+    messages in that step had begun it, too.
+
+    Args:
+        begun: when each rank began this step, `(W,)`.
+        work: how long it takes each, `(W,)`.
+        senders: the rank that sends, of each message in this step.
+        receivers: the one that receives.
+
+    >>> next_begins(*map(np.array, ([0, 5], [1, 1], [0], [1]))).tolist()
+    [5, 6]
+    """
+    found = begun + work
+    np.maximum.at(found, senders, begun[receivers])
+    np.maximum.at(found, receivers, begun[senders])
+    return found
 
 
 def _num_received(

@@ -15,14 +15,11 @@ import numpy as np
 
 from dtensor_ring.all_to_all.plan import AllToAllPlan, all_to_all_plan
 from dtensor_ring.lab.problem import SimulatedProblem, TensorSizes
-from dtensor_ring.lab.recorded import RankAttention, Recording
+from dtensor_ring.lab.recorded import MAX_RECORDED, RankAttention, Recording
 from dtensor_ring.planning.plan import Plan, plan
 from dtensor_ring.planning.route import Transfer
 from dtensor_ring.planning.strategy import Strategy
 from dtensor_ring.planning.tile import FULL
-
-# The loops of at most this many ranks run.
-MAX_RECORDED = 32
 
 # The most steps that these ranks have together; at least `FEWEST` ranks are recorded.
 MAX_STEPS, FEWEST = 4096, 4

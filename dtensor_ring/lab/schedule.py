@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from dtensor_ring.balanced.balanced import layout_for, layouts_for
+import numpy as np
+
+from dtensor_ring.balanced.balanced import layout_for, layouts_for, next_begins
 from dtensor_ring.lab.problem import checked_attention
 from dtensor_ring.planning.layout import Layout
 from dtensor_ring.planning.mask import Boundaries, Documents, Mask
@@ -57,15 +59,14 @@ class Schedule:
     @cached_property
     def begins(self) -> list[list[int]]:
         """When each rank begins, by step, and last when it is done, in pairs: see `makespan`."""
-        begins = [[0] * len(self.plans)]
-        for step in range(len(self.areas[0])):
-            before, begun = begins[-1], []
-            for of_rank, begin, work in zip(self.plans, before, self.areas, strict=True):
-                hops = of_rank.shards[step : step + 1]  # empty if the rank has fewer steps
-                peers = [x.peer for hop in hops for x in hop.sends + hop.receives]
-                begun.append(max([begin + work[step], *(before[peer] for peer in peers)]))
-            begins.append(begun)
-        return begins
+        begins = [np.zeros(len(self.plans), dtype=np.int64)]
+        for step, work in enumerate(np.array(self.areas).T):
+            # A rank with fewer steps has no hop.
+            hops = [(x.rank, hop) for x in self.plans for hop in x.shards[step : step + 1]]
+            ends = [(rank, transfer.peer) for rank, hop in hops for transfer in hop.sends]
+            senders, receivers = np.array(ends, dtype=np.int64).reshape(-1, 2).T
+            begins.append(next_begins(begins[-1], work, senders, receivers))
+        return [x.tolist() for x in begins]
 
     @property
     def makespan(self) -> float:

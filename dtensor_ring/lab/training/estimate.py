@@ -3,39 +3,28 @@
 from __future__ import annotations
 
 import json
-import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from dtensor_ring.dtensor.choice import DEFAULT_MACHINE
 from dtensor_ring.dtensor.meta_model import LoadModel, MetaModel, ModelRequest
 from dtensor_ring.lab.presets import as_machine
 from dtensor_ring.lab.problem import config_json
 from dtensor_ring.lab.report import Finding, refused, show
-from dtensor_ring.lab.training.footprint import Attention, Footprint
+from dtensor_ring.lab.training.layer_footprint import LayerFootprint
 from dtensor_ring.lab.training.longest import usable
 from dtensor_ring.lab.training.model_source import check_sizes, layers_of
-from dtensor_ring.lab.training.step_memory import (
-    KEPT_ITEMSIZE,
-    StepMemory,
-    fetched_layers,
-    fsdp_states,
-)
+from dtensor_ring.lab.training.step_memory import KEPT_ITEMSIZE, StepMemory, fsdp_states
 from dtensor_ring.lab.training.step_request import MemorySetting, memory_setting
-from dtensor_ring.ops.ring_op import ring_op
-from dtensor_ring.selected.op import select_op, selected_op
 
 
 @dataclass(frozen=True)
@@ -170,7 +159,7 @@ def estimate(
     if as_json:
         print(json.dumps(found.as_json()))
     else:
-        _show(found)
+        show([Finding(*row) for row in found.rows()])
     return 0
 
 
@@ -198,94 +187,59 @@ def estimated(
         ValueError: if the model cannot be made, is not served, or has no attention.
     """
     setting = setting or MemorySetting()
-    host = FarInputs() if "checkpoints" in setting.offload else None
     ranks = mesh.get("dp_shard", 1) * mesh.get("cp", 1) if is_sharded else 1
     with alone(mesh.get("cp", 1)) as axis:
         model = load(spec, axis, asked)
-        if setting.checkpoint != "none":
-            checkpoint_layers(model.module, setting.checkpoint, host)
-        step, forward = _run(model, ranks if is_sharded else None, setting)
+        is_here = "optimizer" not in setting.offload
+        step = _run(model, setting, is_here / ranks if is_sharded or not is_here else None)
         cache = None if asked.cache_dtype is None else _cache(model)
-    if not forward.attentions:
+    if not step.attentions:
         raise ValueError(f"{model.name} has no attention over its sequence, so nothing to shard")
-    states = _states(model.module, is_sharded, ranks, setting)
-    # What runs has whole parameters.
-    running, on_host = step.peak - _size(model.module), states.host
-    if host is not None:
-        fetched = fetched_layers(setting.checkpoint)
-        far = _far_results(forward, fetched)
-        # All backwards of layers are alike then, so the fullest one is the last, with gradients.
-        running += (fetched - 1) * host.largest - far + states.gradients
-        on_host += host.held + far
+    state, run = _states(model.module, is_sharded, ranks, setting), step.bytes
+    found, (attention, others, *_) = run.fullest(state, setting), run.kept(setting)
     return Estimate(
         model=model.name,
         mesh=dict(mesh),
         seq_len=asked.seq_len,
-        parameters=states.parameters,
-        gradients=states.gradients,
-        optimizer=states.optimizer,
-        gathered=states.gathered,
-        attention_kept=forward.kept,
+        parameters=state.parameters,
+        gradients=state.gradients,
+        optimizer=state.optimizer,
+        gathered=state.gathered,
+        attention_kept=attention,
         attention_working=step.working,
-        others_kept=forward.others,
-        # In the update, all gradients are there, and nothing runs.
-        peak=states.parameters
-        + states.optimizer
-        + max(states.gathered + running, states.gradients),
-        host=on_host,
+        others_kept=others + run.before + run.head_kept,
+        peak=found.peak,
+        host=found.host,
         messages=asdict(step.messages),
         attentions=[
             x._asdict() | {"mask": str(x.mask), "hops": x.steps - 1, "calls": calls}
-            for x, calls in forward.attentions.items()
+            for x, calls in step.attentions.items()
         ],
         cache=cache,
         dtype=_dtypes(model.module),
     )
 
 
-class _Forward(NamedTuple):
-    """What is known after the forward, before the backward computes a part of it again.
-
-    Attributes:
-        attentions: number of calls of each kind of attention.
-        kept: bytes that attentions keep for the backward.
-        others: bytes that everything else keeps for the backward.
-    """
-
-    attentions: Counter[Attention]
-    kept: int
-    others: int
-
-
-def _run(model: MetaModel, ranks: int | None, setting: MemorySetting) -> tuple[Footprint, _Forward]:
-    """Run a training step on the meta device, and return its footprint and its forward.
+def _run(model: MetaModel, setting: MemorySetting, share: float | None) -> LayerFootprint:
+    """Run a training step on the meta device, and return its footprint.
 
     Args:
         model: the model, whose parameters are whole.
-        ranks: number of ranks that FSDP2 shards them over; `None` without FSDP2.
-        setting: what is on the host.
+        setting: what backward computes again.
+        share: see `LayerFootprint`.
 
     Raises:
         ValueError: if the model's code needs the content of tensors.
     """
-    step = Footprint()
-    if ranks is not None or setting.offload:
-        _reduce_gradients(model.module, step, 0 if setting.offload else 1 / (ranks or 1))
+    step = LayerFootprint(model.module, setting.checkpoint, share)
     try:
-        with step:
-            step.count(list(model.module.parameters()))
-            before = step.alive
-            loss = model.loss()
-            # Read before the backward: only what the forward keeps is still alive.
-            kept, whole = step.kept, step.alive - before
-            forward = _Forward(step.attentions.copy(), kept, whole - kept)
-            loss.backward()
+        step.run(model.loss)
     except (NotImplementedError, RuntimeError) as error:
         raise ValueError(
             f"{model.name} does not run without weights, on the meta device, which an estimate "
             f"needs ({type(error).__name__}: {error})"
         ) from error
-    return step, forward
+    return step
 
 
 def _dtypes(module: nn.Module) -> str:
@@ -310,28 +264,6 @@ def _cache(model: MetaModel) -> int:
     return model.cache()[-1]
 
 
-def _far_results(forward: _Forward, fetched: int) -> int:
-    """Return the bytes of attention's results that go to the host with the inputs of layers.
-
-    A checkpoint keeps them apart from what hooks see, so the dry run has them on the device, where
-    only those of `fetched` layers are.
-    """
-    calls = forward.attentions.total()
-    return forward.kept * max(0, calls - fetched) // calls
-
-
-def _reduce_gradients(module: nn.Module, step: Footprint, share: float) -> None:
-    """Keep a share of each gradient once it is there, as FSDP2 does after it has reduced it."""
-
-    def reduce(parameter: Tensor) -> None:
-        parameter.grad = None
-        step.keep(int(parameter.numel() * max(KEPT_ITEMSIZE, parameter.itemsize) * share))
-
-    for parameter in module.parameters():
-        if parameter.requires_grad:
-            parameter.register_post_accumulate_grad_hook(reduce)
-
-
 def _states(
     module: nn.Module, is_sharded: bool, num_shards: int, setting: MemorySetting
 ) -> StepMemory:
@@ -346,10 +278,6 @@ def _size(module: nn.Module, trained: bool = False, least: int = 1) -> int:
     """Return the bytes of parameters, of which each number takes at least `least` bytes."""
     parameters = [x for x in module.parameters() if x.requires_grad or not trained]
     return sum(x.numel() * max(least, x.itemsize) for x in parameters)
-
-
-def _show(found: Estimate) -> None:
-    show([Finding(*row) for row in found.rows()])
 
 
 @contextmanager
@@ -372,62 +300,3 @@ def alone(world_size: int) -> Iterator[DeviceMesh]:
         yield init_device_mesh("cpu", (world_size,), mesh_dim_names=("cp",))
     finally:
         dist.destroy_process_group()
-
-
-class AbsentTensor(NamedTuple):
-    """A tensor that is on the host, without its content, which a dry run does not have."""
-
-    shape: torch.Size
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-
-
-class FarInputs:
-    """Keeps the inputs of layers off the device until their backward.
-
-    Attributes:
-        held: bytes moved off the device.
-        largest: bytes of the largest tensor; copies of its size are in flight while a layer runs.
-    """
-
-    def __init__(self) -> None:
-        self.held = self.largest = 0
-
-    def run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run a checkpointed layer whose inputs are kept here."""
-        # The checkpoint's own hooks see all that its layer saves; these hooks see its inputs only.
-        with saved_tensors_hooks(self.pack, self.unpack), warnings.catch_warnings():
-            # Of torch 2.15: what an attention returned may go through these hooks one day.
-            warnings.filterwarnings("ignore", "A saved_tensors_hooks context", FutureWarning)
-            return forward(*args, **kwargs)
-
-    def pack(self, x: Tensor) -> Any:
-        """Take a tensor off the device."""
-        self.held += x.nbytes
-        self.largest = max(self.largest, x.nbytes)
-        return AbsentTensor(x.shape, x.stride(), x.dtype, x.device)
-
-    def unpack(self, x: Any) -> Tensor:
-        """Return a tensor of that shape on the device."""
-        return torch.empty_strided(x.shape, x.stride, dtype=x.dtype, device=x.device)
-
-
-def checkpoint_layers(module: nn.Module, kind: str, host: FarInputs | None = None) -> None:
-    """Make each layer keep its input only, and compute its forward again in its backward.
-
-    Args:
-        module: the model.
-        kind: "full", or "attention" to keep what attentions return, too.
-        host: where the inputs of layers are kept; `None` for the device.
-    """
-    contexts = {} if kind == "full" else {"context_fn": _keeping_attention}
-    # On the meta device there are no random numbers to reproduce.
-    options: Any = {"use_reentrant": False, "preserve_rng_state": False, **contexts}
-    for layer in layers_of(module):
-        forward = partial(checkpoint, layer.forward, **options)
-        layer.forward = forward if host is None else partial(host.run, forward)
-
-
-def _keeping_attention() -> tuple[Any, Any]:
-    return create_selective_checkpoint_contexts([ring_op, select_op, selected_op])

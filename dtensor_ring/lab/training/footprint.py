@@ -28,7 +28,7 @@ from dtensor_ring.all_to_all.op import all_to_all_op, run_exchange, unflatten_al
 from dtensor_ring.compute.kernels import Saved
 from dtensor_ring.compute.memory import empty, order_of, region
 from dtensor_ring.lab.chosen_keys import SEEN, moved_costs
-from dtensor_ring.lab.recorded import Cost, Recorder, ShapeKernel
+from dtensor_ring.lab.recorded import Cost, Recorder, ShapeKernel, by_field
 from dtensor_ring.ops.axis_ops import parts_of_ranks, sum_ranks_op
 from dtensor_ring.ops.checks import unit_stride
 from dtensor_ring.ops.options import Call, group_named, unflatten
@@ -140,6 +140,10 @@ class Attention(NamedTuple):
     chosen: int | None = None
 
 
+# What a checkpoint of kind "attention" keeps the results of.
+RESULTS = ring_op, select_op, selected_op
+
+
 class Footprint(Storages):
     """A context around a training step that counts its memory and messages.
 
@@ -148,13 +152,15 @@ class Footprint(Storages):
         messages: cost of all messages of the step; `held` is the maximum over its calls.
         working: the most bytes that an attention needs besides its inputs: messages in flight or
             resident, partial results and gradients.
+        results: bytes that attentions and selections have returned so far.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.attentions = Counter[Attention]()
         self.messages = Cost()
-        self.working = 0
+        self.working = self.results = 0
+        self._runs = 1
         self._kept: dict[int, ref[UntypedStorage]] = {}
         # Peak and messages by arguments, as layers are alike.
         self._loops: dict[tuple[Any, ...], tuple[int, Cost]] = {}
@@ -162,6 +168,7 @@ class Footprint(Storages):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
+        self._runs = self.runs(func)
         # Before `count`: a loop allocates its results too, so they would count twice in the peak.
         if func is ring_op:
             self._attend(*args)
@@ -182,7 +189,13 @@ class Footprint(Storages):
         self.count(result, {x._cdata for x in storages_of([args, kwargs])})
         if func in (ring_op, selected_op):
             self._kept |= self.held([args[:3], result])
+        if func in RESULTS:
+            self.results += sum(x.nbytes for x in tree_leaves(result))
         return result
+
+    def runs(self, op: Any) -> int:
+        """Return how often an op runs that is called now: its messages count as often."""
+        return 1
 
     @property
     def kept(self) -> int:
@@ -245,7 +258,8 @@ class Footprint(Storages):
     def _send(self, cost: Cost) -> None:
         """Add messages; `held` is a maximum, as a call frees its buffers before the next one."""
         held = max(self.messages.held, cost.held)
-        self.messages = replace(self.messages + cost, held=held)
+        messages = by_field(sum, [self.messages, *[cost] * self._runs])
+        self.messages = replace(messages, held=held)
 
     def _add(self, arguments: tuple[Any, ...], run: Callable[[], Cost]) -> None:
         """Add what the loop of an attention sends, and allocates to what is alive.

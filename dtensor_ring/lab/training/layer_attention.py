@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from dtensor_ring.lab.choose import chosen_strategy
@@ -11,7 +12,12 @@ from dtensor_ring.lab.simulated_attention import Timeline, timeline_of
 from dtensor_ring.lab.training.collectives import strided
 from dtensor_ring.lab.training.layer_seconds import PartSeconds
 from dtensor_ring.lab.training.model_shape import LayerShape
-from dtensor_ring.lab.training.step_memory import AttentionRoom, attention_room
+from dtensor_ring.lab.training.step_memory import (
+    AttentionRoom,
+    StepMemory,
+    attention_room,
+    step_memory,
+)
 from dtensor_ring.lab.training.step_request import AUTO, StepRequest
 from dtensor_ring.planning.mask import Mask
 from dtensor_ring.planning.strategy import Strategy
@@ -139,22 +145,30 @@ def _made_parallel(
     return problem, chosen_strategy(problem, strided(asked.machine, mesh.tp))
 
 
-def attention_rooms(asked: StepRequest) -> list[AttentionRoom]:
-    """Return what the attention of each layer needs while it runs, without simulating its time.
+def rank_memory(
+    asked: StepRequest, rooms: Mapping[AttentionKind, AttentionRoom] | None = None
+) -> StepMemory:
+    """Return what a rank keeps in a step.
+
+    Args:
+        asked: the step.
+        rooms: what attentions need while they run; found without their time by default.
 
     Raises:
         ValueError: if the strategy has too few heads, or no kernel of the machine can be chosen by.
     """
-    on_gpu = not asked.machine.host_waits
-    kinds = {
-        kind: max(
-            attention_room(*_made_parallel(asked, kind, x), on_gpu=on_gpu)
-            for x in dict.fromkeys(asked.batches)
-        )
-        for kind in attention_kinds(asked)
-    }
+    if rooms is None:
+        rooms = {kind: _room(asked, kind) for kind in attention_kinds(asked)}
     # A layer without an attention has no room of one.
-    return [kinds.get(AttentionKind.of(layer), AttentionRoom()) for layer in asked.model.layers]
+    of_layers = [rooms.get(AttentionKind.of(x), AttentionRoom()) for x in asked.model.layers]
+    ranks = asked.mesh.shards(asked.machine).ranks
+    return step_memory(asked.model, asked.shard, ranks, asked.setting, of_layers)
+
+
+def _room(asked: StepRequest, kind: AttentionKind) -> AttentionRoom:
+    on_gpu, batches = not asked.machine.host_waits, dict.fromkeys(asked.batches)
+    made = (_made_parallel(asked, kind, x) for x in batches)
+    return max(attention_room(*x, on_gpu=on_gpu) for x in made)
 
 
 def _split(direction: Direction) -> tuple[float, float]:

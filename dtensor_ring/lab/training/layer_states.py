@@ -6,13 +6,15 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from dtensor_ring.all_to_all.plan import AllToAllPlan, all_to_all_plan
 from dtensor_ring.all_to_all.rounded_keys import exchanged
 from dtensor_ring.compute.trace import Label
 from dtensor_ring.lab.machine import Machine
-from dtensor_ring.lab.recorded import MAX_RECORDED, Cost, Recorder, no_content
+from dtensor_ring.lab.recorded import Cost, Recorder, no_content
+from dtensor_ring.lab.recorded_ranks import looked_at
 from dtensor_ring.lab.training.collectives import strided
 from dtensor_ring.lab.training.model_shape import ModelShape
 from dtensor_ring.lab.training.state_shape import StateShape
@@ -95,8 +97,7 @@ def model_states(asked: StepRequest) -> dict[StateShape, StateSeconds]:
     rows = (row for documents in asked.batches for row in documents or ())
     is_whole = not any(0 < x < row[-1] for row in rows for x in row)
     stays = shortest is not None and is_whole and asked.seq_len >= shortest
-    number = min(size, MAX_RECORDED)
-    ranks = [i * (size - 1) // max(1, number - 1) for i in range(number)]
+    ranks = np.unique(looked_at(size, 1)).tolist()
     return {kind: _slowest([_Layer(asked, kind, stays, x) for x in ranks]) for kind in kinds}
 
 

@@ -11,9 +11,9 @@ import torch
 
 from dtensor_ring.lab.machine import Machine
 from dtensor_ring.lab.presets import as_machine
-from dtensor_ring.lab.training.layer_attention import attention_rooms
+from dtensor_ring.lab.training.layer_attention import rank_memory
 from dtensor_ring.lab.training.step import simulated_step
-from dtensor_ring.lab.training.step_memory import StepMemory, step_memory
+from dtensor_ring.lab.training.step_memory import StepMemory
 from dtensor_ring.lab.training.step_request import (
     MAX_PAIRS,
     MemorySetting,
@@ -297,9 +297,7 @@ def _with_length(asked: StepRequest, setting: MemorySetting, seq_len: int) -> St
 
 def _memory(asked: StepRequest, setting: MemorySetting, seq_len: int) -> StepMemory:
     """Return the bytes of a rank, with ids, labels and positions of the whole batch."""
-    asked = _with_length(asked, setting, seq_len)
-    ranks = asked.mesh.shards(asked.machine).ranks
-    found = step_memory(asked.model, asked.shard, ranks, setting, attention_rooms(asked))
+    found = rank_memory(_with_length(asked, setting, seq_len))
     ids = TOKEN_BYTES * seq_len * asked.batch
     return found._replace(others_kept=found.others_kept + ids)
 

@@ -25,20 +25,14 @@ from dtensor_ring.lab.training.layer_attention import (
     AttentionKind,
     AttentionSeconds,
     model_attentions,
+    rank_memory,
 )
 from dtensor_ring.lab.training.layer_run import layer_run
 from dtensor_ring.lab.training.layer_seconds import LayerClock, PartSeconds, peak_flops
 from dtensor_ring.lab.training.layer_states import StateSeconds, model_states
 from dtensor_ring.lab.training.model_shape import LayerShape
 from dtensor_ring.lab.training.state_shape import StateShape
-from dtensor_ring.lab.training.step_memory import (
-    KEPT_DTYPE,
-    KEPT_ITEMSIZE,
-    AttentionRoom,
-    StepMemory,
-    recorded_head,
-    step_memory,
-)
+from dtensor_ring.lab.training.step_memory import KEPT_DTYPE, KEPT_ITEMSIZE, recorded_head
 from dtensor_ring.lab.training.step_request import AUTO, StepRequest, step_request
 from dtensor_ring.planning.layout import Layout
 from dtensor_ring.planning.mask import Boundaries, Mask
@@ -301,7 +295,7 @@ def simulated_step(asked: StepRequest) -> SimulatedStep:
         asked.machine.beside_kernel,
     )
     parts = sum((x.forward + x.backward for x in units), PartSeconds())
-    memory = _memory(asked, attentions)
+    memory = rank_memory(asked, {kind: x.room for kind, x in attentions.items()})
     # AdamW reads parameter, gradient and two states, and writes all but the gradient.
     optimizer = clock.memory(7 * memory.parameters)
     fsdp = max(span.end for span in spans) - parts.total
@@ -392,13 +386,6 @@ def _fsdp(asked: StepRequest, weights: int) -> tuple[float, float]:
     reduce = collective_seconds(machine, shards, "reduce_scatter", size)
     copies = asked.mesh.replicas(machine)
     return gather, reduce + all_reduce_seconds(machine, copies, size / shards.ranks)
-
-
-def _memory(asked: StepRequest, attentions: Mapping[AttentionKind, AttentionSeconds]) -> StepMemory:
-    shards = asked.mesh.shards(asked.machine).ranks
-    kinds = (AttentionKind.of(x) if x.heads[0] else None for x in asked.model.layers)
-    rooms = [attentions[x].room if x else AttentionRoom() for x in kinds]
-    return step_memory(asked.model, asked.shard, shards, asked.setting, rooms)
 
 
 def _flops(asked: StepRequest, count: Callable[[StepRequest, Mask], float]) -> float:

@@ -10,7 +10,8 @@ What a layer keeps and needs is recorded, see Note [Run, not counted], without c
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
+from functools import lru_cache, partial
+from itertools import accumulate, repeat
 from typing import NamedTuple
 
 from dtensor_ring.lab.problem import SimulatedProblem
@@ -43,9 +44,10 @@ def attention_room(problem: SimulatedProblem, strategy: Strategy, on_gpu: bool) 
     """Return what an attention needs on the last rank, which with a causal mask receives most.
 
     Note [Room of an attention]: its loops run without content, see Note [One loop, counted], and
-    what they allocate is counted while it is alive. Backward kernels of GPUs sum the gradient of a
-    query in float32, too (Dao, 2023, arXiv 2307.08691, section 3.1), which no allocation outside of
-    them shows.
+    what they allocate is counted while it is alive. What backward kernels of GPUs have inside, no
+    allocation outside of them shows: the gradient of a query in float32, and a sum for each row
+    (Dao, 2023, arXiv 2307.08691, section 3.1); where heads of queries share a key, its gradients
+    of each of them before they are added, as in cuDNN and flash attention 2.
 
     Args:
         problem: the attention.
@@ -63,8 +65,10 @@ def attention_room(problem: SimulatedProblem, strategy: Strategy, on_gpu: bool) 
     result = rows * sizes.heads[0] * sizes.head_dims[1] * sizes.itemsize
     given = rows * sizes.heads[0] * sizes.head_dims[0]
     given += rows * sizes.heads[1] * sum(sizes.head_dims)
-    inside = rows * sizes.heads[0] * sizes.head_dims[0] * sizes.wide_itemsize if on_gpu else 0
     lse = rows * sizes.heads[0] * sizes.wide_itemsize
+    inside = lse * (sizes.head_dims[0] + 1) * on_gpu
+    if on_gpu and sizes.heads[0] > sizes.heads[1]:
+        inside += rows * sizes.heads[0] * sum(sizes.head_dims) * sizes.itemsize
     ahead = forward.peak - given * sizes.itemsize - result - lse
     held = recorder.cost.held + beside
     return AttentionRoom(held, max(0, ahead), backward.peak - result + inside)
@@ -115,6 +119,77 @@ class StepMemory(NamedTuple):
         return sum(self) - self.host
 
 
+class LayerBytes(NamedTuple):
+    """What a layer keeps until its backward, and what that needs at its fullest moment.
+
+    Attributes:
+        attention: what its attention keeps.
+        others: what else it keeps.
+        most: the most at once in its forward and backward, beside what was there before.
+    """
+
+    attention: int
+    others: int
+    most: int
+
+
+class RunBytes(NamedTuple):
+    """What a run of the modules of a model needs, without what belongs to parameters.
+
+    Attributes:
+        before: what is there before the first layer, and until its backward.
+        layers: from the first to the last.
+        head_kept: what comes after the layers keeps.
+        head_most: the most at once in that, forward and backward.
+        waiting: gradients of it that wait for the end of the backward.
+    """
+
+    before: int
+    layers: Sequence[LayerBytes]
+    head_kept: int
+    head_most: int
+    waiting: int = 0
+
+    def fullest(
+        self, state: StepMemory, setting: MemorySetting, gradients: Sequence[int] = ()
+    ) -> StepMemory:
+        """Return the bytes of the fullest moment, see Note [Moments].
+
+        Args:
+            state: the bytes of parameters, and of what belongs to each.
+            setting: what is on the host.
+            gradients: those that are there in the loss and in the backward of each layer, the last
+                one first; none if the run has them.
+        """
+        attention, others, below, on_host = self.kept(setting)
+        kept = self.before + attention + others + self.head_kept
+        later = self.before + self.waiting
+        backwards = [x + layer.most + later for x, layer in zip(below, self.layers, strict=True)]
+        moments = [kept - self.head_kept + self.head_most, *reversed(backwards)]
+        size, there = max(zip(moments, gradients or repeat(0), strict=bool(gradients)), key=sum)
+        state = state._replace(host=state.host + on_host)
+        running = state._replace(
+            gradients=there,
+            attention_kept=attention,
+            others_kept=kept - attention,
+            working=size - kept,
+        )
+        update = state._replace(gathered=0)
+        return max(running, update, key=lambda moment: moment.peak)
+
+    def kept(self, setting: MemorySetting) -> tuple[int, int, list[int], int]:
+        """Return what attentions keep, all else, both of all layers before each, and the host's."""
+        layers = self.layers
+        attention, others = (sum(x[i] for x in layers) for i in range(2))
+        below = [*accumulate((x.attention + x.others for x in layers), initial=0)][:-1]
+        if "checkpoints" not in setting.offload or not layers:
+            return attention, others, below, 0
+        on_host, there = attention + others, min(fetched_layers(setting.checkpoint), len(layers))
+        attention, others = (there * max(x[i] for x in layers) for i in range(2))
+        below = [(attention + others) // there * (there - 1)] * len(layers)
+        return attention, others, below, on_host
+
+
 def step_memory(
     model: ModelShape,
     shard: Shard,
@@ -131,36 +206,42 @@ def step_memory(
         setting: what the step does to take less.
         rooms: what the attention of each layer needs while it runs.
     """
-    pairs = [*zip(model.layers, rooms, strict=True)]
-    runs = {x: _LayerBytes.of(model, shard, setting, *x) for x in dict.fromkeys(pairs)}
-    layers = [runs[x] for x in pairs]
-    state = _states(model, shard, num_shards, setting)
-    attention, others = (sum(x[i] for x in layers) for i in range(2))
-    below: list[int] = [*accumulate((x.attention + x.others for x in layers), initial=0)][:-1]
-    on_host = 0
-    if "checkpoints" in setting.offload:
-        on_host, there = attention + others, min(fetched_layers(setting.checkpoint), len(layers))
-        attention, others = (there * max(x[i] for x in layers) for i in range(2))
-        below = [(attention + others) // there * (there - 1)] * len(layers)
+    weights = model.layer_weights(shard.tp)
+    of_layer = lru_cache(partial(_layer_bytes, model, shard, setting))
+    layers = [of_layer(*x) for x in zip(model.layers, rooms, strict=True)]
     # All layers share the tables of rotary embeddings.
     tables = int(2 * max(x.head_dim for x in model.layers) * shard.itemsize * shard.tokens)
     head = recorded_head(model, shard, setting.mlp_tile)
-    kept = attention + others + sum(head.saved.values()) + tables
+    embedded = model.embedded // shard.tp
+    root = embedded * (1 if model.tied else 2)
     # The gradient of the head waits for that of the embedding.
-    shared = tables + model.embedded // shard.tp * shard.itemsize
-    backwards = [size + layer.most + shared for size, layer in zip(below, layers, strict=True)]
-    moments = [attention + others + tables + head.most, *reversed(backwards)]
-    *there, every = _gradients(model, shard.tp, num_shards, setting)
-    size, gradients = max(zip(moments, there, strict=True), key=sum)
-    state = state._replace(host=state.host + on_host)
-    running = state._replace(
-        gradients=gradients,
-        attention_kept=attention,
-        others_kept=kept - attention,
-        working=size - kept,
-    )
-    update = state._replace(gradients=every, gathered=0)
-    return max(running, update, key=lambda moment: moment.peak)
+    waiting = embedded * shard.itemsize
+    run = RunBytes(tables, layers, sum(head.saved.values()), head.most, waiting)
+    kept = (sum(weights) + root) * KEPT_ITEMSIZE
+    gathered = [x * shard.itemsize for x in weights]
+    state = fsdp_states(kept, kept, gathered, root * shard.itemsize, num_shards, setting)
+    # FSDP2 reduces those of embedding and head in the end.
+    there = accumulate(reversed(weights[1:]), initial=0)
+    is_here = "optimizer" not in setting.offload
+    gradients = [-(-x * KEPT_ITEMSIZE * is_here // num_shards) for x in (0, *there)]
+    return run.fullest(state, setting, gradients)
+
+
+def _layer_bytes(
+    model: ModelShape,
+    shard: Shard,
+    setting: MemorySetting,
+    layer: LayerShape,
+    room: AttentionRoom,
+) -> LayerBytes:
+    found = layer_run(model.source, layer.index, shard, room[1:], setting.mlp_tile)
+    if setting.checkpoint == "none":
+        return LayerBytes(found.attention_kept, found.others_kept, found.most)
+    stream = model.hidden * shard.tokens // shard.tp * shard.itemsize
+    # The input of the layer stays beside what is computed again.
+    most = found.most + (0 if found.keeps_input else stream)
+    results = found.results if setting.checkpoint == "attention" else 0
+    return LayerBytes(results, stream, most)
 
 
 def recorded_head(model: ModelShape, shard: Shard, mlp_tile: int | None) -> RecordedRun:
@@ -169,18 +250,6 @@ def recorded_head(model: ModelShape, shard: Shard, mlp_tile: int | None) -> Reco
     fitting = LOSS_TILE_BYTES // (KEPT_ITEMSIZE * tokens)
     entries = min(vocabulary, max(1, fitting, -(-vocabulary // LOSS_TILES)))
     return head_run(model.source, entries, -(-vocabulary // entries), shard, mlp_tile)
-
-
-def _gradients(model: ModelShape, tp: int, num_shards: int, setting: MemorySetting) -> list[int]:
-    """Return the bytes of gradients in the loss, in the backward of each layer, and in the update.
-
-    FSDP2 reduces those of embedding and head in the end.
-    """
-    layers = accumulate(reversed(model.layer_weights(tp)), initial=0)
-    found = [0, *layers]
-    found[-1] += model.embedded * (1 if model.tied else 2) // tp
-    is_here = "optimizer" not in setting.offload
-    return [-(-x * KEPT_ITEMSIZE * is_here // num_shards) for x in found]
 
 
 def fetched_layers(checkpoint: str) -> int:
@@ -193,47 +262,6 @@ def fetched_layers(checkpoint: str) -> int:
     (4, 2)
     """
     return 1 + AHEAD // (1 if checkpoint == "full" else 3)
-
-
-class _LayerBytes(NamedTuple):
-    """What a layer keeps until its backward, and what that needs at its fullest moment.
-
-    Attributes:
-        attention: what its attention keeps.
-        others: what else it keeps.
-        most: the most at once in its backward, and in the forward that it computes again; with what
-            it keeps.
-    """
-
-    attention: int
-    others: int
-    most: int
-
-    @classmethod
-    def of(
-        cls,
-        model: ModelShape,
-        shard: Shard,
-        setting: MemorySetting,
-        layer: LayerShape,
-        room: AttentionRoom,
-    ) -> _LayerBytes:
-        found = layer_run(model.source, layer.index, shard, room[1:], setting.mlp_tile)
-        if setting.checkpoint == "none":
-            return cls(found.attention_kept, found.others_kept, found.most)
-        stream = model.hidden * shard.tokens // shard.tp * shard.itemsize
-        # The input of the layer stays beside what is computed again.
-        most = found.most + (0 if found.keeps_input else stream)
-        return cls(found.results if setting.checkpoint == "attention" else 0, stream, most)
-
-
-def _states(model: ModelShape, shard: Shard, num_shards: int, setting: MemorySetting) -> StepMemory:
-    """Return the bytes of parameters, and of what belongs to each."""
-    layers = model.layer_weights(shard.tp)
-    root = model.embedded * (1 if model.tied else 2) // shard.tp
-    kept = (sum(layers) + root) * KEPT_ITEMSIZE
-    gathered = [x * shard.itemsize for x in layers]
-    return fsdp_states(kept, kept, gathered, root * shard.itemsize, num_shards, setting)
 
 
 def fsdp_states(

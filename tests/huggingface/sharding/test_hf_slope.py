@@ -29,7 +29,7 @@ from tests.traced_bytes import Peak, Slope, peak_of, slope_of
 SHARDS, WORLDS = (256, 512), (8, 16)
 """Tokens of a rank, and ranks: 2,048, 4,096 and 8,192 tokens."""
 BEFORE = (1024, 2048)
-"""Where only inputs are prepared: what ranks say of a call, 800 bytes each, is little beside them."""
+"""Where inputs are prepared only: what ranks say of a call, 800 bytes each, is little beside it."""
 LIMIT = Slope(tensors=2, objects=16)
 """Positions, labels or boundaries of all tokens would take 4 or 8 each. Runs of each rank, for a
 cache, take 1 where a rank has 256 tokens; Python's objects vary by some thousand bytes in all."""

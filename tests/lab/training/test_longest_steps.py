@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
+from functools import partial, partialmethod
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -11,6 +11,7 @@ import pytest
 import torch
 from parts.small_models import small_model
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -19,11 +20,16 @@ from torch.utils.checkpoint import checkpoint
 
 from dtensor_ring.lab.presets import as_machine
 from dtensor_ring.lab.training import layer_run
-from dtensor_ring.lab.training import step_memory as step_memory_module
-from dtensor_ring.lab.training.estimate import FarInputs, checkpoint_layers
-from dtensor_ring.lab.training.step_memory import AttentionRoom, fetched_layers, step_memory
+from dtensor_ring.lab.training.model_source import layers_of
+from dtensor_ring.lab.training.step_memory import (
+    AttentionRoom,
+    RunBytes,
+    StepMemory,
+    fetched_layers,
+    step_memory,
+)
 from dtensor_ring.lab.training.step_request import MemorySetting, step_request
-from parallel_plans.huggingface import context_parallel_plan
+from parallel_plans.huggingface import context_parallel_plan, ring_checkpoint_contexts
 from tests.pool import Pool
 
 RANKS = 2
@@ -77,17 +83,33 @@ def test_real_steps_take_what_is_counted(pool: Pool, case: Case) -> None:
         assert offsets[1] == pytest.approx(offsets[0], abs=0.10 * first)
 
 
-class Bytes(FarInputs):
-    """A host whose memory no tracker of tensors sees."""
+class Bytes:
+    """A host whose memory no tracker of tensors sees, which has the inputs of layers."""
+
+    def __init__(self) -> None:
+        self.held = self.largest = 0
+
+    def run(self, forward: Any, *args: Any, **kwargs: Any) -> Any:
+        # The checkpoint's own hooks see all that its layer saves; these hooks see its inputs only.
+        with saved_tensors_hooks(self.pack, self.unpack):
+            return forward(*args, **kwargs)
 
     def pack(self, x: Tensor) -> Any:
-        super().pack(x)
+        self.held += x.nbytes
+        self.largest = max(self.largest, x.nbytes)
         words = x.detach().contiguous().view(torch.uint8)
         return words.numpy().tobytes(), x.shape, x.dtype
 
     def unpack(self, x: Any) -> Tensor:
         content, shape, dtype = x
         return torch.frombuffer(bytearray(content), dtype=dtype).view(shape)
+
+
+def _checkpoint_layers(module: nn.Module, kind: str, host: Bytes | None) -> None:
+    how: Any = {} if kind == "full" else {"context_fn": ring_checkpoint_contexts}
+    for layer in layers_of(module):
+        forward = partial(checkpoint, layer.forward, use_reentrant=False, **how)
+        layer.forward = forward if host is None else partial(host.run, forward)
 
 
 def _measured(case: Case) -> list[tuple[int, int]]:
@@ -106,7 +128,7 @@ def _step(case: Case, seq_len: int) -> tuple[int, int]:
         _run_in_tiles(model, case.setting.mlp_tile)
     host = Bytes() if "checkpoints" in case.setting.offload else None
     if case.setting.checkpoint != "none":
-        checkpoint_layers(model, case.setting.checkpoint, host)
+        _checkpoint_layers(model, case.setting.checkpoint, host)
     if case.is_sharded:
         for module in (*model.model.layers, model):
             fully_shard(module, mesh=mesh)
@@ -163,10 +185,9 @@ def _counted(case: Case, seq_len: int) -> tuple[int, int]:
     config = small_model(case.model, seq_len).config
     asked = step_request(config, seq_len, {"cp": RANKS}, CPU, dtype=case.dtype)
     shards, rooms = RANKS if case.is_sharded else 1, [AttentionRoom()] * len(asked.model.layers)
-    none = [0] * (len(asked.model.layers) + 2)
     with (
         patch.object(layer_run, "_loss", _returned),
-        patch.object(step_memory_module, "_gradients", lambda *_: none),
+        patch.object(RunBytes, "fullest", partialmethod(_without_gradients, RunBytes.fullest)),
     ):
         layer_run.head_run.cache_clear()
         found = step_memory(asked.model, asked.shard, shards, case.setting, rooms)
@@ -176,6 +197,10 @@ def _counted(case: Case, seq_len: int) -> tuple[int, int]:
     if not case.is_sharded:
         without += found.parameters + found.gathered
     return found.peak - without, found.host
+
+
+def _without_gradients(run: RunBytes, fullest: Any, state: StepMemory, how: Any, _: Any) -> Any:
+    return fullest(run, state._replace(gradients=0), how)
 
 
 def _returned(x: Tensor, *_: Any) -> Tensor:

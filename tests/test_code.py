@@ -236,7 +236,7 @@ def test_no_hidden_state() -> None:
 
 
 CONSTRUCTORS = {"AxisConfig", "Arguments", "Effort", "LatentLists", "Place", "TransferPolicy"}
-CONSTRUCTORS |= {"TypeVar", "attrgetter", "compile", "_Nothing"}
+CONSTRUCTORS |= {"TypeVar", "attrgetter", "compile", "nullcontext", "_Nothing"}
 CONSTRUCTORS |= {"place_of_sinks", "causal", "full", "index", "join", "register_op", "tuple"}
 """Functions that modules call at import for a value that nothing changes."""
 TABLES = {"INDEXING", "RESULTS", "GRADIENTS", "_REDUCTIONS", "_RULES", "LAYOUTS", "ROUTES"}

@@ -396,9 +396,8 @@ def _ordered(route: Route, inputs: PlanInputs, block: int) -> Plan:
     rank, grid = route.rank, Grid(block, queries, keys, slices)
     plan = _planned(route, inputs)
     own, of_others = own_slices(grid.query_runs[rank], slices), demand.seen_by(rank)
-    seen = [of_others.get(step.source, Cols()) for step in plan.steps]
     # A rank needs nothing from itself, so demand says nothing of its own keys.
-    seen[0] = plan.steps[0].cols
+    seen = [plan.steps[0].cols, *(of_others.get(x.source, Cols()) for x in plan.steps[1:])]
     pieces = tuple(
         grid.pieces(own, step.source, step.cols, cols)
         for step, cols in zip(plan.steps, seen, strict=True)

@@ -24,12 +24,12 @@ from dtensor_ring.extension import (
 )
 from parallel_plans.huggingface.core.adapters import NO_VIRTUAL_TOKENS
 from parallel_plans.huggingface.core.attention_function import RingInputs
-from parallel_plans.huggingface.core.documents import left_padding
 from parallel_plans.huggingface.core.model_masks import (
     is_precomputed,
     padding_of,
     precomputed_masks,
 )
+from parallel_plans.huggingface.core.padding import left_padding
 from parallel_plans.huggingface.core.positions import LastTokens
 from parallel_plans.huggingface.core.versions import (
     NAMES_OF_CACHE,

@@ -12,12 +12,7 @@ from torch.distributed.tensor import DTensor
 from dtensor_ring.extension import IGNORE_INDEX, Layout, check_strided
 from parallel_plans.huggingface.core.adapters import adapters_of, check_adapters
 from parallel_plans.huggingface.core.attention_function import RingInputs
-from parallel_plans.huggingface.core.documents import (
-    DocumentBounds,
-    blocks,
-    check_ones_and_zeros,
-    has_content,
-)
+from parallel_plans.huggingface.core.documents import DocumentBounds, blocks, has_content
 from parallel_plans.huggingface.core.layer_inputs import ScanChunks
 from parallel_plans.huggingface.core.model_masks import (
     PrecomputedMask,
@@ -25,6 +20,7 @@ from parallel_plans.huggingface.core.model_masks import (
     precomputed_masks,
 )
 from parallel_plans.huggingface.core.modules import has_axes
+from parallel_plans.huggingface.core.padding import check_ones_and_zeros
 from parallel_plans.huggingface.core.whole_rows import (
     DOCUMENTS,
     TOKENS,

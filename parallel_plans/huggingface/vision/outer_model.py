@@ -20,11 +20,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from parallel_plans.huggingface.core.documents import (
-    DocumentBounds,
-    check_ones_and_zeros,
-    has_content,
-)
+from parallel_plans.huggingface.core.documents import DocumentBounds, has_content
+from parallel_plans.huggingface.core.padding import check_ones_and_zeros
 from parallel_plans.huggingface.core.random_state import random_of_rank
 from parallel_plans.huggingface.core.versions import NAMES_OF_CACHE, cache_name
 from parallel_plans.huggingface.generation.generate import (

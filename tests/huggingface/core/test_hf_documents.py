@@ -21,9 +21,9 @@ from parallel_plans.huggingface.core.documents import (
     find_documents,
     find_starts,
     joined,
-    left_padding,
 )
 from parallel_plans.huggingface.core.layer_inputs import DecodeInputs, ShardedInputs
+from parallel_plans.huggingface.core.padding import left_padding
 from parallel_plans.huggingface.core.patterns import LayerMask
 
 SEQ_LEN = 6

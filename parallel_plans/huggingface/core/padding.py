@@ -1,0 +1,78 @@
+"""What an attention mask of ones and zeros says: which tokens are padding."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from parallel_plans.huggingface.core.documents import blocks, has_content, require
+
+ONES_AND_ZEROS = (
+    "attention_mask must be 1 for tokens and 0 for padding, and this one has other numbers{}: to "
+    "mark packed documents, leave it out, and give position_ids that start again with each of "
+    "them, or their boundaries as cu_seq_lens_q and cu_seq_lens_k"
+)
+
+
+def left_padding(attention_mask: Tensor, num_tokens: int) -> Tensor | None:
+    """Return the left padding of each row of a cached sequence, `(B,)` on the CPU, or `None`.
+
+    Raises:
+        ValueError: if the mask does not cover all tokens, cached and new, has other numbers than 0
+            and 1, or other holes.
+    """
+    if attention_mask.ndim != 2 or attention_mask.shape[1] != num_tokens:
+        raise ValueError(
+            f"attention_mask must be (B, {num_tokens}), of all tokens that are cached or new, got "
+            f"{tuple(attention_mask.shape)}"
+        )
+    if _is_of_ones(attention_mask):
+        return None
+    check_ones_and_zeros(attention_mask)
+    is_token = attention_mask.bool().cpu()
+    # The place of the first 1 is the number of zeros before it. A row may be padding so far: its
+    # tokens come with a later chunk of the prompt.
+    padding = is_token.int().argmax(-1).masked_fill(~is_token.any(-1), num_tokens)
+    require(
+        (is_token.sum(-1) == num_tokens - padding).all(),
+        "attention_mask must have no padding but on the left of each row, if there is a cache: "
+        'tokenizer.padding_side = "left"; generate takes tokens of the pad id for padding, unless '
+        "it is given an attention_mask",
+    )
+    return padding if padding.any() else None
+
+
+def check_ones_and_zeros(attention_mask: Any) -> None:
+    """Refuse a mask that numbers documents: transformers reads it as true and false.
+
+    Raises:
+        ValueError: if a mask `(B, S)` has other numbers than 0 and 1.
+    """
+    is_mask = isinstance(attention_mask, Tensor) and attention_mask.ndim == 2
+    if not is_mask or attention_mask.dtype == torch.bool:
+        return
+    # A compiled graph cannot read numbers on the host, so there the check is one of its ops.
+    is_traced = torch.compiler.is_compiling()
+    if not is_traced and not has_content(attention_mask):
+        return
+    wrong = [((x != 0) & (x != 1)).any() for x in blocks(attention_mask)]
+    is_right = ~torch.stack(wrong).any()
+    got = "" if is_traced or is_right else f", such as {_number_of(attention_mask)}"
+    require(is_right, ONES_AND_ZEROS.format(got))
+
+
+def _number_of(attention_mask: Tensor) -> float:
+    """Return a number of the mask that is not 0 or 1."""
+    return attention_mask[(attention_mask != 0) & (attention_mask != 1)][0].item()
+
+
+def _is_of_ones(mask: Tensor) -> bool:
+    """Return whether a mask on the CPU is seen to hide nothing, as that of most tokens."""
+    # A device would have to be waited for, and is read once by what follows.
+    is_read = type(mask) is Tensor and mask.is_cpu and mask.dtype in (torch.int64, torch.bool)
+    if not is_read or torch._C._are_functorch_transforms_active():
+        return False
+    return np.count_nonzero(mask.numpy() == 1) == mask.numel()

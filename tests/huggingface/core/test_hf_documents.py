@@ -145,7 +145,7 @@ def test_refuses() -> None:
 def test_boundaries_stay_on_the_cpu() -> None:
     """fully_shard moves what a layer is called with to the device, on a GPU, by this function."""
     bounds = torch.tensor([0, 4], dtype=torch.int32)
-    axis: Any = SimpleNamespace()
+    axis: Any = SimpleNamespace(kernel=None)
     documents = DocumentBounds(bounds, bounds, {2: bounds}, bounds)
     layers = (
         ShardedInputs(axis, 4, documents, bounds, bounds),

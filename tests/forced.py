@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -58,11 +59,12 @@ def taken() -> Iterator[list[tuple[Mask, str, str | None]]]:
     """The masks, the strategies and the machines of the calls of the ring op of this rank."""
     found: list[tuple[Mask, str, str | None]] = []
 
-    def checked(bound: Any, *rest: Any) -> Any:
+    def noted(run: Callable[..., Any], bound: Any, *inputs: Any) -> Any:
         call = bound.call
-        found.append((call.scores.mask, call.place.strategy, call.place.machine))
-        return checked_call(bound, *rest)
+        if bound.is_shared:
+            found.append((call.scores.mask, call.place.strategy, call.place.machine))
+        return run(bound, *inputs)
 
-    checked_call = ring_op.checked_call
-    with patch.object(ring_op, "checked_call", checked):
+    both = {name: getattr(ring_op, name) for name in ("run_forward", "run_backward")}
+    with patch.multiple(ring_op, **{name: partial(noted, run) for name, run in both.items()}):
         yield found

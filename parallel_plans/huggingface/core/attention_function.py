@@ -210,7 +210,9 @@ def _layer_mask(module: nn.Module, attention_mask: Any, ring: RingInputs) -> pat
             f"{name} got the mask {what}, where the model's pattern was expected: a ring takes no "
             "mask of its own, only those that transformers.masking_utils composes"
         )
-    is_plain = attention_mask.causal and not attention_mask.is_extended
+    # With a cache, or a mask that the model extends, stock attention gets a mask.
+    _, is_causal, _, is_extended = attention_mask  # what maps over arguments makes it a tuple
+    is_plain = is_causal and not (is_extended or ring.past)
     if is_plain and getattr(module, "is_causal", None) is False:
         raise ValueError(
             f"{name}.is_causal is False and its mask is causal: stock attention takes the one or "

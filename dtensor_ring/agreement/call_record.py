@@ -202,7 +202,8 @@ class RecvBuffer:
     def __init__(self) -> None:
         self._memory = bytearray(MAX_BYTES + MAX_PAYLOAD)
         self.flat: Tensor = flat(self._memory)
-        self._content = self.flat.numpy()
+        # Not of the tensor, whose storage a tracker of tensors would then see alive.
+        self._content = np.frombuffer(self._memory, np.uint8)
 
     @property
     def record(self) -> bytearray:

@@ -263,7 +263,7 @@ class LateRecords:
             self._said_goodbye.set()
 
     def _send(self, message: bytes, seconds: float = 0.0) -> None:
-        # Waited for, so that a rank has one record on its way at a time, and they keep their order.
+        # The next record starts after this one has arrived, so records keep their order.
         # Gloo takes a limit of 0 seconds for that of the group.
         limit = timedelta(seconds=seconds)
         # The thread keeps the message until it has left. The host does not wait for this.

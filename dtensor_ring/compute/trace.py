@@ -22,7 +22,7 @@ class _Nothing:
     __enter__ = __exit__ = "".format
 
 
-_NOTHING: Any = _Nothing()
+NOTHING: Any = _Nothing()
 
 
 class Label(NamedTuple):
@@ -42,7 +42,7 @@ class Label(NamedTuple):
         """Return a context that records its body as `what`: `with label("tile"): ...`."""
         # Return early: building the string would cost more than all else here.
         if not profiler._is_profiler_enabled:
-            return _NOTHING
+            return NOTHING
         return profiler.record_function(
             f"ring {self.ring}, step {self.step}, source {self.source}: {what}"
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 from zlib import crc32
@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from dtensor_ring.compute.memory import columns
+from dtensor_ring.compute.trace import NOTHING
 from dtensor_ring.decode.plan import CacheTable
 from dtensor_ring.ops.checks import check_strided
 from dtensor_ring.planning.layout import Layout
@@ -70,9 +71,6 @@ def column_memory(like: Tensor, format: Format | None, kind: str) -> ColumnMemor
     return PlainColumns(like.new_empty(*like.shape[:2], 0, like.shape[3]))
 
 
-_NOTHING = nullcontext()
-
-
 @contextmanager
 def _inside_no_mode() -> Iterator[None]:
     # Tensors made in inference mode are read-only outside of it.
@@ -83,7 +81,7 @@ def _inside_no_mode() -> Iterator[None]:
 def writing() -> AbstractContextManager[None]:
     """Return the context of a change of memory; entering modes costs as much as a copy."""
     is_needed = torch.is_inference_mode_enabled() or torch.is_grad_enabled()
-    return _inside_no_mode() if is_needed else _NOTHING
+    return _inside_no_mode() if is_needed else NOTHING
 
 
 def check_plain(given: tuple[Tensor, Tensor], num_tokens: int) -> None:
@@ -203,7 +201,6 @@ class AppendStep(NamedTuple):
         capacities: by rank, the columns that fit into a layer's memory after the append step.
         capacities_before: the same before the append step.
         is_first: whether the append step sets the number of sequences.
-        keeps_all: whether all tokens that layers get stay on this rank.
     """
 
     begin: int
@@ -214,11 +211,10 @@ class AppendStep(NamedTuple):
     capacities: tuple[int, ...]
     capacities_before: tuple[int, ...]
     is_first: bool
-    keeps_all: bool
 
     def parts(self, x: Tensor) -> list[Tensor]:
         """Return the parts of a layer's tokens `(B, N, L, H)` that stay on this rank."""
-        return [x] if self.keeps_all else [columns(x, span) for span in self.kept]
+        return [columns(x, span) for span in self.kept]
 
 
 class AppendSteps:
@@ -289,7 +285,6 @@ class AppendSteps:
             capacities=capacities,
             capacities_before=self._capacities,
             is_first=self.batch is None,
-            keeps_all=kept == ((0, num_given),),
         )
         self._capacities = capacities
         self.table, self._behind = table, set(range(self.num_layers))

@@ -148,7 +148,7 @@ def planned(told: Sequence[Told], ranks: Sequence[int]) -> HandOverPlan:
         ValueError: on every rank alike, if caches do not fit each other, or a rank is missing.
     """
     kept = _same("source", [x.kept for x in told])
-    # Each shard of the heads has an axis of its own, so their ranks differ rightly.
+    # Each shard of the heads has its own axis, so the calls of these ranks may differ.
     wanted = _same("target", [x.wanted._replace(ranks=()) for x in told if x.wanted])
     if wanted.seq_len:
         raise ValueError(f"the target must be empty, it has {wanted.seq_len} tokens; reset it")

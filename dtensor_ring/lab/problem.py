@@ -135,8 +135,15 @@ def _tensor_sizes(
         raise TypeError(
             f"policy must be a TransferPolicy, such as TransferPolicy(), got {policy!r}"
         )
-    dims, dtypes = (as_count("head_dim", head_dim),) * 2, policy.dtype_of_keys(kind)
-    return TensorSizes((query, key), dims, batch, kind, dtypes, policy.sum_dtype(kind))
+    dim = as_count("head_dim", head_dim)
+    return TensorSizes(
+        heads=(query, key),
+        head_dims=(dim, dim),
+        batch=batch,
+        dtype=kind,
+        kv_dtype=policy.dtype_of_keys(kind),
+        sum_dtype=policy.sum_dtype(kind),
+    )
 
 
 def text_entries(config: Any) -> Mapping[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -237,9 +238,6 @@ def ring_record(
 
 _SINKS = nodes.place_of_sinks(LEAVES)
 
-# Arguments of the backward op before its options.
-_NUM_SAVED = 7
-
 
 class _RingFunction(_SingleLevelFunction):
     """The autograd node of a call.
@@ -284,8 +282,8 @@ class _RingFunction(_SingleLevelFunction):
         if grad_out is None:
             grad_out = torch.zeros_like(out)
         if torch.is_grad_enabled() or not nodes.is_plain(grad_out, query, out):
-            inputs = grad_out, grad_lse, query, key, value, out, lse, *options
-            return *_dispatched_backward(*inputs), None, None
+            inputs = grad_out, grad_lse, query, key, value, out, lse
+            return *_dispatched_backward(inputs, options), None, None
         bound, saved = bound_call(options, query, key, value), Saved(grad_out, out, lse, grad_lse)
         with torch._C._AutoDispatchBelowADInplaceOrView():
             return *run_backward(bound, saved, query, key, value), None, None
@@ -316,20 +314,22 @@ class _BoundFunction(_SingleLevelFunction):
             grad_out = torch.zeros_like(out)
         # What was saved is plain, but a compiler that follows backward sees its gradients.
         if torch.is_grad_enabled() or not nodes.is_plain(grad_out):
-            inputs = grad_out, grad_lse, query, key, value, out, lse, *bound.options
-            return _dispatched_backward(*inputs)
+            inputs = grad_out, grad_lse, query, key, value, out, lse
+            return _dispatched_backward(inputs, bound.options)
         saved = Saved(grad_out, out, lse, grad_lse)
         with torch._C._AutoDispatchBelowADInplaceOrView():
             return run_backward(bound, saved, query, key, value)
 
 
-def _dispatched_backward(*inputs: Any) -> tuple[Any, Any, Any, Any]:
+def _dispatched_backward(
+    inputs: tuple[Any, ...], options: Sequence[Any]
+) -> tuple[Any, Any, Any, Any]:
     """Run the backward op by the dispatcher; the gradient of the sinks is `None` without them."""
     # Without `create_graph` nothing is recorded: autograd need not look at the arguments.
     with nullcontext() if torch.is_grad_enabled() else torch._C._AutoDispatchBelowAutograd():
-        *of_inputs, of_sinks = ring_backward_op(*inputs)
+        *of_inputs, of_sinks = ring_backward_op(*inputs, *options)
     # Without sinks their gradient is an empty tensor.
-    return *of_inputs, None if inputs[_NUM_SAVED + _SINKS] is None else of_sinks
+    return *of_inputs, None if options[_SINKS] is None else of_sinks
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> tuple[Tensor, Tensor]:

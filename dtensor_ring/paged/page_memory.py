@@ -181,7 +181,7 @@ class QuantisedPages(PageMemory):
             for x in _tensors(q):
                 x[_indices(there, x)] = x[_indices(here, x)]
         self._release(there[~is_open])
-        # An open unit lies elsewhere, in a slot: its copy gets a slot of its own.
+        # An open unit is stored in a slot, so its copy gets its own slot.
         slots = self._slot[here[is_open]]
         self._keep_open(there[is_open], [x[_indices(slots, x)] for x in self._open])
 

@@ -396,7 +396,7 @@ def _ordered(route: Route, inputs: PlanInputs, block: int) -> Plan:
     rank, grid = route.rank, Grid(block, queries, keys, slices)
     plan = _planned(route, inputs)
     own, of_others = own_slices(grid.query_runs[rank], slices), demand.seen_by(rank)
-    # A rank needs nothing from itself, so demand says nothing of its own keys.
+    # Demand lists keys of other ranks only, so this rank's own are added.
     seen = [plan.steps[0].cols, *(of_others.get(x.source, Cols()) for x in plan.steps[1:])]
     pieces = tuple(
         grid.pieces(own, step.source, step.cols, cols)

@@ -83,8 +83,8 @@ class Route(ABC):
         return (Transfer(source, cols, peer),) if cols else ()
 
 
-# Three ranks under a full mask; 0>1 is the shard of rank 0 on its way to rank 1. Hop i is posted
-# before the kernels of step i, and what it brings is used in step i + 1.
+# Three ranks, full mask. 0>1: rank 1 receives the shard of rank 0. Hop i is posted before the
+# kernels of step i; step i + 1 uses what it brings.
 #                   hop 0              hop 1
 #     around        0>1 1>2 2>0        2>1 0>2 1>0    rank 0 forwards the shard of rank 2
 #     direct        0>1 1>2 2>0        0>2 1>0 2>1    each rank sends its own shard only

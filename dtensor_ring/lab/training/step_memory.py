@@ -125,7 +125,7 @@ class LayerBytes(NamedTuple):
     Attributes:
         attention: what its attention keeps.
         others: what else it keeps.
-        most: the most at once in its forward and backward, beside what was there before.
+        most: the peak of its forward and backward, above what was allocated before.
     """
 
     attention: int
@@ -137,10 +137,10 @@ class RunBytes(NamedTuple):
     """What a run of the modules of a model needs, without what belongs to parameters.
 
     Attributes:
-        before: what is there before the first layer, and until its backward.
+        before: what is allocated before the first layer, and stays until its backward.
         layers: from the first to the last.
         head_kept: what comes after the layers keeps.
-        head_most: the most at once in that, forward and backward.
+        head_most: the peak of that, forward and backward.
         waiting: gradients of it that wait for the end of the backward.
     """
 

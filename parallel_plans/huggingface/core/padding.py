@@ -73,6 +73,6 @@ def _is_of_ones(mask: Tensor) -> bool:
     """Return whether a mask on the CPU is seen to hide nothing, as that of most tokens."""
     # A device would have to be waited for, and is read once by what follows.
     is_read = type(mask) is Tensor and mask.is_cpu and mask.dtype in (torch.int64, torch.bool)
-    if not is_read or torch._C._are_functorch_transforms_active():
+    if not is_read or not has_content(mask):
         return False
     return np.count_nonzero(mask.numpy() == 1) == mask.numel()

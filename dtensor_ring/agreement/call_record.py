@@ -205,6 +205,10 @@ class RecvBuffer:
         # Not of the tensor, whose storage a tracker of tensors would then see alive.
         self._content = np.frombuffer(self._memory, np.uint8)
 
+    def begins_with(self, record: bytearray) -> bool:
+        """Return whether the received record is this one."""
+        return self._memory.startswith(record)
+
     @property
     def record(self) -> bytearray:
         """Return the received record; a part of what follows it may be included."""

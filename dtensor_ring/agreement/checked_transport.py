@@ -51,7 +51,7 @@ class MessageOwner(Protocol):
     def failed(self, error: RuntimeError, message: P2P | None, seconds: float) -> RingError:
         """Return the error of a message that failed after a wait of `seconds`."""
 
-    def check_record(self, theirs: bytearray, peer: int) -> None:
+    def check_record(self, received: RecvBuffer, peer: int) -> None:
         """Compare this rank's call record with another rank's, which content may follow."""
 
 
@@ -88,8 +88,8 @@ class RecordWork(PendingWork):
     def __init__(
         self, call: MessageOwner, work: Work, message: P2P, recv_buffer: RecvBuffer
     ) -> None:
-        super().__init__(call, work, message)
-        self._recv_buffer = recv_buffer
+        self._call, self._work, self._message = call, work, message
+        self.has_arrived, self._recv_buffer = False, recv_buffer
         self._flat: Tensor | None = None
         self._record_bytes = 0
 
@@ -101,7 +101,7 @@ class RecordWork(PendingWork):
         if self.has_arrived:
             return
         super().wait()
-        self._call.check_record(self._recv_buffer.record, self._message.peer)
+        self._call.check_record(self._recv_buffer, self._message.peer)
         if self._flat is not None:
             content = bytes_of(self._flat)
             # `check_record` has passed, so the record of the peer has the same size as this rank's.
@@ -189,6 +189,7 @@ class CheckedTransport(Transport):
         self._step: int | None = None
         self._number = self._tag = 0
         self._phase = 0  # calls of `at`: equal on two ranks if they started the same messages
+        self._posts: list[tuple[RecvBuffer, P2P]] = []
         self._record_works: list[PendingWork] = []
         self._peer_records: dict[int, RecordWork] = {}  # by peer
         # Records go by the process group, whatever transport moves the other messages.
@@ -298,11 +299,13 @@ class CheckedTransport(Transport):
 
     def _receive_records(self) -> None:
         """Post the receives of other ranks' records."""
-        for index, peer in enumerate(self._neighbours(-1)):
-            recv_buffer = self._state.recv_buffer(index)
-            message = P2P(recv_buffer.flat, peer)
+        if not self._posts:  # equal calls of other layers receive the same way
+            buffers = enumerate(self._neighbours(-1))
+            found = [(self._state.recv_buffer(index), peer) for index, peer in buffers]
+            self._posts = [(buffer, P2P(buffer.flat, peer)) for buffer, peer in found]
+        for recv_buffer, message in self._posts:
             work = self._started(message, self._record_transport.receive_record, message)
-            self._peer_records[peer] = RecordWork(self, work, message, recv_buffer)
+            self._peer_records[message.peer] = RecordWork(self, work, message, recv_buffer)
         self._in_flight = [*self._peer_records.values()]
 
     def _neighbours(self, side: int) -> list[int]:
@@ -356,18 +359,18 @@ class CheckedTransport(Transport):
         for work in record_works:
             work.wait()
 
-    def check_record(self, theirs: bytearray, peer: int) -> None:
+    def check_record(self, received: RecvBuffer, peer: int) -> None:
         """Compare this rank's call record with another rank's.
 
         Raises:
             RingError: if they differ; it names the fields.
         """
         # Equal bytes are the rule, and nothing is parsed for them.
-        if theirs.startswith(self._mine):
+        if received.begins_with(self._mine):
             return
         ranks, rank = self._state.ranks, self._group.rank()
         there = ranks[peer]
-        text = difference_text(self._mine, theirs, ranks[rank], there)
+        text = difference_text(self._mine, received.record, ranks[rank], there)
         if not text:
             return
         # Other ranks wait for messages of this call: they have to learn why it ends.

@@ -161,11 +161,12 @@ class Watch:
 
     def wait(self, what: object, since: float, work: Work) -> None:
         """Wait for a work, and note that this thread does since that time of `time.monotonic`."""
-        self.waits[get_ident()] = Wait(since, what)
+        thread = get_ident()
+        self.waits[thread] = Wait(since, what)
         try:
             work.wait()
         finally:
-            self.waits.pop(get_ident(), None)
+            self.waits.pop(thread, None)
 
     def due(self, now: float) -> list[str]:
         """Return the warnings that are due at a time of `time.monotonic`."""

@@ -82,7 +82,7 @@ def run_bound(
             if combine is None and sinks is None:
                 return found
             if combine is not None and sinks is None and not needs_lse:
-                return _merged(query, found, combine, step.source, sole), None
+                return _merged(query, found, combine, sole), None
             return _combined(query, found, combine, sinks, step.source)
         if call.place.block is None:
             lags = _lags(request, step, query) if is_biased(query, key) else None
@@ -163,12 +163,10 @@ def _combined(
         return in_order(out, order_of(query), query.dtype), lse
 
 
-def _merged(
-    query: Tensor, found: tuple[Tensor, Tensor], combine: Combine, source: int, sole: Sole
-) -> Tensor:
+def _merged(query: Tensor, found: tuple[Tensor, Tensor], combine: Combine, sole: Sole) -> Tensor:
     """Return the output of `_combined`; `sole` knows the memory order of outputs."""
     out, lse = found
-    with Label("decode", 0, source)("merge"):
+    with sole.forward("merge"):
         out = combine.output(out.to(wide_of(query.dtype)), lse)
     is_like = out.dtype == query.dtype
     return sole.output(out, query) if is_like else in_order(out, order_of(query), query.dtype)

@@ -10,7 +10,6 @@ started, see Note [Streams] in `dtensor_ring/transport/rotation.py`. The host do
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -47,7 +46,8 @@ class _Parts(NamedTuple):
     """Memory for what all ranks have: each row is an output and its lse, so one message has both.
 
     Attributes:
-        like: shape and dtype of `rows`.
+        like: shape and dtype of an output of one rank.
+        num_bytes: bytes of `rows`.
         buffer: the memory.
         rows: `(W, B, N, M, Hv + 1)`, its views `outs` and `lses`, and of these those of this rank.
         receives: the messages that each other rank sends, parts of `rows`.
@@ -55,6 +55,7 @@ class _Parts(NamedTuple):
     """
 
     like: tuple[Any, ...]
+    num_bytes: int
     buffer: Tensor
     rows: Tensor
     outs: Tensor
@@ -79,6 +80,7 @@ class Combine:
         self._transport, self._rank, self._size, self._merge = transport, rank, world_size, merge
         self._label = Label("decode", 0, rank)
         self._parts: dict[int, _Parts] = {}  # by buffer
+        self._last: _Parts | None = None
         self.begin()
 
     def begin(self) -> None:
@@ -177,19 +179,29 @@ class Combine:
 
         Layers get the same few buffers one after the other, so their views are made once.
         """
-        shape = self._size, *out.shape[:-1], out.shape[-1] + 1
-        num_bytes = math.prod(shape) * out.dtype.itemsize
+        last, like = self._last, (out.shape, out.dtype)
+        if last is None or last.like != like:
+            num_bytes = self._size * (out.numel() + out.shape[:-1].numel()) * out.dtype.itemsize
+        else:
+            num_bytes = last.num_bytes
         buffer = self._transport.allocate(num_bytes, out.device)
         known = self._parts.get(id(buffer))  # which it keeps alive
-        if known is None or known.like != (shape, out.dtype):
-            rows = buffer[:num_bytes].view(out.dtype).view(shape)
-            flat = rows.flatten(1).unbind()
-            messages = self._messages(flat, [flat[self._rank]] * self._size)
-            outs, lses = rows[..., :-1], rows[..., -1]
-            own = outs[self._rank], lses[self._rank]
-            known = _Parts((shape, out.dtype), buffer, rows, outs, lses, *own, *messages)
-            self._parts[id(buffer)] = known
+        if known is None or known.like != like:
+            known = self._parts[id(buffer)] = self._views(buffer, num_bytes, like)
+        self._last = known
         return known
+
+    def _views(
+        self, buffer: Tensor, num_bytes: int, like: tuple[torch.Size, torch.dtype]
+    ) -> _Parts:
+        """Return views of a buffer for the outputs of all ranks, of such a shape and dtype."""
+        (*lengths, head_dim), dtype = like
+        rows = buffer[:num_bytes].view(dtype).view(self._size, *lengths, head_dim + 1)
+        flat = rows.flatten(1).unbind()
+        messages = self._messages(flat, [flat[self._rank]] * self._size)
+        outs, lses = rows[..., :-1], rows[..., -1]
+        own = outs[self._rank], lses[self._rank]
+        return _Parts(like, num_bytes, buffer, rows, outs, lses, *own, *messages)
 
     def _buffer(self, num_rows: int, head_dim: int, like: Tensor) -> tuple[Tensor, Tensor]:
         """Return memory for a message of each rank, and its view `(W, rows, H + 1)`."""

@@ -24,6 +24,9 @@ from dtensor_ring.planning.lru import cached_bytes
 from dtensor_ring.planning.ranges import FrozenArrays
 from dtensor_ring.planning.slice_tables import LARGEST
 
+# So many numbers are added one by one.
+FEW = 64
+
 # Memory of a `Run`, its integers, and its row in the arrays.
 BYTES_PER_RUN = 200
 
@@ -271,7 +274,9 @@ class RunTable(FrozenArrays, Layout):
         return f"RunTable({rows})"
 
     def num_tokens(self, rank: int, world_size: int, seq_len: int) -> int:
-        return int(self._row(rank, world_size)[:, 1].sum())
+        lengths = self._row(rank, world_size)[:, 1]
+        # numpy takes longer for a few numbers than Python.
+        return sum(lengths.tolist()) if lengths.size <= FEW else int(lengths.sum())
 
     def runs(self, rank: int, world_size: int, seq_len: int) -> tuple[Run, ...]:
         if self.missing is not None:

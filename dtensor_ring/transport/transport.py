@@ -48,7 +48,8 @@ class BufferPool:
                     # The smallest that fits: larger ones stay for larger messages.
                     size = min([x for x in sizes if x >= num_bytes], default=-1)
                 if size >= 0:
-                    number = sizes.index(size)
+                    # The last one given back: processor caches and callers know it best.
+                    number = len(sizes) - 1 - sizes[::-1].index(size)
                     del sizes[number]
                     return self._spares.pop(number)
         with torch.inference_mode(False):  # tensors made in it are read-only outside

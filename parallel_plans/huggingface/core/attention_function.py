@@ -20,7 +20,7 @@ from parallel_plans.huggingface.core.modules import has_any
 IMPLEMENTATION = "ring"
 BIASES = ("attention_bias", "alibi", "head_mask", "block_mask")
 _SCALES = ("attn_temperature_tuning", TABLE)
-_BIASES = ("position_bias", *BIASES)
+_BIASES = {"position_bias", *BIASES}
 
 
 class KeySelection(Protocol):
@@ -252,7 +252,9 @@ def _refuse(
             f"{type(module).__name__} attends from {query.shape[2]} to {key.shape[2]} tokens: "
             "cross attention of Hugging Face models is not supported over a sharded sequence"
         )
-    for name in [x for x in _BIASES if others.get(x) is not None]:
+    if _BIASES.isdisjoint(others):  # as most are, which is told at once
+        return
+    for name in [x for x in sorted(_BIASES) if others.get(x) is not None]:
         # A table by distance fits any shard; a bias of pairs is of the positions in a shard.
         if name in BIASES or not takes_table(module):
             raise ValueError(f"{type(module).__name__} gives {name}, which a ring does not take")

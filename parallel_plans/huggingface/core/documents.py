@@ -37,7 +37,11 @@ def has_content(*values: Any) -> bool:
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return False
     tensors = [x for x in values if isinstance(x, Tensor)]
-    return detect_fake_mode(tensors) is None and not any(map(attrgetter("is_meta"), tensors))
+    if any(map(attrgetter("is_meta"), tensors)):
+        return False
+    # Outside of any mode, plain tensors are real: to look for fake ones takes far longer.
+    is_plain = not torch._C._len_torch_dispatch_stack() and {Tensor}.issuperset(map(type, tensors))
+    return is_plain or detect_fake_mode(tensors) is None
 
 
 def blocks(x: Tensor) -> Sequence[Tensor]:

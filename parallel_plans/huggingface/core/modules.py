@@ -60,7 +60,7 @@ def has_any(module: nn.Module, names: tuple[str, ...]) -> bool:
     if torch.compiler.is_compiling():  # it reads no `vars` of a module
         return True
     known, kind = vars(module), type(module)
-    return any(name in known or hasattr(kind, name) for name in names)
+    return bool([name for name in names if name in known or hasattr(kind, name)])
 
 
 def has_axes(model: Any) -> bool:

@@ -80,13 +80,13 @@ def cache_of(model: Any, sharding: Sharding, arguments: dict[str, Any]) -> Conte
     Raises:
         ValueError: if the cache is not of this model, or was replaced by a sharded one.
     """
-    from transformers import DynamicCache
-
     from parallel_plans.huggingface.generation.context_parallel_cache import ContextParallelCache
 
     cache = cache_argument(arguments)
     if isinstance(cache, ContextParallelCache) and cache.sharding is sharding:
         return cache
+    from transformers import DynamicCache
+
     name = cache_name(model)
     if isinstance(cache, ContextParallelCache):
         raise ValueError(

@@ -310,14 +310,13 @@ def merge_stacked(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
     >>> merge_stacked(torch.tensor([[0.0], [4.0]]), torch.zeros(2))[0]
     tensor([2.])
     """
-    return merge_outputs(outs, lses), lses.logsumexp(0)
+    return merge_outputs(outs, lses.unsqueeze(-1)), lses.logsumexp(0)
 
 
 def merge_outputs(outs: Tensor, lses: Tensor) -> Tensor:
-    """Return the merged output of `merge_stacked`, without its lse."""
+    """Return the merged output of `merge_stacked`, without its lse; lses are `(W, ..., 1)`."""
     # In a row that no partial has seen, -inf - -inf is nan; its weight is 0.
-    weights = lses.softmax(0).nan_to_num_(0.0)
-    return (outs * weights.unsqueeze(-1)).sum(0)
+    return (outs * lses.softmax(0).nan_to_num_(0.0)).sum(0)
 
 
 def merge_ragged(

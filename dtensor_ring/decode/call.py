@@ -408,9 +408,6 @@ class Combining:
         return self._agreed.__exit__(*error)
 
 
-# Stands for the layout of the keys in what all tokens share.
-_ANY_LAYOUT = Contiguous()
-
 # The field of a record with the integers that a caller gives as `agree`.
 AGREE = "tokens given as agree"
 
@@ -426,7 +423,8 @@ def _agree_text(agree: Tensor | None) -> str:
 def _decode_record(attention: AttentionFacts, merge: str, agree: str, *asked: Any) -> CallRecord:
     request = DecodeRequest(*asked)
     # What differs from token to token; the other fields take longer.
-    fixed = request._replace(layout=_ANY_LAYOUT, rank=0, seq_len=0, starts=())
+    spec: Any = DecodePlace().layout
+    fixed = request._replace(layout=as_layout(spec), rank=0, seq_len=0, starts=())
     fields = _fixed_fields(attention, merge, *fixed)
     own = {
         "tokens": str(request.seq_len),

@@ -49,7 +49,8 @@ class _Parts(NamedTuple):
         like: shape and dtype of an output of one rank.
         num_bytes: bytes of `rows`.
         buffer: the memory.
-        rows: `(W, B, N, M, Hv + 1)`, its views `outs` and `lses`, and of these those of this rank.
+        rows: `(W, B, N, M, Hv + 1)`, its views `outs` and `lses`, `(W, B, N, M, 1)`, and of these
+            those of this rank.
         receives: the messages that each other rank sends, parts of `rows`.
         sends: this rank's message, to each other rank.
     """
@@ -94,7 +95,7 @@ class Combine:
         """
         if self._merge == "one_shot":
             parts = self._exchanged(out, lse)
-            merged = merge_stacked(parts.outs, parts.lses)
+            merged = merge_stacked(parts.outs, parts.lses.squeeze(-1))
         else:
             parts = self._own(out, lse)
             outs, lses = self._in_two(parts.rows.flatten(1, -2))
@@ -199,8 +200,8 @@ class Combine:
         rows = buffer[:num_bytes].view(dtype).view(self._size, *lengths, head_dim + 1)
         flat = rows.flatten(1).unbind()
         messages = self._messages(flat, [flat[self._rank]] * self._size)
-        outs, lses = rows[..., :-1], rows[..., -1]
-        own = outs[self._rank], lses[self._rank]
+        outs, lses = rows[..., :-1], rows[..., -1:]
+        own = outs[self._rank], lses[self._rank].squeeze(-1)
         return _Parts(like, num_bytes, buffer, rows, outs, lses, *own, *messages)
 
     def _buffer(self, num_rows: int, head_dim: int, like: Tensor) -> tuple[Tensor, Tensor]:

@@ -20,7 +20,7 @@ from parallel_plans.huggingface.core.modules import has_any
 IMPLEMENTATION = "ring"
 BIASES = ("attention_bias", "alibi", "head_mask", "block_mask")
 _SCALES = ("attn_temperature_tuning", TABLE)
-_BIASES = {"position_bias", *BIASES}
+_BIASES = ("position_bias", *BIASES)
 
 
 class KeySelection(Protocol):
@@ -252,9 +252,9 @@ def _refuse(
             f"{type(module).__name__} attends from {query.shape[2]} to {key.shape[2]} tokens: "
             "cross attention of Hugging Face models is not supported over a sharded sequence"
         )
-    if _BIASES.isdisjoint(others):  # as most are, which is told at once
-        return
-    for name in [x for x in sorted(_BIASES) if others.get(x) is not None]:
+    for name in _BIASES:
+        if others.get(name) is None:
+            continue
         # A table by distance fits any shard; a bias of pairs is of the positions in a shard.
         if name in BIASES or not takes_table(module):
             raise ValueError(f"{type(module).__name__} gives {name}, which a ring does not take")
@@ -316,7 +316,7 @@ def at_positions(
     2501.19399). They count it in the tensor they see, after the cached tokens. `indices`, `(L,)`,
     are the true positions.
     """
-    scale = _scale_of(module)
+    scale = _scale_of(module) if has_any(module, _SCALES) else None
     if scale is None:
         return query, bias
     # One factor undoes the layer's scale and applies that of the true position.
@@ -328,8 +328,6 @@ def at_positions(
 
 def _scale_of(module: Any) -> Callable[[Tensor], Tensor] | None:
     """Return by which factors a layer scales queries at some positions, `None` if it does not."""
-    if not has_any(module, _SCALES):
-        return None
     if getattr(module, "attn_temperature_tuning", False) and not getattr(module, "use_rope", True):
         return lambda x: (
             torch.log1p(torch.floor((x.float() + 1) / module.floor_scale)) * module.attn_scale + 1

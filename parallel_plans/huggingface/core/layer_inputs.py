@@ -257,7 +257,8 @@ class DecodeInputs:
         Raises:
             ValueError: if the layer has fewer keys than its cache.
         """
-        return self._attend(query, key, value, False, **scores)[0]
+        key, value = self._columns(key, value)
+        return self._shared(query, key, value, needs_lse=False, **scores)[0]
 
     def attend_with_lse(
         self, query: Tensor, key: Tensor, value: Tensor, strategy: str | None = None, **scores: Any
@@ -267,17 +268,17 @@ class DecodeInputs:
         Raises:
             ValueError: if the layer has fewer keys than its cache.
         """
-        out, lse = self._attend(query, key, value, True, **scores)
+        key, value = self._columns(key, value)
+        out, lse = self._shared(query, key, value, **scores)
         assert lse is not None
         return out, lse
 
-    def _attend(
-        self, query: Tensor, key: Tensor, value: Tensor, needs_lse: bool, **scores: Any
-    ) -> tuple[Tensor, Tensor | None]:
-        if key.shape[2] != self.num_columns:
-            self._check(key)
-            key, value = key.narrow(2, 0, self.num_columns), value.narrow(2, 0, self.num_columns)
-        return self._shared(query, key, value, needs_lse=needs_lse, **scores)
+    def _columns(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the keys and values that the cache has."""
+        if key.shape[2] == self.num_columns:
+            return key, value
+        self._check(key)
+        return key.narrow(2, 0, self.num_columns), value.narrow(2, 0, self.num_columns)
 
     @property
     def num_keys(self) -> int:

@@ -280,22 +280,38 @@ def bound_decode(
         ValueError: if the op does not take such inputs.
     """
     asked = _asked(options, query, key, value)
-    known = None if asked is None else _BOUND.get(asked)
-    if known is not None and known.is_alive:
-        return known
-    call = unflatten_decode(options)
-    check_inputs(query, key, value, call.scores.sinks, may_be_biased=True)
-    check_num_queries(query, MAX_QUERIES)
-    request = call.request(query, key)
     if asked is None:
+        call, request = _checked(options, query, key, value)
         found = _round_of(call, request, query, value)
         return BoundDecode(call, request, found, is_kept=False)
+    known = _BOUND.get(asked)
+    if known is not None and known.is_alive:
+        return known
+    kept = kept_decode(options, query, key, value)
+    return _BOUND.put(asked, kept, key_bytes=sum([len(content) for *_, content in asked[0]]))
+
+
+def kept_decode(options: tuple[Any, ...], query: Tensor, key: Tensor, value: Tensor) -> BoundDecode:
+    """Return the call of the op's arguments for a caller that keeps it for equal calls.
+
+    Raises:
+        ValueError: if the op does not take such inputs.
+    """
+    call, request = _checked(options, query, key, value)
     # What is kept has its record, which need not be kept a second time.
     found = _round_of(call, request, query, value, _decode_record.made)
     # The content of the tensors is known by now; they may be written to for the next token.
     call = DecodeCall(DecodeBatch(), call.scores._replace(sinks=None), call.place)
-    kept = BoundDecode(call, request, found, is_kept=True)
-    return _BOUND.put(asked, kept, key_bytes=sum([len(content) for *_, content in asked[0]]))
+    return BoundDecode(call, request, found, is_kept=True)
+
+
+def _checked(
+    options: tuple[Any, ...], query: Tensor, key: Tensor, value: Tensor
+) -> tuple[DecodeCall, DecodeRequest]:
+    call = unflatten_decode(options)
+    check_inputs(query, key, value, call.scores.sinks, may_be_biased=True)
+    check_num_queries(query, MAX_QUERIES)
+    return call, call.request(query, key)
 
 
 def _asked(

@@ -11,7 +11,7 @@ from torch.autograd import forward_ad
 from torch.distributed.device_mesh import DeviceMesh
 
 from dtensor_ring.decode.api import are_of_heads, decode_attention, known_options
-from dtensor_ring.decode.call import BoundDecode, Combining, Ready, bound_decode
+from dtensor_ring.decode.call import BoundDecode, Combining, Ready, bound_decode, kept_decode
 from dtensor_ring.decode.op import run_bound
 from dtensor_ring.decode.run import Combine
 from dtensor_ring.ops import nodes
@@ -139,7 +139,9 @@ class SharedDecode:
         if known is None:
             return None
         before, after = known
-        call = bound_decode((*integers, *before, sinks, *after), query, key, value)
+        # Over an axis, keys grow with each token, so that no later call is equal to this one.
+        bind = bound_decode if self._mesh is None else kept_decode
+        call = bind((*integers, *before, sinks, *after), query, key, value)
         if not call.is_kept:
             return None
         ready = call.ready(query, key, value)

@@ -177,6 +177,8 @@ class CheckedTransport(Transport):
         chain: Chain | None = None,
     ) -> None:
         self._group, self._state, self._transport = group, state, transport
+        # Buffers are the transport's own, without a call in between.
+        self.allocate, self.free = transport.allocate, transport.free
         self._keeps_tags, self._record, self._forward_call, self._call_site = (
             keeps_tags,
             record,
@@ -263,12 +265,6 @@ class CheckedTransport(Transport):
         if not self._keeps_tags:
             self._agree()  # without tags, messages of different calls could match
         self._transport.prepare(device)
-
-    def allocate(self, num_bytes: int, device: torch.device) -> Tensor:
-        return self._transport.allocate(num_bytes, device)
-
-    def free(self, buffer: Tensor) -> None:
-        self._transport.free(buffer)
 
     def at(self, label: Label) -> None:
         self._step = label.step

@@ -147,7 +147,7 @@ class Agreement:
 
     def compare(self, model: nn.Module | None, parts: Parts, trains: bool) -> None:
         """Compare what a forward gets, and in some forwards the model that it is of."""
-        if any(is_capturing(x.device) for x in parts.tensors.values()):
+        if any(map(is_capturing, {x.device for x in parts.tensors.values()})):
             return  # compared in the call before the capture, see Note [CUDA graphs]
         if self.is_due(trains) and model is not None:
             self._compare_all(parts, facts(model, axis_group(self._axis.mesh)))

@@ -256,6 +256,7 @@ def keywords(
 
 
 _OF_INTEGERS = ("input_ids", "labels", POSITIONS, DOCUMENT_NUMBERS)
+_OF_TOKENS = ("inputs_embeds", "attention_mask", *_OF_INTEGERS)
 
 
 def check_batch(model: Any, arguments: dict[str, Any]) -> int:
@@ -267,16 +268,16 @@ def check_batch(model: Any, arguments: dict[str, Any]) -> int:
     _check_model(model)
     if arguments.get("input_ids") is None and arguments.get("inputs_embeds") is None:
         raise ValueError("a context-parallel model needs input_ids or inputs_embeds, got none")
-    for name in ("inputs_embeds", "attention_mask", *_OF_INTEGERS):
-        given = arguments.get(name)
-        if given is not None and (not isinstance(given, Tensor) or isinstance(given, DTensor)):
+    given = {x: arguments[x] for x in _OF_TOKENS if arguments.get(x) is not None}
+    for name, x in given.items():
+        if not isinstance(x, Tensor) or isinstance(x, DTensor):
             raise ValueError(
                 f"{name} must be one tensor over a sharded sequence, plain and whole on every "
-                f"rank, got {type(given).__name__}"
+                f"rank, got {type(x).__name__}"
             )
-        if given is not None:
-            check_strided(name, given)
-            _check_dtype(name, given)
+        check_strided(name, x)
+    for name, x in given.items():
+        _check_dtype(name, x)
     if arguments.get("output_attentions"):
         raise ValueError(
             "output_attentions is not supported over a sharded sequence, whose scores no rank has; "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, Protocol, Self
 
@@ -275,7 +275,7 @@ class CheckedTransport(Transport):
         if is_carried:
             for message in receives:
                 self._peer_records[message.peer].copy_payload_to(message.flat, len(self._mine))
-            self._send_record({message.peer: message.flat for message in sends})
+            self._send_record(sends)
         # The caller waits for records first, before it uses any data of a peer.
         record_works, self._record_works = self._record_works, []
         if is_carried:
@@ -315,12 +315,14 @@ class CheckedTransport(Transport):
             return [*range(rank + 1, size), *range(rank)]
         return [(rank + side) % size]
 
-    def _send_record(self, payloads: Mapping[int, Tensor] | None = None) -> None:
-        """Send the record to its receivers, followed by the tensor that it carries to each."""
+    def _send_record(self, carried: Sequence[P2P] = ()) -> None:
+        """Send the record to its receivers, followed by the message that it carries to each."""
         # A record that carries messages goes to the ranks that this one hears from: all others.
         peers = self._peer_records if self._piggybacks else self._neighbours(1)
-        payloads, self._piggybacks = payloads or {}, False
-        joined = dict[int, Tensor]()
+        self._piggybacks = False
+        payloads, joined = dict[int, Tensor](), dict[int, Tensor]()
+        for x in carried:
+            payloads[x.peer] = x.flat
         sent = []
         for peer in peers:
             payload = payloads.get(peer)

@@ -257,7 +257,8 @@ class DecodeInputs:
         Raises:
             ValueError: if the layer has fewer keys than its cache.
         """
-        key, value = self._columns(key, value)
+        if key.shape[2] != self.num_columns:
+            key, value = self._columns(key, value)
         return self._shared(query, key, value, needs_lse=False, **scores)[0]
 
     def attend_with_lse(
@@ -268,15 +269,14 @@ class DecodeInputs:
         Raises:
             ValueError: if the layer has fewer keys than its cache.
         """
-        key, value = self._columns(key, value)
+        if key.shape[2] != self.num_columns:
+            key, value = self._columns(key, value)
         out, lse = self._shared(query, key, value, **scores)
         assert lse is not None
         return out, lse
 
     def _columns(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Return the keys and values that the cache has."""
-        if key.shape[2] == self.num_columns:
-            return key, value
         self._check(key)
         return key.narrow(2, 0, self.num_columns), value.narrow(2, 0, self.num_columns)
 

@@ -116,9 +116,9 @@ def overlap(ranks: Ranks, kernel: str | None, layout: str) -> Finding:
 def _run_ring(shard: list[Tensor], mine: Plan, kernel: str | None) -> Callable[[Transport], object]:
     """Return a function that runs the ring with a given transport."""
     query, key, value = shard
-    scores = Scores(Mask.causal(), default_scale(SHAPE[3]))
-    facts = query.dtype, SHAPE[3], SHAPE[3], scores.scale, 0.0, False, False, False, False
-    chosen = kernel_for(kernel, query.device.type, *facts)
+    head_dim = SHAPE[3]
+    scores = Scores(Mask.causal(), default_scale(head_dim))
+    chosen = kernel_for(kernel, query.device.type, query.dtype, head_dim, head_dim, scores.scale)
     return lambda transport: ring_forward(query, (key, value), mine, chosen, scores, transport)
 
 

@@ -93,7 +93,9 @@ def _printed(
     layouts = None if hybrid is None else _layouts(read, hybrid, **options)
     table, entries = tell(**options)
     if not as_json:
-        print(table, *([layouts] if layouts else []), sep="\n")
+        print(table)
+        if layouts is not None:
+            print(layouts)
         return 0
     if layouts is not None:
         entries = entries if isinstance(entries, dict) else {"strategies": entries}
@@ -118,8 +120,9 @@ def _layouts(
     else:
         stateful, attention, hidden_size, *of_map = hybrid
         maps = (FLOAT32 * stateful * of_map[0], 0) if of_map else None
-        layers = stateful, attention, hidden_size
-        of_model = Hybrid(*layers, heads=heads, head_dim=head_dim, maps=maps)
+        of_model = Hybrid(
+            stateful, attention, hidden_size, heads=heads, head_dim=head_dim, maps=maps
+        )
     return compare_hybrid_layouts(of_model, mask, seq_len, world_size)
 
 

@@ -23,7 +23,7 @@ from dtensor_ring.planning.mask import Boundaries, Mask
 from dtensor_ring.planning.plan import layout_of_groups
 from dtensor_ring.planning.ranges import MAX_RANKS, as_count
 from dtensor_ring.planning.route import ROUTES, Route
-from dtensor_ring.planning.strategy import AUTO, Strategy, as_strategy, every_strategy, why_not
+from dtensor_ring.planning.strategy import AUTO, Strategy, as_strategy, every_strategy
 from dtensor_ring.transport.transport import DEFAULT_POLICY, TransferPolicy
 
 # Times that differ by less are equal. Sums round differently on other processors, and all ranks
@@ -106,7 +106,7 @@ def _able(problem: SimulatedProblem, strategies: Sequence[Strategy] | None) -> I
     """Yield the strategies that can run a problem; of two that do the same, the first."""
     known = set[tuple[int, type[Route]]]()
     for strategy in every_strategy(problem.world_size) if strategies is None else strategies:
-        if why_not(strategy, *problem.sizes.heads) is not None:
+        if problem.why_not(strategy) is not None:
             continue
         if strategies is None and _splits_runs(problem, strategy):
             continue
@@ -177,13 +177,14 @@ def choose_layout(
     num_ranks, device = as_count("world_size", world_size, 1, MAX_RANKS), as_machine(machine)
     counted = _counted(masks)
     length = max(x.padded_length(as_count("seq_len", seq_len), num_ranks) for x in WHOLE)
-    sizes = heads, head_dim, cu_seqlens
     how: ProblemOptions = {"batch": batch, "dtype": dtype, "policy": policy}
     given = None if strategy == AUTO else as_strategy(strategy, num_ranks)
 
     def seconds(layout: Layout, mask: Mask) -> float:
         """Return the time of a layer, forward and backward."""
-        problem = problem_of(mask, length, num_ranks, *sizes, layout=layout, **how)
+        problem = problem_of(
+            mask, length, num_ranks, heads, head_dim, cu_seqlens, layout=layout, **how
+        )
         return timeline_of(problem, given or chosen_strategy(problem, device), device).total
 
     totals = {

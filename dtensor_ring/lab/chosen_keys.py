@@ -64,8 +64,12 @@ def chosen_keys(given: Any) -> ChosenKeys:
             "chosen must be the keys of a query, the numbers of an index key and those of a token "
             f"that is chosen, such as (2048, 128, 576), or a config, got {given!r}"
         )
-    num_keys = as_count("keys of a query", given[0], 1, MAX_SELECTED)
-    return ChosenKeys(num_keys, *(as_count("numbers of a key", x, 1) for x in given[1:]))
+    num_keys, index_dim, token_dim = given
+    return ChosenKeys(
+        num_keys=as_count("keys of a query", num_keys, 1, MAX_SELECTED),
+        index_dim=as_count("numbers of a key", index_dim, 1),
+        token_dim=as_count("numbers of a key", token_dim, 1),
+    )
 
 
 def _of_config(config: Any) -> tuple[int, int, int]:

@@ -109,15 +109,15 @@ class Clock:
         size, (senders, receivers, levels, latency, busy) = len(self._ranks), moves
         factor = np.maximum(slower[senders], slower[receivers])
         # Ports to send, within a host and between two, then ports to receive.
-        ports = levels * size + senders, (2 + levels) * size + receivers
+        out, into = levels * size + senders, (2 + levels) * size + receivers
         busy = busy * factor
-        load = np.add(*(np.bincount(x, busy, 4 * size) for x in ports))
-        free = [self._ports[at] for at in ports]
+        load = np.bincount(out, busy, 4 * size) + np.bincount(into, busy, 4 * size)
+        free = self._ports[out], self._ports[into]
         begins = np.maximum.reduce([posted[senders], posted[receivers], *free])
         # What shares a port is done when all of it is: nothing says which message is first.
-        ends = begins + np.maximum(*(load[at] for at in ports)) + latency * factor
+        ends = begins + np.maximum(load[out], load[into]) + latency * factor
         done = np.full(size, -np.inf)
-        for stream, ranks, at in zip(("send", "receive"), moves[:2], ports, strict=True):
+        for stream, ranks, at in zip(("send", "receive"), moves[:2], (out, into), strict=True):
             np.maximum.at(self._ports, at, begins + load[at])
             np.maximum.at(done, ranks, ends)
             self._note("message", stream, ranks, begins, ends)
@@ -146,9 +146,9 @@ class Clock:
             return
         if where.dtype == bool:
             begins, ends, where = begins[where], ends[where], np.flatnonzero(where)
-        label = self._ring, self._step, what, stream
         if len(where):
-            self.spans.append(Spans(*label, where, self._sources[where], begins, ends))
+            ring, step, sources = self._ring, self._step, self._sources[where]
+            self.spans.append(Spans(ring, step, what, stream, where, sources, begins, ends))
 
 
 def beside(

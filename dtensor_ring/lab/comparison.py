@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from os import PathLike
 from typing import Any
 
@@ -29,7 +30,7 @@ from dtensor_ring.planning.layout import Layout, WholeBlocks
 from dtensor_ring.planning.mask import Boundaries, Mask
 from dtensor_ring.planning.plan import Plan, layout_of_groups
 from dtensor_ring.planning.ranges import MAX_RANKS, as_count
-from dtensor_ring.planning.strategy import Strategy, as_strategy, every_strategy, why_not
+from dtensor_ring.planning.strategy import Strategy, as_strategy, every_strategy
 from dtensor_ring.selected.plan import key_positions
 from dtensor_ring.transport.transport import DEFAULT_POLICY, TransferPolicy
 
@@ -180,7 +181,7 @@ def compare_strategies(
         )
     rows = []
     for strategy in _strategies(strategies, num_ranks):
-        reason = _why_not(strategy, problem.sizes, choice)
+        reason = _why_not(strategy, problem, choice)
         if reason is not None:
             rows.append(StrategyCost(strategy.spec, reason))
             continue
@@ -205,11 +206,13 @@ def _blocks(
     return block, layout if is_whole else WholeBlocks(block)
 
 
-def _why_not(strategy: Strategy, sizes: TensorSizes, choice: ChosenKeys | None) -> str | None:
+def _why_not(
+    strategy: Strategy, problem: SimulatedProblem, choice: ChosenKeys | None
+) -> str | None:
     """Return why a strategy cannot be used; `None` if it can."""
     if choice and strategy.heads > 1:
         return "index keys have one head, which no all-to-all shards: they take a route"
-    return why_not(strategy, *sizes.heads)
+    return problem.why_not(strategy)
 
 
 def _choosing(
@@ -232,8 +235,7 @@ def _choosing(
             for dim in (choice.index_dim, choice.token_dim)
         )
         first = index_cost(of_index, key, positions)
-        how = positions, choice.num_keys, rows, sizes.sum_dtype
-        forward, backward = moved_costs(of_keys, *how)
+        forward, backward = moved_costs(of_keys, positions, choice.num_keys, rows, sizes.sum_dtype)
         # One after the other: messages of the index are free when keys travel.
         there.append(replace(first + forward, held=max(first.held, forward.held)))
         back.append(backward)
@@ -268,25 +270,26 @@ def _cost(
     size, seq_len, sizes = problem.world_size, problem.seq_len, problem.sizes
     # The layout of the problem, as one that belongs to a batch takes time to make.
     block, there = _blocks(problem, policy, strategy)
-    asked = there, problem.mask, seq_len, size, problem.documents, problem.slices
-    schedule = describe_schedule(*asked, strategy.spec, block)
+    described = partial(
+        describe_schedule, there, problem.mask, seq_len, size, problem.documents, problem.slices
+    )
+    schedule = described(strategy.spec, block)
     all_to_alls: list[AllToAllPlan | None] = [None] * size
     if strategy.heads > 1 or there != problem.layout:  # else there is no all-to-all
         all_to_alls = [
             all_to_all_plan(problem.layout, there, strategy.heads, rank, size, seq_len)
             for rank in range(size)
         ]
-    pairs = list(zip(schedule.plans, all_to_alls, strict=True))
-    recorded = recorded_costs([RankAttention(*pair, sizes) for pair in pairs])
-    forward, backward = (by_field(max, side) for side in zip(*recorded, strict=True))
+    pairs = zip(schedule.plans, all_to_alls, strict=True)
+    recorded = recorded_costs([RankAttention(ring, exchange, sizes) for ring, exchange in pairs])
     shards = [None if x is None else x.head_shard(x.rank, sizes.heads[1]) for x in all_to_alls]
     heads = [sizes.heads_of(x)[0] for x in shards]
     work = [sum(steps) * count for steps, count in zip(schedule.areas, heads, strict=True)]
     cost = StrategyCost(
         strategy.spec,
         None,
-        forward,
-        backward,
+        by_field(max, (forward for forward, _ in recorded)),
+        by_field(max, (backward for _, backward in recorded)),
         max(sum(_num_launches(plan, sizes.batch)) for plan in schedule.plans),
         max(plan.num_tiles for plan in schedule.plans),
         max(work) * len(work) / sum(work) if any(work) else 1.0,
@@ -295,7 +298,7 @@ def _cost(
     )
     if choice is None:
         return cost
-    return _choosing(cost, schedule, describe_schedule(*asked, SEEN), sizes, choice)
+    return _choosing(cost, schedule, described(SEEN), sizes, choice)
 
 
 def _num_launches(plan: Plan, batch: int) -> Iterator[int]:

@@ -62,10 +62,15 @@ class SimulatedProblem(NamedTuple):
             TypeError: if the spec is not a string.
         """
         strategy = as_strategy(spec, self.world_size)
-        reason = why_not(strategy, *self.sizes.heads)
+        reason = self.why_not(strategy)
         if reason is not None:
             raise ValueError(f"the strategy {strategy.spec!r} cannot run this attention: {reason}")
         return strategy
+
+    def why_not(self, strategy: Strategy) -> str | None:
+        """Return why a strategy cannot run this attention; `None` if it can."""
+        num_heads, num_key_heads = self.sizes.heads
+        return why_not(strategy, num_heads, num_key_heads)
 
     @property
     def is_banded(self) -> bool:
@@ -208,10 +213,10 @@ def checked_attention(
     world_size: Any,
     cu_seqlens: Boundaries | None,
     slices: Slices | None,
-) -> tuple[Mask | None, int, int, Documents | None, Slices | None]:
-    """Check what an attention sees, and make numbers integers: they are cache keys.
+) -> tuple[int, int, Documents | None]:
+    """Check what an attention sees, and return its length, ranks and documents.
 
-    8.0 would equal 8.
+    Numbers become integers, as they are cache keys: 8.0 would equal 8.
 
     Raises:
         TypeError: if an argument is of another type.
@@ -222,7 +227,7 @@ def checked_attention(
     documents = as_documents(cu_seqlens)
     length = as_count("seq_len", seq_len)
     check_documents(num_ranks, length, documents)
-    return mask, length, num_ranks, documents, slices
+    return length, num_ranks, documents
 
 
 def problem_of(
@@ -247,8 +252,7 @@ def problem_of(
         ValueError: if a number is out of range, the layout is unknown or does not fit the length,
             or the boundaries do not fit the sequence.
     """
-    asked = checked_attention(mask, seq_len, world_size, cu_seqlens, slices)
-    _, length, num_ranks, documents, _ = asked
+    length, num_ranks, documents = checked_attention(mask, seq_len, world_size, cu_seqlens, slices)
     # Boundaries or slices by row give the number of rows.
     rows = max(len(x) for x in (documents or (), slices or ()))
     sizes = _tensor_sizes(heads, head_dim, max(as_count("batch", batch), rows), dtype, policy)
@@ -258,5 +262,15 @@ def problem_of(
             f"pairs of tokens for each of {num_ranks} ranks than {MAX_PAIRS:,}, which is all that "
             "is counted: take fewer tokens, or more ranks"
         )
-    sharded, name = layout_for(layout, *asked), str(sizes.dtype).removeprefix("torch.")
-    return SimulatedProblem(sharded, *asked, sizes, name, policy.num_parts, kernel)
+    return SimulatedProblem(
+        layout=layout_for(layout, mask, length, num_ranks, documents, slices),
+        mask=mask,
+        seq_len=length,
+        world_size=num_ranks,
+        documents=documents,
+        slices=slices,
+        sizes=sizes,
+        dtype=str(sizes.dtype).removeprefix("torch."),
+        num_parts=policy.num_parts,
+        kernel=kernel,
+    )

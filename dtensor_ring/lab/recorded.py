@@ -13,7 +13,7 @@ earlier phase, and starts messages last, if it does. So the number of a phase na
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 from operator import attrgetter
@@ -69,7 +69,13 @@ class Cost:
 
 def by_field(of: Callable[[Iterable[int]], int], costs: Iterable[Cost]) -> Cost:
     """Return the sum or the maximum of each field, as `of` computes it."""
-    return Cost(*map(of, zip(*map(astuple, costs), strict=True)))
+    every = list(costs)
+    return Cost(
+        sent=of(x.sent for x in every),
+        received=of(x.received for x in every),
+        messages=of(x.messages for x in every),
+        held=of(x.held for x in every),
+    )
 
 
 # What a rank does in a phase: the launch of a tile, a pass over memory, a wait for messages.
@@ -116,12 +122,10 @@ class Recorder(Transport):
 
     def recording(self) -> Recording:
         """Return what was noted."""
-        found = (
-            np.array(rows, dtype=np.int64).reshape(-1, width)
-            for rows, width in ((self._does, 5), (self._sends, 3))
-        )
+        does = np.array(self._does, dtype=np.int64).reshape(-1, 5)
+        sends = np.array(self._sends, dtype=np.int64).reshape(-1, 3)
         # Keys and values may become eight bits before the first step.
-        return Recording(self._labels[:1] + self._labels, *found)
+        return Recording(self._labels[:1] + self._labels, does, sends)
 
     def at(self, label: Label) -> None:
         self._labels.append(label)
@@ -303,14 +307,16 @@ class RankAttention(NamedTuple):
         Yields:
             What noted the direction, and bytes held beside message buffers.
         """
-        heads, dims = (self.sizes.heads[0], *[self.sizes.heads[1]] * 2), self.sizes.head_dims
-        inputs = [self._empty(*of) for of in zip(heads, (dims[0], *dims), strict=True)]
+        (num_heads, num_key_heads), (dim, value_dim) = self.sizes.heads, self.sizes.head_dims
+        heads, dims = (num_heads, num_key_heads, num_key_heads), (dim, dim, value_dim)
+        inputs = list(map(self._empty, heads, dims))
         first, second, scores = Recorder(), Recorder(), Scores(FULL, 1.0)
         with noting(DryRun(first.passed, on_gpu)):
             query, key, value, *rounded = self._exchanged(inputs, heads, first, rounds=True)
             policy, bytes_of = self._policy(bool(rounded)), (rounded or [None])[0]
-            how = self.plan, kernel_of(first), scores, first, policy, bytes_of
-            out, lse = ring_forward(query, (key, value), *how)
+            out, lse = ring_forward(
+                query, (key, value), self.plan, kernel_of(first), scores, first, policy, bytes_of
+            )
             (result,) = self._exchanged([out], heads[:1], first, is_back=True)
         # Without an all-to-all, these are the user's own tensors.
         kept = sum(x.nbytes for x in (query, key, value, out)) if self.all_to_all else 0
@@ -320,8 +326,10 @@ class RankAttention(NamedTuple):
         with noting(DryRun(second.passed, on_gpu)):
             grad = no_content(result.shape, result.dtype)
             (grad,) = self._exchanged([grad], heads[:1], second)
-            how = self.plan, kernel_of(second), scores, second, policy, bytes_of
-            grads = ring_backward(Saved(grad, out, lse), query, (key, value), *how)
+            saved, kernel = Saved(grad, out, lse), kernel_of(second)
+            grads = ring_backward(
+                saved, query, (key, value), self.plan, kernel, scores, second, policy, bytes_of
+            )
             self._exchanged(list(grads), heads, second, is_back=True)
         # Backward also holds the gradients of query, key, value and output.
         yield second, 2 * kept + others
@@ -392,10 +400,10 @@ def recorded_costs(ranks: Sequence[RankAttention]) -> list[tuple[Cost, Cost]]:
     """
     if len(ranks) <= MAX_RECORDED:
         return [x.costs() for x in ranks]
-    by_side = zip(*(x.moved for x in ranks), strict=True)
-    orders = [np.argsort(np.negative(moved), kind="stable") for moved in by_side]
-    most = {int(x) for order in orders for x in order[: MAX_RECORDED // len(orders)]}
-    return [ranks[x].costs() for x in sorted(most)]
+    moved = np.array([x.moved for x in ranks])
+    order = np.argsort(-moved, axis=0, kind="stable")
+    most = np.unique(order[: MAX_RECORDED // moved.shape[1]])
+    return [ranks[x].costs() for x in most.tolist()]
 
 
 def unlaunched(plan: Plan) -> Plan:
@@ -413,6 +421,7 @@ def no_content(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 def shard_cost(plan: Plan, shard: Pair) -> Cost:
     """Return what the keys and values of a loop send and hold, as they travel by themselves."""
     transport, (key, _) = Recorder(), shard
-    query = key.new_empty(*key.shape[:2], plan.num_local[0], key.shape[3])
+    batch, heads, _, head_dim = key.shape
+    query = key.new_empty(batch, heads, plan.num_local[0], head_dim)
     ring_forward(query, shard, unlaunched(plan), ShapeKernel(), Scores(FULL, 1.0), transport)
     return transport.cost

@@ -81,7 +81,8 @@ class RecordedRanks:
         self, problem: SimulatedProblem, strategy: Strategy, has_segments: bool, on_gpu: bool
     ) -> None:
         self.heads, self.size = strategy.heads, problem.world_size
-        self._asked, self._how = (problem, strategy), (has_segments, on_gpu)
+        self._asked = problem, strategy
+        self._has_segments, self._on_gpu = has_segments, on_gpu
         self._members, self._alike = dict[Hashable, RecordedRank](), dict[Hashable, RecordedRank]()
         self._nearest = looked_at(self.size, self.heads)
         self.last_rank = int(self._nearest.max())
@@ -97,7 +98,8 @@ class RecordedRanks:
         if member not in self._members:
             attention = _rank_attention(problem, strategy, rank, exchange)
             content = trade, _plan_content(attention.plan, problem.world_size)
-            recorded = RecordedRank(attention, content, attention.recordings(*self._how))
+            run = attention.recordings(self._has_segments, self._on_gpu)
+            recorded = RecordedRank(attention, content, run)
             self._members[member] = self._alike.setdefault(content, recorded)
         return self._members[member]
 
@@ -136,9 +138,16 @@ def rank_attention(problem: SimulatedProblem, strategy: Strategy, rank: int) -> 
 def _rank_attention(
     problem: SimulatedProblem, strategy: Strategy, rank: int, exchange: AllToAllPlan | None
 ) -> RankAttention:
-    mask = FULL if problem.mask is None else problem.mask
-    where = rank, problem.world_size, problem.seq_len, problem.documents
-    made = plan(problem.layout, mask, *where, strategy=strategy, slices=problem.slices)
+    made = plan(
+        problem.layout,
+        FULL if problem.mask is None else problem.mask,
+        rank,
+        problem.world_size,
+        problem.seq_len,
+        problem.documents,
+        strategy=strategy,
+        slices=problem.slices,
+    )
     return RankAttention(made, exchange, problem.sizes, problem.num_parts)
 
 
@@ -146,8 +155,8 @@ def _exchange(problem: SimulatedProblem, strategy: Strategy, rank: int) -> AllTo
     """Return the plan of the all-to-alls of a rank; `None` without them."""
     if strategy.heads == 1:
         return None
-    layouts, size = (problem.layout, problem.layout), problem.world_size
-    return all_to_all_plan(*layouts, strategy.heads, rank, size, problem.seq_len)
+    layout, size = problem.layout, problem.world_size
+    return all_to_all_plan(layout, layout, strategy.heads, rank, size, problem.seq_len)
 
 
 def looked_at(world_size: int, heads: int) -> np.ndarray:

@@ -59,8 +59,7 @@ class KernelSeconds(NamedTuple):
 
     def of(self, pairs: np.ndarray, form: int, heads: int, is_forward: bool) -> np.ndarray:
         """Return the seconds of launches of a form with some query heads, see `Recording`."""
-        how = self.dtype, self.head_dim, FORMS[form], self.kernel, heads
-        speed = self.machine.speed(*how)
+        speed = self.machine.speed(self.dtype, self.head_dim, FORMS[form], self.kernel, heads)
         if is_forward:  # FLOPs: see `KernelSpeed`
             return speed.forward(4.0 * self.head_dim * pairs)
         return speed.backward(10.0 * self.head_dim * pairs)
@@ -86,8 +85,8 @@ def replayed(
         is_forward: which direction.
         keeps_spans: whether to keep what each rank does when.
     """
-    how = ranks.direction(is_forward), kernels, is_forward, keeps_spans
-    return _Replay(ranks.stand_ins, *how).direction()
+    recorded = ranks.direction(is_forward)
+    return _Replay(ranks.stand_ins, recorded, kernels, is_forward, keeps_spans).direction()
 
 
 def least_tiles(ranks: RecordedRanks, kernels: KernelSeconds) -> float:
@@ -105,8 +104,8 @@ def least_alone(ranks: RecordedRanks, kernels: KernelSeconds, is_forward: bool) 
     alone = StandIns(ranks.heads, is_last * ranks.last_rank, is_last)
     # What arrives is not counted, so how much its messages slow each other is not known.
     unslowed = kernels._replace(machine=_unslowed(kernels.machine))
-    how = [waiting, found], unslowed, is_forward, False
-    return float(_Replay(alone, *how).direction().ends[ranks.last_rank])
+    replay = _Replay(alone, [waiting, found], unslowed, is_forward, keeps_spans=False)
+    return float(replay.direction().ends[ranks.last_rank])
 
 
 @lru_cache(maxsize=16)
@@ -242,10 +241,13 @@ class _Sends:
     def __contains__(self, number: int) -> bool:
         return bool(self._bounds[number] < self._bounds[number + 1])
 
+    def _where(self, number: int) -> slice:
+        return slice(self._bounds[number], self._bounds[number + 1])
+
     def moves(self, number: int) -> Moves:
         """Return the messages that start at the end of a phase."""
-        where = slice(*self._bounds[number : number + 2])
-        return Moves(*(x[where] for x in self._moves))
+        where = self._where(number)
+        return Moves._make(x[where] for x in self._moves)
 
     @cached_property
     def sent(self) -> np.ndarray:
@@ -256,16 +258,17 @@ class _Sends:
         """Return the seconds that the messages of a phase take on each rank alone, `(W,)`."""
         moves = self.moves(number)
         seconds = moves.latency + moves.busy
-        sides = (np.bincount(x, seconds, self.size) for x in moves[:2])
-        return np.maximum(*sides)
+        sent, received = (np.bincount(x, seconds, self.size) for x in moves[:2])
+        return np.maximum(sent, received)
 
     def exchange_seconds(self, number: int) -> np.ndarray:
         """Return the seconds of an all-to-all by each rank's bytes, `(W,)`."""
         moves, found = self.moves(number), np.zeros(self.size)
-        num_bytes = self.num_bytes[slice(*self._bounds[number : number + 2])]
+        num_bytes = self.num_bytes[self._where(number)]
         for level, links in enumerate(self._links):
             of_level = np.where(moves.levels == level, num_bytes, 0.0)
-            most = np.maximum(*(np.bincount(x, of_level, self.size) for x in moves[:2]))
+            sent, received = (np.bincount(x, of_level, self.size) for x in moves[:2])
+            most = np.maximum(sent, received)
             found = np.maximum(found, np.where(most > 0, links.all_to_all(most), 0.0))
         return found
 

@@ -164,14 +164,22 @@ def describe_schedule(
         busiest rank over mean: 1.444, makespan: 1.444
         keys and values: 4 tokens, at most 4 to a rank
     """
-    asked = checked_attention(mask, seq_len, world_size, cu_seqlens, slices)
-    _, length, num_ranks, documents, _ = asked
-    chosen, spelled = layout_for(layout, *asked), as_strategy(strategy, num_ranks)
+    length, num_ranks, documents = checked_attention(mask, seq_len, world_size, cu_seqlens, slices)
+    chosen = layout_for(layout, mask, length, num_ranks, documents, slices)
+    spelled = as_strategy(strategy, num_ranks)
 
     def planned(rank: int) -> Plan:
-        where = rank, num_ranks, length, documents
-        how = {"strategy": spelled, "slices": slices, "block": block}
-        return plan(chosen, FULL if mask is None else mask, *where, **how)
+        return plan(
+            chosen,
+            FULL if mask is None else mask,
+            rank,
+            num_ranks,
+            length,
+            documents,
+            strategy=spelled,
+            slices=slices,
+            block=block,
+        )
 
     # The plan of rank 0 shows how many steps all plans have.
     num_steps = planned(0).num_steps * num_ranks
@@ -206,14 +214,13 @@ def compare_layouts(
         >>> print(compare_layouts(Mask.causal(), 8, 2))
         busiest rank over mean: contiguous 1.444, striped 1.111, zigzag 1.000, balanced 1.000
     """
-    asked = checked_attention(mask, seq_len, world_size, cu_seqlens, slices)
-    return LayoutComparison(
-        {
-            layout.name: describe_schedule(layout, *asked).imbalance
-            for layout in layouts_for(*asked)
-            if _can_shard(layout, asked[2], asked[1])
-        }
-    )
+    length, num_ranks, documents = checked_attention(mask, seq_len, world_size, cu_seqlens, slices)
+    imbalances = {}
+    for layout in layouts_for(mask, length, num_ranks, documents, slices):
+        if _can_shard(layout, num_ranks, length):
+            schedule = describe_schedule(layout, mask, length, num_ranks, documents, slices)
+            imbalances[layout.name] = schedule.imbalance
+    return LayoutComparison(imbalances)
 
 
 def _can_shard(layout: Layout, world_size: int, seq_len: int) -> bool:

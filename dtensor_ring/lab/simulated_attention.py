@@ -237,8 +237,9 @@ class Simulation:
         self._known: dict[Hashable, Any] = {} if known is None else known
         # All tiles of an attention have one kernel.
         kernel = problem.kernel or machine.kernel_for(problem.dtype, problem.is_banded)
-        self._kernels = KernelSeconds(machine, problem.dtype, problem.sizes.head_dims[0], kernel)
-        of_kernel = machine.speed(*self._kernels[1:3], FORMS[-1], kernel).kernel
+        head_dim = problem.sizes.head_dims[0]
+        self._kernels = KernelSeconds(machine, problem.dtype, head_dim, kernel)
+        of_kernel = machine.speed(problem.dtype, head_dim, FORMS[-1], kernel).kernel
         on_gpu = not machine.host_waits
         self._ranks = RecordedRanks(problem, strategy, has_segments(of_kernel), on_gpu)
 
@@ -269,7 +270,8 @@ class Simulation:
     def timeline(self) -> Timeline:
         """Return the times of both directions."""
         forward, backward = self.direction(True), self.direction(False)
-        return Timeline(*self._names, forward, backward, self._ranks.num_planned)
+        machine, strategy = self._names
+        return Timeline(machine, strategy, forward, backward, self._ranks.num_planned)
 
 
 def has_segments(kernel: str) -> bool:

@@ -46,7 +46,8 @@ def calibrate(
     if compare and show:
         raise ValueError("calibrate takes --show or --compare, not both")
     if compare:
-        _compare_machines(*map(as_machine, compare))
+        first, second = compare
+        _compare_machines(as_machine(first), as_machine(second))
     elif path is None:
         raise ValueError("calibrate needs the file that it writes, or shows with --show")
     elif show:
@@ -79,9 +80,12 @@ def _measure(
         if is_first:
             _check_writable(path)  # before the measurement
         watch = Stopwatch(ranks.device, effort, tracked if is_first else untracked)
-        usual = HEADS[watch.on_gpu], HEAD_DIM[watch.on_gpu]
-        sizes = heads or usual[0], head_dim or usual[1], dtype or ranks.dtype
-        problem = CalibratedProblem(*sizes, kernel)
+        problem = CalibratedProblem(
+            heads=heads or HEADS[watch.on_gpu],
+            head_dim=head_dim or HEAD_DIM[watch.on_gpu],
+            dtype=dtype or ranks.dtype,
+            kernel=kernel,
+        )
         # On a CPU all head dims have the rate of one.
         has_others = head_dim is None and watch.on_gpu
         others = problem.with_other_dims(watch.device) if has_others else []
@@ -190,7 +194,8 @@ def _show_machine(machine: Machine) -> None:
     facts |= {f"links {x}": STAND_INS.get(source, source) for x, source in sources.items()}
     print_table([*facts.items(), *machine.versions.items()])
     print()
-    print_table((name, in_units(*x)) for name, x in numbers_of(machine).items())
+    numbers = numbers_of(machine).items()
+    print_table((name, in_units(number, unit)) for name, (number, unit) in numbers)
     print()
     not_measured = tuple(f" {where}" for where, source in sources.items() if source in STAND_INS)
     rows = [
@@ -217,14 +222,18 @@ def _compare_machines(first: Machine, second: Machine) -> None:
     """
     second.check_device(first.device)
     theirs = numbers_of(second)
-    pairs = [(name, x, theirs[name]) for name, x in numbers_of(first).items() if name in theirs]
+    pairs = [
+        (name, number, theirs[name][0], unit)
+        for name, (number, unit) in numbers_of(first).items()
+        if name in theirs
+    ]
     others = {name: curve for name, _, curve in curves_of(second)}
     for name, unit, curve in curves_of(first):
         for size in (curve.sizes[0], curve.sizes[-1]) if name in others else ():
             at = f"{name}, {in_units(size, unit)}"
-            pairs.append((at, (curve(size), "s"), (others[name](size), "s")))
+            pairs.append((at, curve(size), others[name](size), "s"))
     rows = [
-        (name, in_units(*x), in_units(*y), f"{y[0] / x[0]:.2f}" if x[0] else "")
-        for name, x, y in pairs
+        (name, in_units(x, unit), in_units(y, unit), f"{y / x:.2f}" if x else "")
+        for name, x, y, unit in pairs
     ]
     print_table(rows, ("", first.name, second.name, "second / first"))

@@ -115,7 +115,9 @@ class CalibratedProblem(NamedTuple):
     def tensors(self, num_rows: int, device: torch.device) -> tuple[Tensor, ...]:
         """Return a random query, gradient of the output, key and value of a square tile."""
         sides = (False, False), (False, True), (True, False), (True, True)
-        return tuple(self.zeros(device, num_rows, *side).normal_() for side in sides)
+        return tuple(
+            self.zeros(device, num_rows, is_key, is_value).normal_() for is_key, is_value in sides
+        )
 
 
 class TileCalls(NamedTuple):
@@ -163,7 +165,8 @@ class TileSeries(NamedTuple):
 
         def backward() -> object:
             if not kept:
-                kept.append(Saved(grad_out, *forward()))
+                out, lse = forward()
+                kept.append(Saved(grad_out, out, lse))
             return self.kernel.backward(kept[0], query, key, value, launch, scores)
 
         area = Tile((0, num_rows), (0, num_rows), mask).area
@@ -182,9 +185,16 @@ class TileSeries(NamedTuple):
     def speed(self, times: Mapping[str, Series], launch: float) -> KernelSpeed:
         """Return what was measured, without the host's seconds of a launch in it."""
         problem = self.problem
-        what = self.kernel.name, name_of(problem.dtype), problem.mean_dim, self.form
-        curves = (times[self.name(direction)].curve(launch) for direction in DIRECTIONS)
-        return KernelSpeed(*what, *curves, heads=problem.heads[0])
+        forward, backward = (times[self.name(x)].curve(launch) for x in DIRECTIONS)
+        return KernelSpeed(
+            kernel=self.kernel.name,
+            dtype=name_of(problem.dtype),
+            head_dim=problem.mean_dim,
+            form=self.form,
+            forward=forward,
+            backward=backward,
+            heads=problem.heads[0],
+        )
 
 
 def tile_series(
@@ -201,8 +211,10 @@ def tile_series(
         ValueError: if no kernel serves the problem.
     """
     fewer = product(problem.tiles(device), problem.with_fewer_heads())
-    found = [TileSeries(asked, *tile) for tile, asked in fewer]
-    return found + [TileSeries(asked, *tile) for asked in others for tile in asked.tiles(device)]
+    found = [TileSeries(asked, kernel, form) for (kernel, form), asked in fewer]
+    return found + [
+        TileSeries(asked, kernel, form) for asked in others for kernel, form in asked.tiles(device)
+    ]
 
 
 def kernel_points(series: Sequence[TileSeries], device: torch.device) -> dict[str, Points]:

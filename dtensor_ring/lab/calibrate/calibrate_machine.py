@@ -261,14 +261,16 @@ def _measured_links(
         works[:] = start()
         kernels()
 
-    both = begin_both, lambda: wait(works)
+    def turn() -> Beside:
+        (alone,), (transfer,) = watch.laps(kernels), watch.laps(waited(start))
+        together, whole = watch.laps(begin_both, lambda: wait(works))
+        return Beside(alone, transfer, together, whole)
+
     # Each alone and both together, in turns.
-    beside = [
-        Beside(*watch.laps(kernels), *watch.laps(waited(start)), *watch.laps(*both))
-        for _ in range(2 * watch.effort.repeats)
-    ]
-    transfer, of_kernels = map(median, zip(*(x.slowdowns for x in beside), strict=True))
-    return MeasuredLinks(links, hop, transfer, of_kernels, beside)
+    beside = [turn() for _ in range(2 * watch.effort.repeats)]
+    slowdowns = [x.slowdowns for x in beside]
+    of_transfers, of_kernels = median(x for x, _ in slowdowns), median(x for _, x in slowdowns)
+    return MeasuredLinks(links, hop, of_transfers, of_kernels, beside)
 
 
 def _all_links(

@@ -76,8 +76,8 @@ class Series:
         found = [max(median(x) - host, 0.0) for x in self.seconds]
         pairs = list(zip(self.sizes, found, strict=True))
         kept = [x for at, x in enumerate(pairs) if all(x[1] < y[1] for y in pairs[at + 1 :])]
-        sizes, seconds = zip(*(kept if len(kept) > 1 else [(0.0, 0.0), *kept]), strict=True)
-        return Curve(sizes, seconds)
+        line = kept if len(kept) > 1 else [(0.0, 0.0), *kept]
+        return Curve(tuple(size for size, _ in line), tuple(seconds for _, seconds in line))
 
 
 class Stopwatch:

@@ -142,7 +142,14 @@ def estimate(
 ) -> int:
     """Print what a training step takes on one rank, and return the exit status."""
     asked = ModelRequest(
-        *(seq_len, batch, layout or "zigzag", strategy, dtype, machine, cache_dtype, kv_dtype)
+        seq_len=seq_len,
+        batch=batch,
+        layout=layout or "zigzag",
+        strategy=strategy,
+        dtype=dtype,
+        machine=machine,
+        cache_dtype=cache_dtype,
+        kv_dtype=kv_dtype,
     )
     try:
         setting = memory_setting(checkpoint, offload=offload)
@@ -159,7 +166,7 @@ def estimate(
     if as_json:
         print(json.dumps(found.as_json()))
     else:
-        show([Finding(*row) for row in found.rows()])
+        show([Finding(name, value) for name, value in found.rows()])
     return 0
 
 

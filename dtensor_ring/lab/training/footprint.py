@@ -13,7 +13,7 @@ alike: one of them runs.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -47,6 +47,7 @@ from dtensor_ring.selected.listed_attention import (
 )
 from dtensor_ring.selected.moved_keys import Moved, SelectedKeys
 from dtensor_ring.selected.op import (
+    Listed,
     positions_of_keys,
     request_of_keys,
     select_op,
@@ -171,21 +172,21 @@ class Footprint(Storages):
         self._runs = self.runs(func)
         # Before `count`: a loop allocates its results too, so they would count twice in the peak.
         if func is ring_op:
-            self._attend(*args)
+            self._attend(args)
         elif func is ring_backward_op:
-            self._attend_backward(*args)
+            self._attend_backward(args)
         elif func is all_to_all_op:
-            self._send(_all_to_all(*args))
+            self._send(_all_to_all(args))
         elif func is sum_ranks_op:
-            self._send(_sum(*args))
+            self._send(_sum(args))
         elif func is scan_op:
-            self._send(_scan(*args))
+            self._send(_scan(args))
         elif func is select_op:
-            self._select(result, *args)
+            self._select(result, args)
         elif func is selected_op:
-            self._attend_selected(*args)
+            self._attend_selected(args)
         elif func is selected_backward_op:
-            self._attend_selected_backward(*args)
+            self._attend_selected_backward(args)
         self.count(result, {x._cdata for x in storages_of([args, kwargs])})
         if func in (ring_op, selected_op):
             self._kept |= self.held([args[:3], result])
@@ -203,57 +204,51 @@ class Footprint(Storages):
         found = [storage() for storage in self._kept.values()]
         return sum(storage.nbytes() for storage in found if storage is not None)
 
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor, *options: Any) -> None:
-        call = unflatten(options)
+    # What follows gets the arguments of an op, in the order of its schema.
+
+    def _attend(self, args: tuple[Any, ...]) -> None:
+        (query, key, value), call = args[:3], unflatten(args[3:])
         plan = call.request(query.shape[0]).plan(query, key)
         heads, dims = (query.shape[1], key.shape[1]), (key.shape[3], value.shape[3])
         self.attentions[Attention(heads, dims, call.scores.mask, plan.num_steps)] += 1
-        self._add((query, key, value, *options), lambda: _forward(call, plan, query, key, value))
+        self._add(args, partial(_forward, call, plan, query, key, value))
 
-    def _attend_backward(
-        self, grad_out: Tensor, grad_lse: Tensor | None, query: Tensor, key: Tensor, *rest: Any
-    ) -> None:
-        value, out, lse, *options = rest
-        call = unflatten(tuple(options))
+    def _attend_backward(self, args: tuple[Any, ...]) -> None:
+        grad_out, grad_lse, query, key, value, out, lse = args[:7]
+        call = unflatten(args[7:])
         plan = call.request(query.shape[0]).plan(query, key)
         saved = Saved(grad_out, out, lse, grad_lse)
-        self._add(
-            (grad_out, grad_lse, query, key, *rest),
-            lambda: _backward(call, plan, saved, query, key, value),
-        )
+        self._add(args, partial(_backward, call, plan, saved, query, key, value))
 
-    def _select(self, result: Tensor, query: Tensor, key: Tensor, *rest: Any) -> None:
-        choice = Choice.of(query, key, *rest)
+    def _select(self, result: Tensor, args: tuple[Any, ...]) -> None:
+        choice = Choice.of(args)
         self._choices[result.untyped_storage()._cdata] = choice
-        self._add((query, key, *rest), lambda: choice.loop(query, key, *rest))
+        self._add(args, partial(choice.loop, args))
 
-    def _choice(self, query: Tensor, rows: Tensor, selected: Tensor, rest: Sequence[Any]) -> Choice:
-        """Return which keys an attention may choose, given the arguments of its op."""
-        if rest[3] > 1:
-            return Choice.of_pools(query, rows, unflatten(tuple(rest[4:])), rest[3])
-        return self._choices[selected.untyped_storage()._cdata]
+    def _choice(self, query: Tensor, rows: Tensor, listed: Listed, call: Call) -> Choice:
+        """Return which keys an attention may choose."""
+        if listed.pool_size > 1:
+            return Choice.of_pools(query, rows, call, listed.pool_size)
+        return self._choices[listed.selected.untyped_storage()._cdata]
 
-    def _attend_selected(self, query: Tensor, rows: Tensor, selected: Tensor, *rest: Any) -> None:
-        choice = self._choice(query, rows, selected, rest)
-        heads, dims = (query.shape[1], rows.shape[1]), (query.shape[3], rest[1] - rest[0])
-        mask, width = choice.call.scores.mask, selected.shape[3]
-        self.attentions[Attention(heads, dims, mask, choice.plan.num_steps, width)] += 1
-        self._send(choice.moved(rows, width, rest)[0])
-        loop = partial(_forward_loop, query, rows, selected, rest)
-        self._add((query, rows, selected, *rest), loop)
+    def _attend_selected(self, args: tuple[Any, ...]) -> None:
+        (query, rows), listed, call = args[:2], Listed._make(args[2:7]), unflatten(args[7:])
+        choice = self._choice(query, rows, listed, call)
+        heads, value_dim = (query.shape[1], rows.shape[1]), listed.value_end - listed.value_begin
+        mask, width = choice.call.scores.mask, listed.selected.shape[3]
+        kind = Attention(heads, (query.shape[3], value_dim), mask, choice.plan.num_steps, width)
+        self.attentions[kind] += 1
+        forward, _ = choice.moved(rows, listed, call)
+        self._send(forward)
+        self._add(args, partial(_forward_loop, query, rows, listed, call))
 
-    def _attend_selected_backward(
-        self, grad_out: Tensor, grad_lse: Any, query: Tensor, rows: Tensor, *rest: Any
-    ) -> None:
-        selected, begin, end, route, pool_size, out, lse, *options = rest
-        how = begin, end, route, pool_size, *options
-        choice = self._choice(query, rows, selected, how)
-        self._send(choice.moved(rows, selected.shape[3], how)[1])
+    def _attend_selected_backward(self, args: tuple[Any, ...]) -> None:
+        grad_out, grad_lse, query, rows = args[:4]
+        listed, (out, lse), call = Listed._make(args[4:9]), args[9:11], unflatten(args[11:])
+        _, backward = self._choice(query, rows, listed, call).moved(rows, listed, call)
+        self._send(backward)
         saved = Saved(grad_out, out, lse, grad_lse)
-        self._add(
-            (grad_out, grad_lse, query, rows, *rest),
-            lambda: _backward_loop(saved, query, rows, selected, how),
-        )
+        self._add(args, partial(_backward_loop, saved, query, rows, listed, call))
 
     def _send(self, cost: Cost) -> None:
         """Add messages; `held` is a maximum, as a call frees its buffers before the next one."""
@@ -286,9 +281,10 @@ def _described(x: Any) -> Any:
 
 def _forward(call: Call, plan: Plan, query: Tensor, key: Tensor, value: Tensor) -> Cost:
     query, key, value = unit_stride(query, key, value)
-    transport = Recorder()
-    how = plan, ShapeKernel(), call.scores, transport, call.place.policy, call.rounded
-    ring_forward(query, (key, value), *how)
+    transport, policy = Recorder(), call.place.policy
+    ring_forward(
+        query, (key, value), plan, ShapeKernel(), call.scores, transport, policy, call.rounded
+    )
     return transport.cost
 
 
@@ -297,34 +293,29 @@ def _backward(
 ) -> Cost:
     grad_out, query, key, value = unit_stride(saved.grad_out, query, key, value)
     saved, transport = replace(saved, grad_out=grad_out), Recorder()
-    how = plan, ShapeKernel(), call.scores, transport, call.place.policy, call.rounded
-    ring_backward(saved, query, (key, value), *how)
+    kernel, scores, policy = ShapeKernel(), call.scores, call.place.policy
+    ring_backward(saved, query, (key, value), plan, kernel, scores, transport, policy, call.rounded)
     return transport.cost
 
 
-def _all_to_all(tensors: list[Tensor], *options: Any) -> Cost:
+def _all_to_all(args: tuple[Any, ...]) -> Cost:
     """Run an all-to-all, and return its messages."""
-    args, transport = unflatten_all_to_all(options), Recorder()
-    run_exchange(tensors, args, args.layouts(), transport)
+    tensors, exchange, transport = args[0], unflatten_all_to_all(args[1:]), Recorder()
+    run_exchange(tensors, exchange, exchange.layouts(), transport)
     return transport.cost
 
 
-def _sum(local: Tensor, group_name: str, *_: Any) -> Cost:
+def _sum(args: tuple[Any, ...]) -> Cost:
     """Run a sum over ranks, and return its messages."""
+    local, group_name = args[:2]
     group, transport = group_named(group_name), Recorder()
     parts_of_ranks(local, group.rank(), group.size(), transport)
     return transport.cost
 
 
-def _scan(
-    state: Tensor,
-    decay: Tensor | None,
-    matrix: Tensor | None,
-    owners: Sequence[int],
-    is_back: bool,
-    group_name: str,
-) -> Cost:
+def _scan(args: tuple[Any, ...]) -> Cost:
     """Run a scan over ranks, and return its messages."""
+    state, decay, matrix, owners, is_back, group_name = args
     group, transport = group_named(group_name), Recorder()
     scan(transport, group.rank(), owners, Maps(state, decay, matrix), is_back)
     return transport.cost
@@ -348,9 +339,9 @@ class Choice(NamedTuple):
     positions: KeyPositions
 
     @classmethod
-    def of(cls, query: Tensor, key: Tensor, *rest: Any) -> Choice:
+    def of(cls, args: tuple[Any, ...]) -> Choice:
         """Return the choice of a call of the selection op, given its arguments."""
-        call, pool_size = unflatten(rest[5:]), rest[4]
+        (query, key), pool_size, call = args[:2], args[6], unflatten(args[7:])
         request = call.request(query.shape[0])
         indexed = request_of_keys(request, pool_size)
         seen = plan(*request._replace(strategy=as_strategy(SEEN, request.world_size)))
@@ -367,21 +358,21 @@ class Choice(NamedTuple):
         seen, positions = request.plan(query, rows), positions_of_keys(request)
         return cls(call, seen, seen, positions, positions)
 
-    def moved(self, rows: Tensor, num_chosen: int, rest: Sequence[Any]) -> tuple[Cost, Cost]:
+    def moved(self, rows: Tensor, listed: Listed, call: Call) -> tuple[Cost, Cost]:
         """Return the messages of chosen keys, forward and backward.
 
         Args:
             rows: this rank's keys and values, `(B, Nkv, C, D)`.
-            num_chosen: keys of a query.
-            rest: the arguments of the op after the lists.
+            listed: the keys of a query.
+            call: the options of the op.
         """
-        sum_dtype = unflatten(tuple(rest[4:])).place.policy.sum_dtype(rows.dtype)
-        return moved_costs(self.seen, self.positions, num_chosen, rows, sum_dtype, rest[2])
+        num_chosen, sum_dtype = listed.selected.shape[3], call.place.policy.sum_dtype(rows.dtype)
+        return moved_costs(self.seen, self.positions, num_chosen, rows, sum_dtype, listed.route)
 
-    def loop(self, query: Tensor, key: Tensor, *rest: Any) -> Cost:
-        """Run the loop of the selection, with one chunk of queries for each tile."""
-        weights, k, *how = rest[:5]
-        choice = KeyChoice(k, self.call.scores.scale, *how)
+    def loop(self, args: tuple[Any, ...]) -> Cost:
+        """Run the loop of the selection op, with one chunk of queries for each tile."""
+        query, key, weights, k, block_size, local_blocks, pool_size = args[:7]
+        choice = KeyChoice(k, self.call.scores.scale, block_size, local_blocks, pool_size)
         of_rows = query.new_empty(query.shape[2], dtype=torch.int32)
         own = IndexQueries(query, weights, of_rows)
         steps = tuple(_one_chunk(step, query) for step in self.plan.steps)
@@ -401,39 +392,39 @@ def _one_chunk(step: Step, query: Tensor) -> Step:
     return replace(step, tiles=tuple(map(cut, step.tiles)))
 
 
-def _forward_loop(query: Tensor, rows: Tensor, selected: Tensor, rest: Sequence[Any]) -> Cost:
+def _forward_loop(query: Tensor, rows: Tensor, listed: Listed, call: Call) -> Cost:
     """Bring all keys, and attend to them with a chunk of queries; messages are those of `moved`."""
-    keys, moved, call = _all_keys(query, rows, rest, "forward")
-    few = slice(min(query.shape[2], queries_at_once(selected, moved.residents.rows)))
-    results = empty(query, (*query.shape[:3], rest[1] - rest[0]), order_of(query))
-    scores = call.scores.scale, call.scores.sinks
-    gathered_forward(query[:, :, few], moved.residents, selected[:, :, few], *scores)
+    keys, moved = _all_keys(query, rows, listed, call, "forward")
+    residents, selected, scores = moved.residents, listed.selected, call.scores
+    few = slice(min(query.shape[2], queries_at_once(selected, residents.rows)))
+    value_dim = listed.value_end - listed.value_begin
+    results = empty(query, (*query.shape[:3], value_dim), order_of(query))
+    some, lists = query[:, :, few], selected[:, :, few]
+    gathered_forward(some, residents, lists, scores.scale, scores.sinks)
     del results, keys
     return Cost()
 
 
-def _backward_loop(
-    saved: Saved, query: Tensor, rows: Tensor, selected: Tensor, rest: Sequence[Any]
-) -> Cost:
+def _backward_loop(saved: Saved, query: Tensor, rows: Tensor, listed: Listed, call: Call) -> Cost:
     """Bring all keys, and send their gradients home; messages are those of `moved`."""
-    keys, moved, call = _all_keys(query, rows, rest, "backward")
-    few = slice(min(query.shape[2], queries_at_once(selected, moved.residents.rows)))
+    keys, moved = _all_keys(query, rows, listed, call, "backward")
+    residents, selected = moved.residents, listed.selected
+    few = slice(min(query.shape[2], queries_at_once(selected, residents.rows)))
     grad_query = empty(query, query.shape, order_of(query))
     some = saved.region(region(None, (0, few.stop)))
-    how = moved.residents, selected[:, :, few], call.scores.scale
-    _, grad = gathered_backward(some, query[:, :, few], *how)
+    lists, scale = selected[:, :, few], call.scores.scale
+    _, grad = gathered_backward(some, query[:, :, few], residents, lists, scale)
     keys.summed(moved, grad, call.place.policy.sum_dtype(rows.dtype))
     del grad_query
     return Cost()
 
 
 def _all_keys(
-    query: Tensor, rows: Tensor, rest: Sequence[Any], ring: str
-) -> tuple[SelectedKeys, Moved, Call]:
+    query: Tensor, rows: Tensor, listed: Listed, call: Call, ring: str
+) -> tuple[SelectedKeys, Moved]:
     """Return what moves keys, and the keys of all ranks, whose places no content decides."""
-    begin, end, _, pool_size, *options = rest
-    call = unflatten(tuple(options))
-    request = request_of_keys(call.request(query.shape[0]), pool_size)
-    shape, positions = (query.shape[3], (begin, end)), positions_of_keys(request)
+    request = request_of_keys(call.request(query.shape[0]), listed.pool_size)
+    shape = query.shape[3], (listed.value_begin, listed.value_end)
+    positions = positions_of_keys(request)
     keys = SelectedKeys(rows, shape, positions, request.rank, NullTransport(), ring)
-    return keys, keys.moved(query.new_empty(0, dtype=torch.int32), ALL), call
+    return keys, keys.moved(query.new_empty(0, dtype=torch.int32), ALL)

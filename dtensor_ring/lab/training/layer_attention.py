@@ -120,9 +120,10 @@ def _seconds(asked: StepRequest, kind: AttentionKind, documents: Any) -> Attenti
     problem, strategy = _made_parallel(asked, kind, documents)
     machine = strided(asked.machine, asked.mesh.tp)
     found = timeline_of(problem, strategy, machine, keeps_spans=asked.mesh.cp <= MAX_SPANNED)
-    forward, backward = (_split(x) for x in (found.forward, found.backward))
+    forward, forward_waits = _split(found.forward)
+    backward, backward_waits = _split(found.backward)
     room = attention_room(problem, strategy, on_gpu=not asked.machine.host_waits)
-    return AttentionSeconds(*forward, *backward, room, found)
+    return AttentionSeconds(forward, forward_waits, backward, backward_waits, room, found)
 
 
 def _made_parallel(
@@ -132,7 +133,12 @@ def _made_parallel(
     mesh = asked.mesh
     heads = kind.heads[0] // mesh.tp, kind.heads[1] // mesh.tp
     problem = problem_of(
-        *(kind.mask, asked.seq_len, mesh.cp, heads, kind.head_dim, documents),
+        kind.mask,
+        asked.seq_len,
+        mesh.cp,
+        heads,
+        kind.head_dim,
+        documents,
         slices=None,
         layout=asked.layout,
         batch=asked.batch,
@@ -168,7 +174,7 @@ def rank_memory(
 def _room(asked: StepRequest, kind: AttentionKind) -> AttentionRoom:
     on_gpu, batches = not asked.machine.host_waits, dict.fromkeys(asked.batches)
     made = (_made_parallel(asked, kind, x) for x in batches)
-    return max(attention_room(*x, on_gpu=on_gpu) for x in made)
+    return max(attention_room(problem, strategy, on_gpu=on_gpu) for problem, strategy in made)
 
 
 def _split(direction: Direction) -> tuple[float, float]:

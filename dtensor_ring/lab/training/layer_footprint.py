@@ -112,7 +112,7 @@ class LayerFootprint(Footprint):
         parts = [*self._calls, self._after]
         return RunBytes(
             before=parts[0].alive - self._before.alive,
-            layers=[self._layer(*pair) for pair in pairwise(parts)],
+            layers=[self._layer(call, after) for call, after in pairwise(parts)],
             head_kept=self._alive_at_end - self._after.alive,
             head_most=max(self._before.peak, self._after.peak) - self._after.alive,
         )

@@ -159,14 +159,17 @@ class LayerRunner(ModelRunner):
         given = self.given(x)
         with torch.enable_grad():
             ran = recorded_run(self.recorder, run, given)
-        kept = sum(ran.saved.values())
         attended, results = (
             sum(size for x, size in ran.saved.items() if x in which)
             for which in (self.attended, self.results)
         )
         own = given.untyped_storage()._cdata in ran.saved
         return LayerRun(
-            *(ran.forward, ran.backward, attended, kept - attended, results),
+            forward=ran.forward,
+            backward=ran.backward,
+            attention_kept=attended,
+            others_kept=sum(ran.saved.values()) - attended,
+            results=results,
             most=ran.most + own * given.nbytes,
             keeps_input=own,
             blocks=self.blocks,
@@ -241,7 +244,7 @@ class LayerRunner(ModelRunner):
             recorder.add(launch._replace(times=2))
             return [grad.new_empty(shape) for shape in shapes]
 
-        return opaque(forward, backward, *outputs)
+        return opaque(forward, backward, outputs)
 
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: Any, **how: Any
@@ -252,12 +255,12 @@ class LayerRunner(ModelRunner):
             )
         heads, dims = (query.shape[1], key.shape[1]), (query.shape[3], value.shape[3])
         self.attentions.append(Attended(heads, dims, how.get("sliding_window")))
-        out, lse = self._attend(query, key, value)
+        out, lse = self._attend([query, key, value])
         self.results |= {x.untyped_storage()._cdata for x in (out, lse)}
         self.attended |= {x.untyped_storage()._cdata for x in (query, key, value)} | self.results
         return out, None
 
-    def _attend(self, *inputs: Tensor) -> tuple[Tensor, Tensor]:
+    def _attend(self, inputs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """Run an attention, which is simulated elsewhere: here it has inputs and results."""
         recorder, room = self.recorder, self.room
 
@@ -267,18 +270,18 @@ class LayerRunner(ModelRunner):
             out = query.new_empty(batch, tokens, heads, given[2].shape[3])
             results = out, query.new_empty(query.shape[:3], dtype=wide)
             recorder.need(room[0])
-            touched = recorder.touched(given), recorder.touched(results[:1])
-            recorder.add(OpLaunch(ATTENTION, 0, *touched))
+            reads, writes = recorder.touched(given), recorder.touched(results[:1])
+            recorder.add(OpLaunch(ATTENTION, 0, reads, writes))
             return results, (*given, *results)
 
         def backward(kept: Sequence[Tensor], grad: Tensor, _: Any) -> Sequence[Tensor]:
             recorder.need(room[1])
             grads = [torch.empty_like(x) for x in kept[:3]]
-            touched = recorder.touched([grad, *kept]), recorder.touched(grads)
-            recorder.add(OpLaunch(ATTENTION, 0, *touched))
+            reads, writes = recorder.touched([grad, *kept]), recorder.touched(grads)
+            recorder.add(OpLaunch(ATTENTION, 0, reads, writes))
             return grads
 
-        return opaque(forward, backward, *inputs)
+        return opaque(forward, backward, inputs)
 
 
 def _same(number: int, x: Tensor, *_: Any, **__: Any) -> Any:
@@ -389,7 +392,7 @@ def _end(x: Tensor) -> Tensor:
     """Return what comes after a layer: it keeps nothing, and makes the gradient of its input."""
     shape, dtype = x.shape, x.dtype
     return opaque(
-        lambda y: (y.new_empty(()), ()), lambda _, grad: (grad.new_empty(shape, dtype=dtype),), x
+        lambda y: (y.new_empty(()), ()), lambda _, grad: (grad.new_empty(shape, dtype=dtype),), [x]
     )
 
 
@@ -412,7 +415,7 @@ class _Opaque(torch.autograd.Function):
 def opaque(
     forward: Callable[..., tuple[Any, Sequence[Tensor]]],
     backward: Callable[..., Sequence[Tensor]],
-    *given: Tensor,
+    given: Sequence[Tensor],
 ) -> Any:
     """Run an op by two functions.
 
@@ -433,7 +436,7 @@ def _resized(x: Tensor, tokens: int) -> Tensor:
     def made(given: Tensor, number: int) -> Tensor:
         return given.new_empty(*given.shape[:-2], number, given.shape[-1])
 
-    return opaque(lambda y: (made(y, tokens), ()), lambda _, grad: (made(grad, number),), x)
+    return opaque(lambda y: (made(y, tokens), ()), lambda _, grad: (made(grad, number),), [x])
 
 
 def tiled(
@@ -460,7 +463,7 @@ def tiled(
             torch.autograd.backward(compute(part), grad.narrow(-2, 0, first))
         return (torch.empty_like(tiles),)
 
-    return opaque(forward, backward, x)
+    return opaque(forward, backward, [x])
 
 
 def _loss(x: Tensor, weight: Tensor, tiles: int, recorder: LaunchRecorder) -> Tensor:
@@ -486,7 +489,7 @@ def _loss(x: Tensor, weight: Tensor, tiles: int, recorder: LaunchRecorder) -> Te
             products.T @ given  # the gradient of the tile's weights
         return (total.to(given.dtype),)
 
-    return opaque(forward, backward, x)
+    return opaque(forward, backward, [x])
 
 
 def _logits(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:

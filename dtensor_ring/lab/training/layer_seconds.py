@@ -82,7 +82,7 @@ class PartSeconds(NamedTuple):
     def __add__(self, other: object) -> PartSeconds:
         if not isinstance(other, PartSeconds):
             return NotImplemented
-        return PartSeconds(*map(sum, zip(self, other, strict=True)))
+        return PartSeconds._make(map(sum, zip(self, other, strict=True)))
 
     @property
     def total(self) -> float:

@@ -46,8 +46,7 @@ class StateSeconds(NamedTuple):
     @property
     def sent(self) -> tuple[int, int]:
         """Bytes that the busiest rank sends, forward and backward."""
-        forward, backward = (max(x.sent for x in side) for side in zip(*self.costs, strict=True))
-        return forward, backward
+        return max(x.sent for x, _ in self.costs), max(x.sent for _, x in self.costs)
 
     def __str__(self) -> str:
         forward, backward = (f"{x / 1e6:,.1f} MB" for x in self.sent)
@@ -71,7 +70,9 @@ def hybrid_of(model: ModelShape, itemsize: int) -> Hybrid:
     sent = [[maps.packed().nbytes for maps in state.maps(1, 1)] for state in states]
     attentions = [layer for layer in model.layers if layer.heads[0]]
     return Hybrid(
-        *(len(states), len(attentions), model.hidden),
+        stateful=len(states),
+        attention=len(attentions),
+        hidden_size=model.hidden,
         heads=max((x.heads for x in attentions), default=(1, 1)),
         head_dim=max((x.head_dim for x in attentions), default=1),
         itemsize=itemsize,
@@ -104,9 +105,11 @@ def model_states(asked: StepRequest) -> dict[StateShape, StateSeconds]:
 def _slowest(layers: Sequence[_Layer]) -> StateSeconds:
     """Return what a layer takes on its slowest rank."""
     runs = [[x.run(is_back) for is_back in (False, True)] for x in layers]
-    forward, backward = (max(x.seconds for x in side) for side in zip(*runs, strict=True))
     return StateSeconds(
-        layers[0].stays, forward, backward, tuple((x.cost, y.cost) for x, y in runs)
+        stays=layers[0].stays,
+        forward=max(x.seconds for x, _ in runs),
+        backward=max(x.seconds for _, x in runs),
+        costs=tuple((x.cost, y.cost) for x, y in runs),
     )
 
 
@@ -135,7 +138,7 @@ class _Layer(NamedTuple):
         owners = owners_of(layout if self.stays else order, size, 1 + self.stays)
         moves = size > 1 and not self.stays and layout != order
         sides = [(layout, order), (order, layout)] if moves else []
-        plans = [all_to_all_plan(*x, 1, self.rank, size, asked.seq_len) for x in sides]
+        plans = [all_to_all_plan(x, to, 1, self.rank, size, asked.seq_len) for x, to in sides]
         maps = self.state.divided(asked.mesh.tp).maps(1 + self.stays, asked.batch)
         way = -1 if is_back else 1
         exchanges = [partial(self._exchange, plan, is_back, transport) for plan in plans[::way]]

@@ -174,7 +174,11 @@ def _layer(
         elif window is not None:
             mask = Mask.sliding(window - 1)  # the window of transformers counts the query itself
     return LayerShape(
-        *(index, mask, heads, dim, _weights(layer, 1)),
+        index=index,
+        mask=mask,
+        heads=heads,
+        head_dim=dim,
+        weights=_weights(layer, 1),
         flops=sum(x.flops for x in launches if x.op != "state") // TOKENS,
         state=states[0] if states else None,
     )

@@ -283,11 +283,19 @@ def simulated_step(asked: StepRequest) -> SimulatedStep:
     of_kinds = {x: _layer(asked, clock, x, attentions, states) for x in kinds}
     layers = [of_kinds[x] for x in asked.model.layers]
     head = recorded_head(asked.model, asked.shard, asked.setting.mlp_tile)
-    loss = [x.total for x in clock.parts(head.forward, head.backward)]
+    forward, backward = (x.total for x in clock.parts(head.forward, head.backward))
     gather, embedding = clock.tp_gather(), clock.embedding()
     # The embedding ends with a reduction over tensor parallelism, the head begins with a gather.
-    first = _Unit("embedding", *[PartSeconds(others=embedding * n, tp=gather) for n in (1, 2)])
-    last = _Unit("head", *[PartSeconds(loss=x, tp=gather) for x in loss])
+    first = _Unit(
+        "embedding",
+        forward=PartSeconds(others=embedding, tp=gather),
+        backward=PartSeconds(others=2 * embedding, tp=gather),
+    )
+    last = _Unit(
+        "head",
+        forward=PartSeconds(loss=forward, tp=gather),
+        backward=PartSeconds(loss=backward, tp=gather),
+    )
     units = [first, *layers, last]
     spans = run_streams(
         fsdp_tasks(_with_collectives(asked, units)),
@@ -372,10 +380,12 @@ def _with_collectives(asked: StepRequest, units: Sequence[_Unit]) -> list[UnitSe
     ends = model.embedded // tp
     # A tied projection is gathered with the embedding.
     weights = [ends, *model.layer_weights(tp), 0 if model.tied else ends]
-    return [
-        UnitSeconds(unit.label, unit.forward.total, unit.backward.total, *_fsdp(asked, number))
-        for unit, number in zip(units, weights, strict=True)
-    ]
+    found = []
+    for unit, number in zip(units, weights, strict=True):
+        gather, reduce = _fsdp(asked, number)
+        forward, backward = unit.forward.total, unit.backward.total
+        found.append(UnitSeconds(unit.label, forward, backward, gather, reduce))
+    return found
 
 
 def _fsdp(asked: StepRequest, weights: int) -> tuple[float, float]:

@@ -208,7 +208,7 @@ def step_memory(
     """
     weights = model.layer_weights(shard.tp)
     of_layer = lru_cache(partial(_layer_bytes, model, shard, setting))
-    layers = [of_layer(*x) for x in zip(model.layers, rooms, strict=True)]
+    layers = [of_layer(layer, room) for layer, room in zip(model.layers, rooms, strict=True)]
     # All layers share the tables of rotary embeddings.
     tables = int(2 * max(x.head_dim for x in model.layers) * shard.itemsize * shard.tokens)
     head = recorded_head(model, shard, setting.mlp_tile)

@@ -276,7 +276,7 @@ def step_request(
     if kernel is not None and not isinstance(kernel, str):
         raise TypeError(f"kernel must be the name of a kernel or None, got {kernel!r}")
     documents = _documents(batches, axes)
-    rows = max(rows, *(len(x or ()) for x in documents))  # boundaries by row say how many
+    rows = max(rows, len(documents[0] or ()))  # boundaries by row say how many, alike in all
     found = as_machine(machine)
     kept = "bfloat16" if dtype in FLOAT8 else dtype
     width = itemsize(kept)

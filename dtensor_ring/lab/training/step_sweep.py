@@ -224,7 +224,12 @@ def with_rate(links: Links, rate: float) -> Links:
         first = curve.seconds[0]
         return Curve(curve.sizes, tuple(first + (x - first) * factor for x in curve.seconds))
 
-    return Links(*(scaled(getattr(links, name)) for name in Links.__dataclass_fields__))
+    return Links(
+        p2p=scaled(links.p2p),
+        all_to_all=scaled(links.all_to_all),
+        all_gather=scaled(links.all_gather),
+        reduce_scatter=scaled(links.reduce_scatter),
+    )
 
 
 def winner_map(

@@ -95,7 +95,7 @@ def _record(call: Call, query: Any, key: Any, value: Any) -> dict[str, str]:
     kernels = [name for name, missing in available_kernels().items() if missing is None]
     needs = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
     more = {"placements": placements, "gradients": str(needs), "kernels": str(kernels)}
-    return ring_record(facts, call.place.policy, call.place.machine, *request).fields | more
+    return ring_record(facts, call.place.policy, call.place.machine, request).fields | more
 
 
 def check_agreement(

@@ -125,8 +125,9 @@ def attend(
     kv_heads, value_dim = value_blocks.shape[2:]
     group, strides = num_heads // kv_heads, query.stride()[:3]
     unit = gcd(MAX_UNIT, head_dim, *strides)
-    sizes = num_queries, group, head_dim, value_dim, pages.block, query.itemsize
-    constants = constants_of(*sizes, unit, scores.softcap)
+    constants = constants_of(
+        num_queries, group, head_dim, value_dim, pages.block, query.itemsize, unit, scores.softcap
+    )
     programs = kv_heads * -(-num_queries * group // constants["ROWS"])
     if splits is None:
         gpu = torch.cuda.get_device_properties(query.device)
@@ -152,10 +153,11 @@ def attend(
     with torch.cuda.device_of(query):
         _attend[(programs * splits * num_entries,)](*given, **constants, **how)
         if partial_dim:
-            given = into[0], lengths, out, lse, num_queries, num_heads, splits, split_keys
             how |= {x: constants[x] for x in ("VALUE_DIM", "VALUE_DIMS")}
             how["SPLITS"] = MERGED_AT_ONCE
-            _merge[(num_results,)](*given, **how)
+            _merge[(num_results,)](
+                into[0], lengths, out, lse, num_queries, num_heads, splits, split_keys, **how
+            )
     return out, lse
 
 
@@ -217,9 +219,23 @@ def _attend(
     # Strides are in units, so the compiler knows how rows are aligned.
     queries = tl.load(query + at[:, None] * UNIT + dims, mask=is_there, other=0.0)
     sums, row_lse = _attended(
-        *(queries, key_blocks, value_blocks, tables + entry * num_pages, kv_heads, head),
-        *(first, tl.minimum(first + split_keys, length), scale, SOFTCAP),
-        *(BLOCK, HEAD_DIM, VALUE_DIM, ROWS, KEYS, DIMS, VALUE_DIMS),
+        queries,
+        key_blocks,
+        value_blocks,
+        tables + entry * num_pages,
+        kv_heads,
+        head,
+        first,
+        tl.minimum(first + split_keys, length),
+        scale,
+        SOFTCAP,
+        BLOCK,
+        HEAD_DIM,
+        VALUE_DIM,
+        ROWS,
+        KEYS,
+        DIMS,
+        VALUE_DIMS,
     )
     num_heads = kv_heads * GROUP
     at = (entry * num_queries + number) * num_heads + heads

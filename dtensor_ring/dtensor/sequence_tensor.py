@@ -129,9 +129,15 @@ class SequenceTensor(DTensor):
             )
         return whole(self)
 
-    def backward(self, gradient: Tensor | None = None, *args: Any, **kwargs: Any) -> None:
+    def backward(
+        self,
+        gradient: Tensor | None = None,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+        inputs: Any = None,
+    ) -> None:
         """Backpropagate a gradient of the whole sequence, or a sharded one of the same order."""
-        super().backward(for_backward(gradient, self), *args, **kwargs)
+        super().backward(for_backward(gradient, self), retain_graph, create_graph, inputs)
 
     def redistribute(
         self, device_mesh: DeviceMesh | None = None, placements: Any = None, **how: Any

@@ -219,23 +219,9 @@ def _attend(
     # Strides are in units, so the compiler knows how rows are aligned.
     queries = tl.load(query + at[:, None] * UNIT + dims, mask=is_there, other=0.0)
     sums, row_lse = _attended(
-        queries,
-        key_blocks,
-        value_blocks,
-        tables + entry * num_pages,
-        kv_heads,
-        head,
-        first,
-        tl.minimum(first + split_keys, length),
-        scale,
-        SOFTCAP,
-        BLOCK,
-        HEAD_DIM,
-        VALUE_DIM,
-        ROWS,
-        KEYS,
-        DIMS,
-        VALUE_DIMS,
+        *(queries, key_blocks, value_blocks, tables + entry * num_pages, kv_heads, head),
+        *(first, tl.minimum(first + split_keys, length), scale, SOFTCAP),
+        *(BLOCK, HEAD_DIM, VALUE_DIM, ROWS, KEYS, DIMS, VALUE_DIMS),
     )
     num_heads = kv_heads * GROUP
     at = (entry * num_queries + number) * num_heads + heads

@@ -49,7 +49,7 @@ def ring_forward_dtensor(
 ) -> tuple[DTensor, DTensor]:
     """Run the ring op on DTensors, whose placements and axis give the call's place."""
     ring = ring_of_call(query, key, value, call)
-    own_query, own_key, own_value = (local_of(x, ring) for x in (query, key, value))
+    own_query, own_key, own_value = [local_of(x, ring) for x in (query, key, value)]
     local = local_call(call, query, key, value, ring)
     results: Any
     if is_exchanged(local):

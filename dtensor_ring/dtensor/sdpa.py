@@ -201,7 +201,7 @@ def _other_dim(args: Iterable[Any]) -> NotImplementedError:
 
 
 def _refuse(bound: dict[str, Any]) -> None:
-    query, key, value = (bound[name] for name in INPUTS)
+    query, key, value = bound["query"], bound["key"], bound["value"]
     if query.shape[-1] > key.shape[-1]:  # within, to forget the layer's name
         called_from(sys._getframe(1), check_head_dims, query, key, value)
     for name in ("attn_mask", "attn_bias"):

@@ -170,8 +170,9 @@ def _checked_barrier(
 
 def _begin(texts: list[str]) -> int:
     """Return where a quote begins: at 0, unless the texts differ only far behind it."""
-    columns = enumerate(zip(*texts, strict=False))
-    num_alike = next((i for i, column in columns if len(set(column)) > 1), 0)
+    # What the first and the last in alphabetical order share, all share.
+    columns = enumerate(zip(min(texts), max(texts), strict=False))
+    num_alike = next((i for i, (first, last) in columns if first != last), 0)
     # Long descriptions: quote the end of the common part, then the difference.
     return max(0, num_alike - MAX_QUOTED // 4) if num_alike > MAX_QUOTED // 2 else 0
 

@@ -57,7 +57,7 @@ def decode_pieces(block: int, request: DecodeRequest) -> DecodePieces:
     _check_whole(held, block)
     alone = request._replace(rank=0, world_size=1)
     tiles = {
-        number: decode_step(*alone._replace(layout=RunTable([of_block.runs]))).tiles
+        number: decode_step(alone._replace(layout=RunTable([of_block.runs]))).tiles
         for of_rank in held
         for number, of_block in of_rank.items()
     }

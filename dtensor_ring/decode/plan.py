@@ -35,7 +35,19 @@ Ranges = list[tuple[int, int]]
 
 
 class DecodeRequest(NamedTuple):
-    """The planner's arguments, in the order of the parameters of `decode_step`."""
+    """What the step of a rank follows from.
+
+    Attributes:
+        layout: how the keys are sharded, or a `RunTable`.
+        mask: what a query sees.
+        rank: this rank's index on the axis.
+        world_size: ranks on the axis.
+        seq_len: number of positions of keys; queries may come after them.
+        starts: position of the first query, for the whole batch or for each batch row.
+        num_queries: number of queries, at consecutive positions.
+        documents: boundaries, see `plan`; they may reach beyond `seq_len`.
+        slices: what a query sees, instead of mask and documents; they may reach beyond `seq_len`.
+    """
 
     layout: Layout
     mask: Mask
@@ -44,8 +56,13 @@ class DecodeRequest(NamedTuple):
     seq_len: int
     starts: tuple[int, ...]
     num_queries: int
-    documents: Documents | None
-    slices: Slices | None
+    documents: Documents | None = None
+    slices: Slices | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Estimated memory of runs, boundaries and slices, in bytes: a cache counts its keys."""
+        return sum(getattr(x, "num_bytes", 0) for x in self)
 
     def step(self, num_columns: int) -> Step:
         """Plan the step of this rank, which holds `num_columns` keys.
@@ -57,7 +74,7 @@ class DecodeRequest(NamedTuple):
         cuts = self.documents, self.slices
         # One tile is made faster than found.
         is_one = _is_one_tile(self.mask, self.seq_len, self.starts, cuts)
-        step = decode_step.made(*self) if is_one else decode_step(*self)
+        step = decode_step.made(self) if is_one else decode_step(self)
         if len(step.cols) != num_columns:
             raise ValueError(
                 f"key must hold the {len(step.cols)} tokens that {self._runs()} gives rank "
@@ -343,36 +360,16 @@ def append_runs(layout: Layout, num_tokens: int, world_size: int) -> np.ndarray:
 
 
 @cached_bytes(2**24, lambda step: 2000 + 330 * len(step.tiles))
-def decode_step(
-    layout: Layout,
-    mask: Mask,
-    rank: int,
-    world_size: int,
-    seq_len: int,
-    starts: tuple[int, ...],
-    num_queries: int,
-    documents: Documents | None = None,
-    slices: Slices | None = None,
-) -> Step:
+def decode_step(request: DecodeRequest) -> Step:
     """Return the only step of a rank, from a cache of 16 MiB.
 
     Its tiles pair all queries with the rank's own columns. The time grows with the number of runs
     of this rank, and of runs at an edge of what a query sees. Keys that all see are one tile.
 
-    Args:
-        layout: how the keys are sharded, or a `RunTable`.
-        mask: what a query sees.
-        rank: this rank's index on the axis.
-        world_size: ranks on the axis.
-        seq_len: number of positions of keys; queries may come after them.
-        starts: position of the first query, for the whole batch or for each batch row.
-        num_queries: number of queries, at consecutive positions.
-        documents: boundaries, see `plan`; they may reach beyond `seq_len`.
-        slices: what a query sees, instead of mask and documents; they may reach beyond `seq_len`.
-
     Raises:
         ValueError: if runs, documents or slices do not fit.
     """
+    layout, mask, rank, world_size, seq_len, starts, num_queries, documents, slices = request
     if not isinstance(layout, RunTable):
         shard_table(layout, world_size, seq_len)  # it may not shard any length
     num_tokens = layout.num_tokens(rank, world_size, seq_len)
@@ -492,7 +489,8 @@ class _Columns:
 
 def _columns(layout: Layout, rank: int, world_size: int, seq_len: int) -> _Columns:
     if isinstance(layout, RunTable):  # a cache may have dropped positions
-        return _Columns(*layout.numbers_of(rank, world_size), stride=1)
+        starts, lengths = layout.numbers_of(rank, world_size)
+        return _Columns(starts, lengths, stride=1)
     sharding = shard_table(layout, world_size, seq_len)
     is_here = sharding.owners == rank
     return _Columns(sharding.starts[is_here], sharding.lengths[is_here], sharding.stride)

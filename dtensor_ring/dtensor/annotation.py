@@ -328,7 +328,8 @@ def group_of(mesh: DeviceMesh, axis: int) -> ProcessGroup:
     if torch.compiler.is_dynamo_compiling():
         tag_compiled()
         if _has_tokens(mesh):
-            return _GroupInGraph(*_facts_of_group(mesh, axis))  # type: ignore[return-value]
+            name, rank, size = _facts_of_group(mesh, axis)
+            return _GroupInGraph(name, rank, size)  # type: ignore[return-value]
         return mesh.get_group(axis)  # the mesh is an input of the graph
     tokens = tokens_of(mesh)
     if tokens is not None:

@@ -162,8 +162,8 @@ def ring_attention(
     if is_usual and type(return_lse) is bool and not (validate or dropout_p):
         known = known_call(query, key, value, mesh, asked)
         if known is not None:
-            tensors = query, key, value
-            return called_from(sys._getframe(), ring_op.attend_bound, known, *tensors, return_lse)
+            attend_bound = ring_op.attend_bound
+            return called_from(sys._getframe(), attend_bound, known, query, key, value, return_lse)
     if type(return_lse) is not bool or type(validate) is not bool:
         return_lse = call_check.as_flag("return_lse", return_lse)
         validate = call_check.as_flag("validate", validate)
@@ -233,7 +233,7 @@ def _attend(
             strategy = call.place.strategy
         if strategy is not None and has_all_to_all(strategy):
             return ulysses_dtensors(query, key, value, call, with_lse)
-    return ring_op.attend(query, key, value, *flatten(call))
+    return ring_op.attend(query, key, value, flatten(call))
 
 
 def placed_shards(

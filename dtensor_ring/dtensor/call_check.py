@@ -95,7 +95,7 @@ def _record(call: Call, query: Any, key: Any, value: Any) -> dict[str, str]:
     kernels = [name for name, missing in available_kernels().items() if missing is None]
     needs = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
     more = {"placements": placements, "gradients": str(needs), "kernels": str(kernels)}
-    return ring_record(facts, call.place.policy, call.place.machine, *request).fields | more
+    return ring_record(facts, call.place.policy, call.place.machine, request).fields | more
 
 
 def check_agreement(
@@ -170,8 +170,9 @@ def _checked_barrier(
 
 def _begin(texts: list[str]) -> int:
     """Return where a quote begins: at 0, unless the texts differ only far behind it."""
-    columns = enumerate(zip(*texts, strict=False))
-    num_alike = next((i for i, column in columns if len(set(column)) > 1), 0)
+    # What the first and the last in alphabetical order share, all share.
+    columns = enumerate(zip(min(texts), max(texts), strict=False))
+    num_alike = next((i for i, (first, last) in columns if first != last), 0)
     # Long descriptions: quote the end of the common part, then the difference.
     return max(0, num_alike - MAX_QUOTED // 4) if num_alike > MAX_QUOTED // 2 else 0
 

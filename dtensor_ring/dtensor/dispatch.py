@@ -49,16 +49,16 @@ def ring_forward_dtensor(
 ) -> tuple[DTensor, DTensor]:
     """Run the ring op on DTensors, whose placements and axis give the call's place."""
     ring = ring_of_call(query, key, value, call)
-    tensors: list[Any] = [local_of(x, ring) for x in (query, key, value)]
+    own_query, own_key, own_value = [local_of(x, ring) for x in (query, key, value)]
     local = local_call(call, query, key, value, ring)
     results: Any
     if is_exchanged(local):
         # Leaves require gradients under `no_grad`, too; then nothing keeps lse and what it holds.
         inputs = query, key, value, call.scores.sinks
         keep = any(x is not None and x.requires_grad for x in inputs)
-        results = ulysses_attention(*tensors, call=local, keep=keep)
+        results = ulysses_attention(own_query, own_key, own_value, local, keep=keep)
     else:
-        results = ring_op(*tensors, *flatten(local))
+        results = ring_op(own_query, own_key, own_value, *flatten(local))
     out, lse = results
     shape = tuple(query.shape[:3])
     return wrap(out, (*shape, value.shape[3]), ring), wrap(lse, shape, ring)

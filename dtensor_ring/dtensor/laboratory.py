@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard
 
 if TYPE_CHECKING:
     from dtensor_ring.lab.machine import Machine
+    from dtensor_ring.planning.mask import Mask
 
 # A machine, the name of a preset, or the path of a file.
 AnyMachine: TypeAlias = "Machine | str | PathLike[str]"
@@ -49,8 +50,16 @@ def preset_names() -> Collection[str]:
     return PRESETS.keys()
 
 
-def fastest_strategy(*attention: Any, **options: Any) -> str:
+def fastest_strategy(
+    mask: Mask,
+    seq_len: int,
+    world_size: int,
+    heads: tuple[int, int],
+    head_dim: int,
+    cu_seqlens: tuple[int, ...] | None,
+    **options: Any,
+) -> str:
     """Return the spec of the fastest strategy, by `choose` of the laboratory."""
     from dtensor_ring.lab.choose import choose
 
-    return choose(*attention, **options).spec
+    return choose(mask, seq_len, world_size, heads, head_dim, cu_seqlens, **options).spec

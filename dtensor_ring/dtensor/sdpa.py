@@ -107,9 +107,11 @@ def _backward_handler(previous: Handler | None) -> Handler:
             return as_before(previous, op, args, kwargs)
         grad_out = bound["grad_out_"] if "grad_out_" in bound else bound["grad_out"]
         # `logsumexp` is the lse of our forward: natural log, over all keys.
-        tensors = (query, key, value, bound["out"], bound["logsumexp"])
+        out, lse, call = bound["out"], bound["logsumexp"], _call(bound)
         _refuse_graph(grad_out, query, key, value)
-        *grads, _ = dispatch.ring_backward_dtensor(grad_out, None, *tensors, _call(bound))
+        *grads, _ = dispatch.ring_backward_dtensor(
+            grad_out, None, query, key, value, out, lse, call
+        )
         return (*grads, None)[: len(op._schema.returns)]
 
     return handle
@@ -157,10 +159,11 @@ def _fused(bound: dict[str, Any]) -> Any:
     if len(shape) != 4:
         # Dims before the heads become one batch; (L, H) becomes one head.
         inputs = [x.reshape((-1, *(1, *x.shape)[-3:])) for x in inputs]
+    query, key, value = inputs
     if bound["dropout_p"]:  # which our own op alone can serve
-        out, *_ = ring_op(*inputs, *flatten(_call(bound)))
+        out, *_ = ring_op(query, key, value, *flatten(_call(bound)))
     else:
-        out, *_ = FUSED_OP(*inputs, 0.0, bound["is_causal"], scale=bound["scale"])
+        out, *_ = FUSED_OP(query, key, value, 0.0, bound["is_causal"], scale=bound["scale"])
     return out if len(shape) == 4 else out.reshape((*shape[:-1], out.shape[-1]))
 
 
@@ -198,8 +201,9 @@ def _other_dim(args: Iterable[Any]) -> NotImplementedError:
 
 
 def _refuse(bound: dict[str, Any]) -> None:
-    if bound["query"].shape[-1] > bound["key"].shape[-1]:  # within, to forget the layer's name
-        called_from(sys._getframe(1), check_head_dims, *(bound[name] for name in INPUTS))
+    query, key, value = bound["query"], bound["key"], bound["value"]
+    if query.shape[-1] > key.shape[-1]:  # within, to forget the layer's name
+        called_from(sys._getframe(1), check_head_dims, query, key, value)
     for name in ("attn_mask", "attn_bias"):
         if bound.get(name) is not None:
             raise ValueError(
@@ -209,10 +213,10 @@ def _refuse(bound: dict[str, Any]) -> None:
             )
     if bound.get("enable_gqa") is not False:  # only the composite op has this argument
         return
-    if bound["query"].shape[-3:-2] != bound["key"].shape[-3:-2]:
+    if query.shape[-3:-2] != key.shape[-3:-2]:
         raise ValueError(
             f"query and key must have as many heads without enable_gqa=True, got shapes "
-            f"{tuple(bound['query'].shape)} and {tuple(bound['key'].shape)}"
+            f"{tuple(query.shape)} and {tuple(key.shape)}"
         )
 
 

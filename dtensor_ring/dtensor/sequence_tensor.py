@@ -129,9 +129,15 @@ class SequenceTensor(DTensor):
             )
         return whole(self)
 
-    def backward(self, gradient: Tensor | None = None, *args: Any, **kwargs: Any) -> None:
+    def backward(
+        self,
+        gradient: Tensor | None = None,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+        inputs: Any = None,
+    ) -> None:
         """Backpropagate a gradient of the whole sequence, or a sharded one of the same order."""
-        super().backward(for_backward(gradient, self), *args, **kwargs)
+        super().backward(for_backward(gradient, self), retain_graph, create_graph, inputs)
 
     def redistribute(
         self, device_mesh: DeviceMesh | None = None, placements: Any = None, **how: Any
@@ -186,16 +192,16 @@ def _attend(func: Any, query: Any, key: Any, value: Any, *args: Any, **how: Any)
     if not is_known or not (query._spec.mesh is key._spec.mesh is value._spec.mesh):
         return NotImplemented
     if 0 in (*query.shape[:-1], value.shape[-1]):
-        return _of_nothing(func, query, key, value, *args, **how)
+        return _of_nothing(func, (query, key, value, *args), how)
     # With a mask it takes the general way, which lines up all arguments.
     if (args and args[0] is not None) or how.get("attn_mask") is not None:
         return NotImplemented
     return func(query, key, value, *args, **how)
 
 
-def _of_nothing(func: Any, query: Any, *others: Any, **how: Any) -> Any:
+def _of_nothing(func: Any, given: Sequence[Any], how: dict[str, Any]) -> Any:
     """Return an empty result of attention: PyTorch makes a plain one, which DTensor refuses."""
-    given, dim = (query, *others), query.ndim - 2
+    query, dim = given[0], given[0].ndim - 2
     if any(isinstance(x, SequenceTensor) and sequence_dim(x) != dim for x in given):
         return NotImplemented
     local = [x.to_local() if isinstance(x, SequenceTensor) else x for x in given]
@@ -238,7 +244,7 @@ def _result(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Return the result of a function on sharded sequences, or an attribute of one."""
     with torch._C.DisableTorchFunctionSubclass():
         if getattr(func, "__name__", "") == "__get__":  # an attribute
-            found = known(func(*args))
+            found = known(func(args[0]))
             return of_one_loss(found, args[0]) if func.__self__ is _GRADIENT else found
         return _computed(func, args, kwargs)
 

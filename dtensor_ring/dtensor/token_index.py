@@ -128,7 +128,7 @@ def _getitem(func: Any, x: Any, index: Any) -> Any:
     if isinstance(entry, int):
         tokens, entries[place] = take(x, [entry]), 0
     elif isinstance(entry, slice):
-        tokens, entries[place] = take(x, range(*entry.indices(x.shape[dim]))), slice(None)
+        tokens, entries[place] = take(x, range(x.shape[dim])[entry]), slice(None)
     else:
         tokens, entries[place] = take(x, _listed(x, entry)), slice(None)
     result = tokens[tuple(entries)]

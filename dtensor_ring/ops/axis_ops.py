@@ -66,7 +66,7 @@ def sum_rows(whole: Tensor, rows: Sequence[int], rank: int, group_name: str) -> 
     group = _resolve_process_group(group_name)  # pyrefly: ignore[bad-argument-type]
     whole = whole.contiguous()
     parts = whole.split(list(rows))
-    found = whole.new_empty(len(rows), *parts[rank].shape)
+    found = whole.new_empty((len(rows), *parts[rank].shape))
     found[rank].copy_(parts[rank])
     with _checked(group, "sum_rows", whole, rows) as transport:
         _move_rows(transport, rank, found.unbind(), parts)
@@ -100,7 +100,7 @@ def sum_ranks(
 
 def parts_of_ranks(local: Tensor, rank: int, size: int, transport: Transport) -> Tensor:
     """Return the tensors of all ranks, `(W, ...)`, each as large as this rank's."""
-    found = local.new_empty(size, *local.shape)
+    found = local.new_empty((size, *local.shape))
     found[rank].copy_(local)
     parts = found.view(size, -1).unbind()
     _move_rows(transport, rank, parts, [parts[rank]] * size)
@@ -177,11 +177,13 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _sum_gradient(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    return sum_rows_op(grad, *ctx.place), None, None, None
+    rows, rank, group_name = ctx.place
+    return sum_rows_op(grad, rows, rank, group_name), None, None, None
 
 
 def _gather_gradient(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    return gather_rows_op(grad, *ctx.place), None, None, None
+    rows, rank, group_name = ctx.place
+    return gather_rows_op(grad, rows, rank, group_name), None, None, None
 
 
 _ROWS = "int[] rows, int rank, str group_name"
@@ -204,7 +206,7 @@ sum_rows_op = register_op(
 def _fake_sum_ranks(
     local: Tensor, group_name: str, is_back: bool = False, forward_call: int = 0
 ) -> Tensor:
-    return local.new_empty(1, *local.shape).sum(0)
+    return local.new_empty((1, *local.shape)).sum(0)
 
 
 class _SumFunction(_SingleLevelFunction):
@@ -215,20 +217,24 @@ class _SumFunction(_SingleLevelFunction):
     """
 
     @staticmethod
-    def forward(ctx: Any, local: Tensor, keyset: Any, group_name: str, *place: Any) -> Tensor:
-        inputs = local, group_name, *place
-        total = nodes.below_autograd(sum_ranks_op, sum_ranks, keyset, *inputs, of_node=True)
-        ctx.place = group_name, place, 0
+    def forward(
+        ctx: Any, local: Tensor, keyset: Any, group_name: str, is_back: bool, forward_call: int
+    ) -> Tensor:
+        total = nodes.below_autograd(
+            sum_ranks_op, sum_ranks, keyset, local, group_name, is_back, forward_call, of_node=True
+        )
+        ctx.place, ctx.number = (group_name, is_back, forward_call), 0
         # A compiler only traces: there is no call, and no number of it.
         if nodes.is_plain_call(keyset):
             group = _resolve_process_group(group_name)  # pyrefly: ignore[bad-argument-type]
-            ctx.place = group_name, place, group_state_of(group).number
+            ctx.number = group_state_of(group).number
         return total
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
-        group_name, (is_back, forward_call), number = ctx.place
-        total = sum_ranks_op(grads[0], group_name, not is_back, 0 if forward_call else number)
+        group_name, is_back, forward_call = ctx.place
+        number = 0 if forward_call else ctx.number
+        total = sum_ranks_op(grads[0], group_name, not is_back, number)
         return total, None, None, None, None
 
 
@@ -359,7 +365,8 @@ def _send_gradient(ctx: Any, grad: Tensor) -> tuple[None, ...]:
 
 def _receive_gradient(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     (anchor,) = ctx.saved_tensors
-    return receive_op(anchor, *ctx.shape, -ctx.step, ctx.group_name), None, None
+    rows, numbers = ctx.shape
+    return receive_op(anchor, rows, numbers, -ctx.step, ctx.group_name), None, None
 
 
 receive_op = register_op(

@@ -103,8 +103,9 @@ class BoundCall:
         """
         facts = self._facts.get(differentiable_lse)
         if facts is None:
-            asked = query, key, value, self.request.slices, differentiable_lse
-            facts = self._facts[differentiable_lse] = self.call.facts(*asked)
+            slices = self.request.slices
+            facts = self.call.facts(query, key, value, slices, differentiable_lse)
+            self._facts[differentiable_lse] = facts
         return kernel_for(*facts)
 
     def sole(self, kernel: Kernel, query: Tensor, key: Tensor) -> Sole | None:

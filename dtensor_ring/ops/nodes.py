@@ -67,9 +67,10 @@ def register_op(
     torch.library.register_fake(full_name, fake)
     op: Any = getattr(torch.ops.dtensor_ring, name).default
     if gradient is not None:
-        autograd = _gradient_kernel(op, *gradient)
+        backward, setup_context = gradient
+        autograd = _gradient_kernel(op, backward, setup_context)
     elif of_integers:
-        autograd = partial(_run_below, op, run)
+        autograd = partial(below_autograd, op, run)
     if autograd is not None:
         LIBRARY.impl(name, autograd, "Autograd", with_keyset=True)
     # PyTorch would do this on its own for an op without lists of tensors, but warns.
@@ -128,10 +129,6 @@ def _keep_nothing(ctx: Any, inputs: Any, output: Any) -> None:
 
 ONCE_ONLY = _refuse_twice, _keep_nothing
 """The `gradient` of an op that computes gradients: it has none, and says so."""
-
-
-def _run_below(op: Any, run: Callable[..., T], keyset: Any, *inputs: Any) -> T:
-    return below_autograd(op, run, keyset, *inputs)
 
 
 def _run_samples(op: Any, info: Any, in_dims: Any, *arguments: Any) -> tuple[Any, Any]:

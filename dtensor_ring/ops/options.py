@@ -374,6 +374,11 @@ class PlanRequest(NamedTuple):
     key_layout: Layout | None = None
     block: int | None = None
 
+    @property
+    def num_bytes(self) -> int:
+        """Estimated memory of runs, boundaries and slices, in bytes: a cache counts its keys."""
+        return sum(getattr(x, "num_bytes", 0) for x in self)
+
     def plan(self, query: Tensor, key: Tensor) -> Plan:
         """Make this rank's plan.
 

@@ -137,9 +137,11 @@ def _backward(
     if sole is not None:
         return *sole_backward(saved, query, (key, value), sole, kernel, call.scores), None
     plan, transport = bound.plan(query, key), transport or transport_of(call.group)
-    how = plan, kernel, call.scores, transport, call.place.policy, call.rounded
-    grads = ring_backward(saved, query, (key, value), *how)
-    sinks = call.scores.sinks
+    scores, policy = call.scores, call.place.policy
+    grads = ring_backward(
+        saved, query, (key, value), plan, kernel, scores, transport, policy, call.rounded
+    )
+    sinks = scores.sinks
     return *grads, None if sinks is None else ring_sinks(saved, sinks, plan, transport)
 
 
@@ -215,15 +217,17 @@ def _record(bound: BoundCall, direction: str, query: Tensor, value: Tensor) -> C
     if request.strategy.heads > 1:
         heads = 0, 0  # the ranks of a group may have different numbers of heads
     facts = attention_facts(direction, query, value, call.scores, heads)
-    return ring_record(facts, call.place.policy, call.place.machine, *request)
+    return ring_record(facts, call.place.policy, call.place.machine, request)
 
 
 @cached_bytes(max_bytes=8 << 20, num_bytes=lambda record: 4 * MAX_BYTES)
 def ring_record(
-    attention: AttentionFacts, policy: TransferPolicy, machine: str | None, *asked: Any
+    attention: AttentionFacts,
+    policy: TransferPolicy,
+    machine: str | None,
+    request: PlanRequest,
 ) -> CallRecord:
-    """Return the record of a call; `asked` are the fields of its `PlanRequest`."""
-    request = PlanRequest(*asked)
+    """Return the record of a call."""
     own: dict[str, object] = {
         "tokens of keys": request.key_seq_len,
         "strategy": request.strategy.spec,
@@ -332,7 +336,9 @@ def _dispatched_backward(
     return *of_inputs, None if options[_SINKS] is None else of_sinks
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, options: tuple[Any, ...]
+) -> tuple[Tensor, Tensor]:
     """Run the ring op: by the dispatcher, unless that would only convert the arguments."""
     sinks = options[_SINKS]
     inputs = (query, key, value) if sinks is None else (query, key, value, sinks)
@@ -360,11 +366,11 @@ def _autograd(
     keyset: Any, query: Tensor, key: Tensor, value: Tensor, *options: Any
 ) -> tuple[Tensor, Tensor]:
     # Inference needs no node, so it does not pay for saving tensors.
-    inputs = query, key, value, options[_SINKS]
+    sinks = options[_SINKS]
     if forward_ad._current_level >= 0:
-        nodes.refuse_tangents(inputs)
-    if torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs):
-        return nodes.recorded(_RingFunction, *inputs, keyset, options)
+        nodes.refuse_tangents((query, key, value, sinks))
+    if torch.is_grad_enabled() and torch._C._any_requires_grad(query, key, value, sinks):
+        return nodes.recorded(_RingFunction, query, key, value, sinks, keyset, options)
     return nodes.below_autograd(ring_op, forward, keyset, query, key, value, *options)
 
 
@@ -426,8 +432,9 @@ def _visible_pairs(query: Tensor, key: Tensor, call: Call) -> int:
     begin = 0 if call.batch.key_runs is None else max(0, num_keys - num_queries)
     slices = call.slices(batch) if is_known else None
     if slices is None:
-        documents = call.documents(batch) if is_known else (None, None)
-        slices = slices_of(call.scores.mask, (begin + num_queries, num_keys), *documents)
+        of_queries, of_keys = call.documents(batch) if is_known else (None, None)
+        ends = begin + num_queries, num_keys
+        slices = slices_of(call.scores.mask, ends, of_queries, of_keys)
     pairs = visible_pairs(slices, (begin, begin + num_queries))
     # Slices per batch row are already summed over the rows.
     return heads * pairs * (1 if len(slices) > 1 else batch) // num_parts

@@ -192,14 +192,15 @@ class Gathered(Anywhere):
     def forward(
         self, query: Tensor, key_blocks: Tensor, value_blocks: Tensor, pages: Pages, scores: Scores
     ) -> Result:
-        tables, found = pages.on(query.device)[0], []
+        tables, outs, lses = pages.on(query.device)[0], [], []
         for table, length, q in zip(tables, pages.lengths.tolist(), query.split(1), strict=True):
             k, v = (x[table].flatten(0, 1)[:length] for x in (key_blocks, value_blocks))
             k, v = k.transpose(0, 1).unsqueeze(0), v.transpose(0, 1).unsqueeze(0)
             launch = Launch(WHOLE, WHOLE, FULL)
-            found.append(Reference().forward(q.transpose(1, 2), k, v, launch, scores))
-        outs, lses = zip(*found, strict=True)
-        return torch.cat([out.transpose(1, 2) for out in outs]), torch.cat(lses)
+            out, lse = Reference().forward(q.transpose(1, 2), k, v, launch, scores)
+            outs.append(out.transpose(1, 2))
+            lses.append(lse)
+        return torch.cat(outs), torch.cat(lses)
 
 
 class PagedTriton(PagedKernel):

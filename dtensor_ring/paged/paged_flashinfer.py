@@ -29,7 +29,8 @@ from dtensor_ring.planning.lru import ByteStore
 
 # The package, the oldest version whose sources were read, and what its functions must take.
 PACKAGE, OLDEST = "flashinfer-python", (0, 7)
-PLANNED = ("causal", "sm_scale", "logits_soft_cap", "q_data_type")
+SIZES = ("num_qo_heads", "num_kv_heads", "head_dim_qk", "page_size")
+PLANNED = (*SIZES, "causal", "sm_scale", "logits_soft_cap", "q_data_type")
 
 # Head dims that kernels are built for.
 HEAD_DIMS = (64, 128, 256)
@@ -97,11 +98,12 @@ class _Wrapper:
         """Return whether the last plan is for these blocks."""
         return self._pages is not None and self._pages() is pages
 
-    def plan(self, pages: Pages, num_rows: int, *rest: Any, **how: Any) -> None:
-        """Plan launches with `num_rows` rows for each entry."""
+    def plan(self, pages: Pages, num_rows: int, how: dict[str, Any]) -> None:
+        """Plan launches with `num_rows` rows for each entry; `how` has the other arguments."""
         if self._copied is not None:
             self._copied.synchronize()
-        self.made.plan(*_table(pages, num_rows), *rest, **how)
+        rows, blocks, read, last = _table(pages, num_rows)
+        self.made.plan(rows, blocks, read, last, **how)
         self._pages, device = ref(pages), self.made.device
         if device.type == "cuda":
             self._copied = torch.cuda.Event()
@@ -121,10 +123,17 @@ class _Wrappers:
 
     def __init__(self, query: Tensor, key_blocks: Tensor, scores: Scores) -> None:
         (_, self._num_rows, heads, head_dim), block = query.shape, key_blocks.shape[1]
-        self._sizes = heads, key_blocks.shape[2], head_dim, block
-        dtypes = {"q_data_type": query.dtype, "kv_data_type": key_blocks.dtype}
-        how = {"causal": False, "sm_scale": scores.scale, "logits_soft_cap": scores.softcap}
-        self._how: dict[str, Any] = how | dtypes
+        self._how: dict[str, Any] = {
+            "num_qo_heads": heads,
+            "num_kv_heads": key_blocks.shape[2],
+            "head_dim_qk": head_dim,
+            "page_size": block,
+            "causal": False,
+            "sm_scale": scores.scale,
+            "logits_soft_cap": scores.softcap,
+            "q_data_type": query.dtype,
+            "kv_data_type": key_blocks.dtype,
+        }
         # Launches of a stream follow one another, so they share memory for their splits.
         self._workspace = torch.zeros(WORKSPACE, dtype=torch.uint8, device=query.device)
         self._kept: list[_Wrapper] = []
@@ -135,7 +144,7 @@ class _Wrappers:
         if wrapper is None:
             is_full = len(self._kept) == WRAPPERS
             wrapper = self._kept[0] if is_full else self._made()
-            wrapper.plan(pages, self._num_rows, *self._sizes, **self._how)
+            wrapper.plan(pages, self._num_rows, self._how)
         # The first one was used longest ago, and plans again when there are too many.
         self._kept = [x for x in self._kept if x is not wrapper] + [wrapper]
         return wrapper.made

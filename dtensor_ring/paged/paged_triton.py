@@ -123,10 +123,11 @@ def attend(
     """Implement `PagedKernel.forward`; `splits` are chosen unless they are given, as for tests."""
     num_entries, num_queries, num_heads, head_dim = query.shape
     kv_heads, value_dim = value_blocks.shape[2:]
-    group, strides = num_heads // kv_heads, query.stride()[:3]
-    unit = gcd(MAX_UNIT, head_dim, *strides)
-    sizes = num_queries, group, head_dim, value_dim, pages.block, query.itemsize
-    constants = constants_of(*sizes, unit, scores.softcap)
+    group, (query_stride, row_stride, head_stride, _) = num_heads // kv_heads, query.stride()
+    unit = gcd(MAX_UNIT, head_dim, query_stride, row_stride, head_stride)
+    constants = constants_of(
+        num_queries, group, head_dim, value_dim, pages.block, query.itemsize, unit, scores.softcap
+    )
     programs = kv_heads * -(-num_queries * group // constants["ROWS"])
     if splits is None:
         gpu = torch.cuda.get_device_properties(query.device)
@@ -144,7 +145,8 @@ def attend(
     tables, lengths = pages.on(query.device)
     given: tuple[Any, ...] = (
         *(query, key_blocks, value_blocks, tables, lengths, *into, float(scores.scale)),
-        *(*(x // unit for x in strides), tables.shape[1], num_queries, kv_heads),
+        *(query_stride // unit, row_stride // unit, head_stride // unit),
+        *(tables.shape[1], num_queries, kv_heads),
         *(splits, split_keys),
     )
     # Triton's own default, which it warns about where it is not given.
@@ -152,10 +154,11 @@ def attend(
     with torch.cuda.device_of(query):
         _attend[(programs * splits * num_entries,)](*given, **constants, **how)
         if partial_dim:
-            given = into[0], lengths, out, lse, num_queries, num_heads, splits, split_keys
             how |= {x: constants[x] for x in ("VALUE_DIM", "VALUE_DIMS")}
             how["SPLITS"] = MERGED_AT_ONCE
-            _merge[(num_results,)](*given, **how)
+            _merge[(num_results,)](
+                into[0], lengths, out, lse, num_queries, num_heads, splits, split_keys, **how
+            )
     return out, lse
 
 

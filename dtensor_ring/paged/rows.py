@@ -72,8 +72,12 @@ class TokenRows(QueryRows):
         # Rows of fewer tokens repeat their last one; `kept` leaves these out of the result.
         tokens = firsts[:, None] + np.minimum(numbers, counts[:, None] - 1)
         (kept,) = (numbers < counts[:, None]).ravel().nonzero()
-        lists = tokens, kept, tokens.ravel()[kept]
-        self._index = Numbers(torch.int64, *map(torch.from_numpy, lists))
+        self._index = Numbers(
+            torch.int64,
+            torch.from_numpy(tokens),
+            torch.from_numpy(kept),
+            torch.from_numpy(tokens.ravel()[kept]),
+        )
         self._is_all = len(kept) == self._total
 
     def select(self, query: Tensor) -> Tensor:

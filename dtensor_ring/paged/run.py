@@ -271,7 +271,7 @@ class PagedPlan:
             numbers = np.minimum(np.arange(most), self._counts[:, None] - 1)
             ends = (self._lengths - self._counts)[:, None] + numbers + 1
             return last_token_reads(ends, mask, dealing, self._rank, whole_blocks)
-        tiles = decode_step(*self.request(mask)).tiles
+        tiles = decode_step(self.request(mask)).tiles
         shape = len(self._lengths), self.num_queries
         return block_reads(tiles, dealing.block, shape, whole_blocks)
 

@@ -354,8 +354,8 @@ _SINKS = nodes.place_of_sinks(DECODE_LEAVES)
 def _without_gradient(
     keyset: Any, query: Tensor, key: Tensor, value: Any, selected: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor]:
-    inputs = [x for x in (query, key, value, rest[2 + _SINKS]) if x is not None]
-    if torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs):
+    sinks = rest[2 + _SINKS]
+    if torch.is_grad_enabled() and torch._C._any_requires_grad(query, key, value, sinks):
         raise NotImplementedError(NO_GRADIENT)
     arguments = query, key, value, selected, *rest
     return nodes.below_autograd(decode_selected_op, decode_attend, keyset, *arguments)

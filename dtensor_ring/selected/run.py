@@ -122,8 +122,9 @@ class BestKeys:
         #     kept                 x    x
         there = batches, slice(None), rows
         # Of these keys only their own k best can be among the best of all.
-        both = (self._scores[there], self._positions[there]), best_keys(scores, positions, self._k)
-        found, at = (torch.cat(sides, -1) for sides in zip(*both, strict=True))
+        scores, positions = best_keys(scores, positions, self._k)
+        found = torch.cat((self._scores[there], scores), -1)
+        at = torch.cat((self._positions[there], positions), -1)
         # Keys arrive by source rank, not by position; see Note [Lists merge exactly].
         at, order = at.sort(-1)
         found = _joined(found.gather(-1, order), at)

@@ -112,7 +112,11 @@ def test_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(packages, "version", lambda _, found=found: found)
         expected = f"it needs flashinfer-python 0.7 or later, found {found}"
         assert paged_flashinfer._missing_package() == (expected if is_old else None)
-    monkeypatch.setattr(Wrapper, "plan", lambda self, causal, sm_scale: None)
+    monkeypatch.setattr(
+        Wrapper,
+        "plan",
+        lambda self, num_qo_heads, num_kv_heads, head_dim_qk, page_size, causal, sm_scale: None,
+    )
     reason = "flashinfer-python 1.0 takes no logits_soft_cap, q_data_type"
     assert paged_flashinfer._missing_package() == reason
     monkeypatch.setattr(paged_flashinfer, "load", lambda module: 1 / 0)

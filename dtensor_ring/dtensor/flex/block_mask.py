@@ -32,9 +32,6 @@ MAX_SLICES = 10_000
 # The largest number of pairs for one call of a mask function, one byte each.
 CHUNK = 1 << 24
 
-# Begins and ends of the key ranges of each query, `(Q, R)`, padded with empty ranges.
-Ranges = tuple[Tensor, Tensor]
-
 # Begins and ends of ranges as numbers `query * (keys + 1) + key`.
 Edges = tuple[Tensor, Tensor]
 
@@ -154,11 +151,9 @@ def slices_of_blocks(blocks: MaskBlocks) -> Slices:
         )
     device, blocks = blocks.partial_counts.device, blocks.on_host()
     rows = [_row(blocks, row, device) for row in range(num_rows)]
-    widest = max(first.shape[1] for first, _ in rows)
-    begins, ends = (
-        torch.stack([torch.nn.functional.pad(x, (0, widest - x.shape[1])) for x in side]).numpy()
-        for side in zip(*rows, strict=True)
-    )
+    widest = max(x.shape[2] for x in rows)
+    padded = [torch.nn.functional.pad(x, (0, widest - x.shape[2])) for x in rows]
+    begins, ends = torch.stack(padded, 1).numpy()
     slices = Slices.per_query(begins, ends)
     num_slices = max(map(len, slices.tables))
     if num_slices > MAX_SLICES:
@@ -169,8 +164,11 @@ def slices_of_blocks(blocks: MaskBlocks) -> Slices:
     return slices
 
 
-def _row(blocks: MaskBlocks, row: int, device: torch.device) -> Ranges:
-    """Return the ranges of all queries of a batch row; the function runs on `device`."""
+def _row(blocks: MaskBlocks, row: int, device: torch.device) -> Tensor:
+    """Return begins and ends of the key ranges of each query of a batch row, `(2, Q, R)`.
+
+    Queries with fewer ranges than others have empty ones. The mask function runs on `device`.
+    """
     grid = _grid(blocks, row)
     # What a query sees is a row of zeros and ones, and its ranges lie between the edges of it. Full
     # and empty blocks have edges at their bounds only; just partial ones are asked key by key.
@@ -178,7 +176,8 @@ def _row(blocks: MaskBlocks, row: int, device: torch.device) -> Ranges:
     #     sees     1 1 1  1 0 1    0 0 0
     #     edges    b        e b    e
     edges = [_edges_of_blocks(blocks, grid), *_edges_of_partial_blocks(blocks, grid, row, device)]
-    begins, ends = (torch.cat(side).sort().values for side in zip(*edges, strict=True))
+    begins = torch.cat([begins for begins, _ in edges]).sort().values
+    ends = torch.cat([ends for _, ends in edges]).sort().values
     num_queries, num_keys = blocks.lengths
     query, begin = begins // (num_keys + 1), begins % (num_keys + 1)
     counts = query.bincount(minlength=num_queries)
@@ -192,7 +191,7 @@ def _row(blocks: MaskBlocks, row: int, device: torch.device) -> Ranges:
     number = torch.arange(len(query)) - (counts.cumsum(0) - counts)[query]
     result = torch.zeros(2, num_queries, widest, dtype=torch.long)
     result[0, query, number], result[1, query, number] = begin, ends % (num_keys + 1)
-    return result[0], result[1]
+    return result
 
 
 def _grid(blocks: MaskBlocks, row: int) -> Tensor:
@@ -293,9 +292,9 @@ def _asked(
     batch, head = torch.tensor(row, device=device), torch.tensor(0, device=device)
     num_queries, num_keys = blocks.lengths
     # Clamp, because functions may index tensors of the sequence's length.
-    within = queries.clamp(max=num_queries - 1), keys.clamp(max=num_keys - 1)
+    query, key = queries.clamp(max=num_queries - 1), keys.clamp(max=num_keys - 1)
     with TransformGetItemToIndex():
-        seen = function(batch, head, *within)
+        seen = function(batch, head, query, key)
     return seen & (keys < num_keys)[:, None]
 
 

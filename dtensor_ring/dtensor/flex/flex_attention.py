@@ -73,15 +73,15 @@ def install_flex() -> None:
 
 def _kernel(previous: Kernel | None) -> Kernel:
     def attention(query: Any, key: Any, value: Any, *rest: Any) -> Outputs:
-        if any(on_annotated_axis(x, SEQUENCE) for x in (query, key, value)):
-            return _ring_attention(query, key, value, *rest)
-        if previous is not None:
-            return previous(query, key, value, *rest)
-        raise NotImplementedError(
-            f"flex_attention on DTensors needs query, key and value (batch, heads, sequence, head "
-            f"dim) in Shard(2) over an axis that has a layout, got query {describe(query)}; see "
-            "shard_sequence"
-        )
+        is_ours = any(on_annotated_axis(x, SEQUENCE) for x in (query, key, value))
+        run = _ring_attention if is_ours else previous
+        if run is None:
+            raise NotImplementedError(
+                f"flex_attention on DTensors needs query, key and value (batch, heads, sequence, "
+                f"head dim) in Shard(2) over an axis that has a layout, got query "
+                f"{describe(query)}; see shard_sequence"
+            )
+        return run(query, key, value, *rest)
 
     attention.is_ours = True  # pyrefly: ignore[missing-attribute]
     return attention

@@ -294,6 +294,8 @@ SAME_CALL = (
 # Arguments that may differ from rank to rank.
 OWN_OF_RANKS = ("streamer", "self")
 CACHES = (None, "dynamic")
+DRAFTS = ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp")
+"""Options that make `generate` propose several tokens at a time."""
 
 
 def install_generate(model: Any, sharding: Sharding) -> None:
@@ -359,7 +361,9 @@ def _check(model: Any, sharding: Sharding, asked: dict[str, Any]) -> None:
     described = _described(model, asked) | {"cache_dtype of the plan": str(sharding.cache_dtype)}
     check_agreement(axis_group(sharding.axis.mesh), described, SAME_CALL)
     if cache_argument(asked) is not None:
-        _check_prompt(asked, cache_of(model, sharding, asked).get_seq_length())
+        num_cached = cache_of(model, sharding, asked).get_seq_length()
+        _check_prompt(asked, num_cached)
+        _check_drafts(model, asked, num_cached)
     limits = [x for x in asked.get("stopping_criteria") or () if "MaxTime" in type(x).__name__]
     if limits or _option(model, asked, "max_time") is not None:
         raise ValueError(
@@ -383,6 +387,17 @@ def _check_prompt(asked: dict[str, Any], num_cached: int) -> None:
             f"the prompt has {prompt.shape[-1]} tokens, and the cache has {num_cached}: a prompt "
             "begins with the cached tokens, and has at least one more; to generate from the start "
             "of it, call cache.reset(), or take the last tokens out with cache.crop(-number)"
+        )
+
+
+def _check_drafts(model: Any, asked: dict[str, Any], num_cached: int) -> None:
+    """Refuse drafts after cached tokens, which transformers would compute a second time."""
+    given = [name for name in DRAFTS if _option(model, asked, name)]
+    if given and num_cached:
+        raise ValueError(
+            f"{given[0]} is not supported with a cache that has {num_cached} tokens: transformers "
+            "would append the whole prompt to them again; leave it out, or call cache.reset(), "
+            "which computes the prompt anew"
         )
 
 

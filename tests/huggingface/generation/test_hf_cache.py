@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from copy import deepcopy
+from functools import partial
 from itertools import count
 from typing import Any
 from unittest import mock
@@ -105,6 +106,7 @@ def test_misused() -> None:
     cache.batch_repeat_interleave(2)
     angles = ours.model.rotary_emb(torch.zeros(1), torch.arange(9).view(1, 9))
     first = ours(tokens(), past_key_values=cache).logits  # the name before 5.24
+    drafted = partial(generate, ours, input_ids=tokens(20), cache=cache)
     wrong: tuple[tuple[str, Any], ...] = (
         ("of another model", lambda: other(tokens(), cache=cache)),
         ("a cache of 2 rows got 3", lambda: ours(tokens(5, 3), cache=cache)),
@@ -114,6 +116,8 @@ def test_misused() -> None:
         ("block must", lambda: ContextParallelCache(ours, block=0)),
         ("one model under a context_parallel_plan", lambda: ContextParallelCache(stock("Llama"))),
         ("must be from 0 to 31", lambda: ours(tokens(1) + 99, cache=cache)),
+        ("prompt_lookup_num_tokens .* 13", lambda: drafted(prompt_lookup_num_tokens=3)),
+        ("assistant_model is not supp", lambda: drafted(assistant_model=stock("OPT"))),
     )
     for match, call in wrong:
         with pytest.raises(ValueError, match=match):

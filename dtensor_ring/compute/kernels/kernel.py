@@ -71,9 +71,10 @@ class Segments:
 
     def tiles(self) -> Iterator[tuple[slice, slice]]:
         """Yield the queries and the keys of each segment that has both."""
-        for rows, cols in zip(pairwise(self.rows), pairwise(self.cols), strict=True):
-            if length(rows) and length(cols):
-                yield slice(*rows), slice(*cols)
+        segments = zip(pairwise(self.rows), pairwise(self.cols), strict=True)
+        for (first_row, end_row), (first_col, end_col) in segments:
+            if first_row < end_row and first_col < end_col:
+                yield slice(first_row, end_row), slice(first_col, end_col)
 
 
 @dataclass(frozen=True, eq=False)
@@ -180,7 +181,7 @@ class Saved:
 
     def region(self, rows: Region) -> Saved:
         """Return views of a region of the rows, or itself if the region is all of them."""
-        grad_out, out, lse = parts_of(rows, self.grad_out, self.out, self.lse)
+        grad_out, out, lse = parts_of(rows, (self.grad_out, self.out, self.lse))
         if grad_out is self.grad_out:
             return self
         grad_lse = None if self.grad_lse is None else part_of(self.grad_lse, rows)

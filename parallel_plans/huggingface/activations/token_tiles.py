@@ -99,7 +99,7 @@ def _in_tiles(run: Callable[..., Any], leaves: list[Any], spec: TreeSpec, size: 
     parts = [x.split(size) if isinstance(x, Tensor) else [x] * num_tiles for x in flat]
     has_rows = [_has_rows(x) for x in leaves]
 
-    def run_tile(*tile: Any) -> Any:
+    def run_tile(tile: tuple[Any, ...]) -> Any:
         inputs = [x.unsqueeze(0) if wide else x for x, wide in zip(tile, has_rows, strict=True)]
         args, kwargs = tree_unflatten(inputs, spec)
         return run(*args, **kwargs)
@@ -108,9 +108,9 @@ def _in_tiles(run: Callable[..., Any], leaves: list[Any], spec: TreeSpec, size: 
     for tile in zip(*parts, strict=True):
         # Backward computes a tile again, so that no more than one tile's activations are kept.
         if torch.is_grad_enabled():
-            outputs.append(checkpoint(run_tile, *tile, use_reentrant=False))
+            outputs.append(checkpoint(run_tile, tile, use_reentrant=False))
         else:
-            outputs.append(run_tile(*tile))
+            outputs.append(run_tile(tile))
     return _joined(outputs, next((x.shape[:2] for x in leaves if _has_rows(x)), None))
 
 
@@ -123,14 +123,14 @@ def _joined(outputs: list[Any], rows: Any) -> Any:
     """Join the outputs of tiles to those of all tokens, which have `rows`, `(B, L)`, or none."""
     leaves, spec = [tree_flatten(x)[0] for x in outputs], tree_flatten(outputs[0])[1]
 
-    def joined(*tiles: Any) -> Any:
+    def joined(tiles: tuple[Any, ...]) -> Any:
         if not isinstance(tiles[0], Tensor):
             return tiles[0]
         if tiles[0].ndim > 2:
             return torch.cat(tiles, 1).view((*rows, *tiles[0].shape[2:]))
         return torch.cat(tiles)
 
-    return tree_unflatten([joined(*tiles) for tiles in zip(*leaves, strict=True)], spec)
+    return tree_unflatten([joined(tiles) for tiles in zip(*leaves, strict=True)], spec)
 
 
 # A prime, which no other size of a model is likely to be.

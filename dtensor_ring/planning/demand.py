@@ -300,14 +300,8 @@ class KeyDemand(ABC):
         # A few sampled ranks mostly suffice; the exact load takes time for all pairs of ranks.
         num_probes = min(NUM_PROBES, self.world_size)
         probes = [(2 * i + 1) * self.world_size // (2 * num_probes) for i in range(num_probes)]
-        sample = [
-            [
-                int((x.ends - x.firsts).sum())
-                for x in (self.visible_to(rank), self.visibility_of(rank))
-            ]
-            for rank in probes
-        ]
-        received, sent = np.array(sample).T
+        received = np.array([(x.ends - x.firsts).sum() for x in map(self.visible_to, probes)])
+        sent = np.array([(x.ends - x.firsts).sum() for x in map(self.visibility_of, probes)])
         if _load(received, sent) >= (1 - Fraction(1, ONE_IN_PROBED)) * self.around_load:
             return False
         received, sent, _ = self._direct

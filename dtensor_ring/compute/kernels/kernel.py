@@ -71,10 +71,9 @@ class Segments:
 
     def tiles(self) -> Iterator[tuple[slice, slice]]:
         """Yield the queries and the keys of each segment that has both."""
-        segments = zip(pairwise(self.rows), pairwise(self.cols), strict=True)
-        for (first_row, end_row), (first_col, end_col) in segments:
-            if first_row < end_row and first_col < end_col:
-                yield slice(first_row, end_row), slice(first_col, end_col)
+        for rows, cols in zip(pairwise(self.rows), pairwise(self.cols), strict=True):
+            if length(rows) and length(cols):
+                yield slice(*rows), slice(*cols)
 
 
 @dataclass(frozen=True, eq=False)

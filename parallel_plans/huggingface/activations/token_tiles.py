@@ -99,7 +99,7 @@ def _in_tiles(run: Callable[..., Any], leaves: list[Any], spec: TreeSpec, size: 
     parts = [x.split(size) if isinstance(x, Tensor) else [x] * num_tiles for x in flat]
     has_rows = [_has_rows(x) for x in leaves]
 
-    def run_tile(tile: tuple[Any, ...]) -> Any:
+    def run_tile(*tile: Any) -> Any:
         inputs = [x.unsqueeze(0) if wide else x for x, wide in zip(tile, has_rows, strict=True)]
         args, kwargs = tree_unflatten(inputs, spec)
         return run(*args, **kwargs)
@@ -108,9 +108,9 @@ def _in_tiles(run: Callable[..., Any], leaves: list[Any], spec: TreeSpec, size: 
     for tile in zip(*parts, strict=True):
         # Backward computes a tile again, so that no more than one tile's activations are kept.
         if torch.is_grad_enabled():
-            outputs.append(checkpoint(run_tile, tile, use_reentrant=False))
+            outputs.append(checkpoint(run_tile, *tile, use_reentrant=False))
         else:
-            outputs.append(run_tile(tile))
+            outputs.append(run_tile(*tile))
     return _joined(outputs, next((x.shape[:2] for x in leaves if _has_rows(x)), None))
 
 

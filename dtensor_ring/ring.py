@@ -51,8 +51,18 @@ def ring_forward(
             if isinstance(running, OrderedOutput):
                 running.step(step, kv, kernel, scores, label, in_flight)
             else:
-                how = running, kernel, scores, label
-                forward_step(step, query, kv, *how, in_flight=in_flight, dropout=dropout, lags=lags)
+                forward_step(
+                    step,
+                    query,
+                    kv,
+                    running,
+                    kernel,
+                    scores,
+                    label,
+                    in_flight=in_flight,
+                    dropout=dropout,
+                    lags=lags,
+                )
             shards.end_step(step, label)
     with label("merge"):
         return running.result()
@@ -171,8 +181,10 @@ class _Arriving:
         # With more room, many overlapping launches would hold many times the memory of a shard.
         if step.number:
             grad_kv = self._shares = Partials(kv[0], room=1), Partials(kv[1], room=1)
-        how = self._grad_query, grad_kv, kernel, scores, label, dropout, lags
-        backward_step(step, saved, self._query, kv, *how)
+        query, grad_query = self._query, self._grad_query
+        backward_step(
+            step, saved, query, kv, grad_query, grad_kv, kernel, scores, label, dropout, lags
+        )
 
     def arrive(self, packet: Packet, number: int, is_last: bool) -> None:
         """Add the gradients that other ranks summed for this rank's own keys and values."""

@@ -271,10 +271,11 @@ class LateRecords:
 
     def _message(self, call: PostedCall) -> bytes:
         header = call.header
-        if header.kind in self._sent:
-            return struct.pack(_HEADER, *header)
-        _keep(self._sent, header.kind, True)
-        return struct.pack(_HEADER, *header._replace(what=_TEXT)) + call.text
+        text = b""
+        if header.kind not in self._sent:
+            _keep(self._sent, header.kind, True)
+            header, text = header._replace(what=_TEXT), call.text
+        return struct.pack(_HEADER, *header) + text
 
     def _receive_all(self) -> None:
         buffer = bytearray(_HEADER_BYTES + MAX_BYTES)

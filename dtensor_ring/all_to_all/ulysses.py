@@ -299,7 +299,7 @@ def ulysses_backward(
         found = exchange.to_heads(like_query, [key, value])
         num = len(like_query)
         (*grads, query, out, lse), (key, value, *others) = found[:num], found[num:]
-        kept = RingTensors(query, key, value, out, _rows(lse), *others)
+        kept = RingTensors(query, key, value, out, _rows(lse), others[0] if others else None)
     else:
         # Keys and queries were kept: only gradients are exchanged.
         grads = exchange.to_heads(grads, [])

@@ -210,7 +210,7 @@ class Partition(NamedTuple):
     def runs(self, world_size: int) -> tuple[tuple[Run, ...], ...]:
         """Return the runs of each rank."""
         runs: list[list[Run]] = [[] for _ in range(world_size)]
-        for begin, end, owner in zip(*(x.tolist() for x in self), strict=True):
+        for begin, end, owner in np.stack(self, axis=1).tolist():
             runs[owner].append(Run(begin, end - begin))
         return tuple(map(tuple, runs))
 
@@ -274,7 +274,7 @@ class Packer:
         # Below what any rank can lack, so that a rank without room is never the greatest.
         lowest = -FINE * self._work.total - 1
         order = np.lexsort((units.begins, -densities))
-        for begin, end, area in zip(*(x[order].tolist() for x in units), strict=True):
+        for begin, end, area in np.stack(units, axis=1)[order].tolist():
             rank = int(np.where(self._room >= end - begin, lacks, lowest).argmax())
             if self._room[rank] < end - begin:
                 self._left.append((begin, end))

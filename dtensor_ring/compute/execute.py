@@ -28,7 +28,7 @@ from dtensor_ring.compute.kernels.kernel import (
     Segments,
 )
 from dtensor_ring.compute.lags import Lags
-from dtensor_ring.compute.memory import Region, cols_of, part_of, parts_of, rows_of
+from dtensor_ring.compute.memory import Region, box_region, cols_of, part_of, parts_of, rows_of
 from dtensor_ring.compute.trace import Label
 from dtensor_ring.compute.whole_step import whole_step
 from dtensor_ring.planning.mask import Mask
@@ -170,9 +170,7 @@ class BoundingBox:
     @property
     def region(self) -> Region:
         """The box as an index of `(B, N, L)`."""
-        is_all = self.batches == (0, self.batch_size)
-        rows = slice(None) if is_all else slice(*self.batches)
-        return rows, slice(None), slice(*self.tokens)
+        return box_region(self.batches, self.tokens, self.batch_size)
 
     @property
     def num_tokens(self) -> int:
@@ -439,7 +437,7 @@ def _biased(launch: Launch, lags: Lags) -> Launch:
 
 def _forward(launch: Launch, query: Tensor, kv: Pair, kernel: Kernel, scores: Scores) -> Result:
     """Return `out` `(B, N, R, Hv)` and `lse` `(B, N, R)` of a launch."""
-    q, (k, v) = part_of(query, launch.rows), parts_of(launch.cols, *kv)
+    q, (k, v) = part_of(query, launch.rows), parts_of(launch.cols, kv)
     if launch.segments is None:
         return kernel.forward(q, k, v, launch, scores)
     # Boundaries of segments count tokens across batch rows, so flatten batch and tokens.
@@ -453,7 +451,7 @@ def _backward(
 ) -> Gradients:
     """Return the gradients of query, key and value of a launch, each `(B, N, R, H)`."""
     saved = saved.region(launch.rows)
-    q, (k, v) = part_of(query, launch.rows), parts_of(launch.cols, *kv)
+    q, (k, v) = part_of(query, launch.rows), parts_of(launch.cols, kv)
     if launch.segments is None:
         return kernel.backward(saved, q, k, v, launch, scores)
     # Kernels take segments as one batch row of all tokens, with lse by head.

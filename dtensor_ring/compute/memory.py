@@ -119,7 +119,7 @@ def part_of(x: Tensor, where: Region) -> Tensor:
     return x if begin is None or end - begin == x.shape[2] else x.narrow(2, begin, end - begin)
 
 
-def parts_of(where: Region, *tensors: Tensor) -> Sequence[Tensor]:
+def parts_of(where: Region, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     """Return a region of tensors of one length as views, or the tensors, see `part_of`."""
     batches, _, tokens = where
     if batches.start is not None:
@@ -147,14 +147,27 @@ def fold_heads(query: Tensor, num_kv_heads: int) -> Tensor:
 def unfold_heads(x: Tensor, num_heads: int) -> Tensor:
     """Return `(B, Nkv, N / Nkv * R, ...)` as `(B, N, R, ...)`."""
     batch, num_kv_heads, rows, *head_dim = x.shape
-    return x.reshape(batch, num_heads, rows * num_kv_heads // num_heads, *head_dim)
+    return x.reshape((batch, num_heads, rows * num_kv_heads // num_heads, *head_dim))
 
 
 def region(batch: int | None, tokens: Span) -> Region:
     """Return the index of these tokens in one batch row, or in all rows if `batch` is `None`."""
+    begin, end = tokens
     # A slice instead of a number keeps the batch dimension.
     rows = slice(None) if batch is None else slice(batch, batch + 1)
-    return rows, slice(None), slice(*tokens)
+    return rows, slice(None), slice(begin, end)
+
+
+def box_region(batches: Span, tokens: Span, batch_size: int) -> Region:
+    """Return the index of these tokens in these batch rows; `batch_size` rows are no index.
+
+    >>> box_region((0, 2), (3, 4), batch_size=2)[0], box_region((0, 1), (3, 4), batch_size=2)[0]
+    (slice(None, None, None), slice(0, 1, None))
+    """
+    (first_row, end_row), (begin, end) = batches, tokens
+    # A view costs the host as much as a small kernel, so all batch rows are no index.
+    rows = slice(None) if batches == (0, batch_size) else slice(first_row, end_row)
+    return rows, slice(None), slice(begin, end)
 
 
 def positions_of(runs: Sequence[Run], device: torch.device | None = None) -> Tensor:

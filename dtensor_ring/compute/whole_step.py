@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from dtensor_ring.compute.kernels.kernel import Intervals, Launch
-from dtensor_ring.compute.memory import Region
+from dtensor_ring.compute.memory import box_region
 from dtensor_ring.planning.intervals import intervals_of
 from dtensor_ring.planning.lru import cached_bytes
 from dtensor_ring.planning.plan import Step
-from dtensor_ring.planning.ranges import Span
 from dtensor_ring.planning.tile import FULL
 
 
@@ -35,11 +34,6 @@ def whole_step(step: Step, batch_size: int, in_flight: bool = False) -> tuple[La
     if in_flight:
         return (replace(whole_step(step, batch_size)[0], in_flight=True),)
     seen = intervals_of(step.tiles, batch_size)
-    rows, cols = (_region(seen.batches, side, batch_size) for side in (seen.rows, seen.cols))
+    rows = box_region(seen.batches, seen.rows, batch_size)
+    cols = box_region(seen.batches, seen.cols, batch_size)
     return (Launch(rows, cols, FULL, intervals=Intervals(seen.ends)),)
-
-
-def _region(batches: Span, tokens: Span, batch_size: int) -> Region:
-    # A view costs the host as much as a small kernel, so all batch rows are no index.
-    rows = slice(None) if batches == (0, batch_size) else slice(*batches)
-    return rows, slice(None), slice(*tokens)

@@ -160,9 +160,10 @@ def stages_of(last_hops: LastHop, world_size: int) -> list[tuple[PacketStage, ..
     last = np.searchsorted(stops, keys)
     whose, number = numbered(1 + last - begins[last_hops.sources])
     stages = begins[last_hops.sources[whose]] + number
-    firsts, ends = last_hops.firsts, last_hops.ends
-    cols = cols_by(*united(stages, firsts[whose], ends[whose]))
-    ending = cols_by(*united(last, firsts, ends))
+    stages, firsts, ends = united(stages, last_hops.firsts[whose], last_hops.ends[whose])
+    cols = cols_by(stages, firsts, ends)
+    last, firsts, ends = united(last, last_hops.firsts, last_hops.ends)
+    ending = cols_by(last, firsts, ends)
     all_stages = [
         PacketStage(x % world_size, cols[i], ending[i]) for i, x in enumerate(stops.tolist())
     ]
@@ -299,14 +300,9 @@ class KeyDemand(ABC):
         # A few sampled ranks mostly suffice; the exact load takes time for all pairs of ranks.
         num_probes = min(NUM_PROBES, self.world_size)
         probes = [(2 * i + 1) * self.world_size // (2 * num_probes) for i in range(num_probes)]
-        sample = [
-            [
-                int((x.ends - x.firsts).sum())
-                for x in (self.visible_to(rank), self.visibility_of(rank))
-            ]
-            for rank in probes
-        ]
-        if _load(*np.array(sample).T) >= (1 - Fraction(1, ONE_IN_PROBED)) * self.around_load:
+        received = np.array([(x.ends - x.firsts).sum() for x in map(self.visible_to, probes)])
+        sent = np.array([(x.ends - x.firsts).sum() for x in map(self.visibility_of, probes)])
+        if _load(received, sent) >= (1 - Fraction(1, ONE_IN_PROBED)) * self.around_load:
             return False
         received, sent, _ = self._direct
         return _load(received, sent) < (1 - Fraction(1, ONE_IN)) * self.around_load

@@ -233,7 +233,7 @@ class Contiguous(Layout):
     def runs(self, rank: int, world_size: int, seq_len: int) -> tuple[Run, ...]:
         # Ranks get full shards until the tokens run out; at most one shard is partly full.
         start = min(seq_len, rank * -(-seq_len // world_size))
-        return non_empty(Run(start, shard_length(rank, world_size, seq_len)))
+        return non_empty([Run(start, shard_length(rank, world_size, seq_len))])
 
 
 @dataclass(frozen=True)
@@ -253,7 +253,7 @@ class Striped(Layout):
                 f"{world_size} ranks of the ring, got {seq_len}; pad it to "
                 f"{self.padded_length(seq_len, world_size)} tokens or use zigzag or contiguous"
             )
-        return non_empty(Run(rank, seq_len // world_size, world_size))
+        return non_empty([Run(rank, seq_len // world_size, world_size)])
 
     def dealt_length(self, seq_len: int, world_size: int) -> int:
         return self.padded_length(max(1, seq_len), world_size)
@@ -350,10 +350,10 @@ def _halves(rank: int, per_rank: int, begin: int, end: int) -> tuple[Run, ...]:
     half = -(-length // 2)
     # What is left, and not `length // 2`: symbols of both cancel where a compiler adds them up.
     left = length - half
-    return non_empty(Run(begin + front, half), Run(end - back - left, left))
+    return non_empty([Run(begin + front, half), Run(end - back - left, left)])
 
 
-def non_empty(*runs: Run) -> tuple[Run, ...]:
+def non_empty(runs: Iterable[Run]) -> tuple[Run, ...]:
     """Return the runs that hold a token."""
     return tuple([run for run in runs if run.length])
 
@@ -489,7 +489,7 @@ class Padded(Layout):
     def runs(self, rank: int, world_size: int, seq_len: int) -> tuple[Run, ...]:
         runs = self.layout.runs(rank, world_size, self.whole_length(seq_len, world_size))
         # Padding is at the end of the sequence, and so at the end of each run.
-        return non_empty(*(Run(run.start, run.indices(0, seq_len)[1], run.stride) for run in runs))
+        return non_empty(Run(run.start, run.indices(0, seq_len)[1], run.stride) for run in runs)
 
     def num_tokens(self, rank: int, world_size: int, seq_len: int) -> int:
         return sum(run.length for run in self.runs(rank, world_size, seq_len))

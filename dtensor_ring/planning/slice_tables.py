@@ -28,7 +28,9 @@ RangeArray = tuple[np.ndarray, np.ndarray]
 
 def table_of(queries: RangeArray, keys: RangeArray, left: Any, right: Any) -> np.ndarray:
     """Return a table `(N, 6)` of N ranges; a bound is one number or an array of N."""
-    return np.stack(np.broadcast_arrays(*queries, *keys, left, right), axis=-1)
+    (begin, end), (key_begin, key_end) = queries, keys
+    fields = np.broadcast_arrays(begin, end, key_begin, key_end, left, right)
+    return np.stack(fields, axis=-1)
 
 
 def stacked(tables: Sequence[np.ndarray]) -> np.ndarray:

@@ -267,13 +267,13 @@ class QuantisedTokens(KeptTokens):
         quantise = KINDS["keys" if self.closed.means is None else "values"]
         parts = open[:, :, :num_full].split(self._at_once, SEQUENCE)
         new = [quantise(part, self.format, self.block_size) for part in parts]
-        closed = _changed(lambda same: torch.cat(same, SEQUENCE), self.closed, *new)
+        closed = _changed(lambda same: torch.cat(same, SEQUENCE), [self.closed, *new])
         # A clone, as a view would keep the memory of the rounded tokens.
         return replace(self, closed=closed, open=open[:, :, num_full:].clone())
 
     def select(self, rows: Tensor) -> QuantisedTokens:
         rows = rows.to(self.open.device)
-        closed = _changed(lambda same: same[0].index_select(0, rows), self.closed)
+        closed = _changed(lambda same: same[0].index_select(0, rows), [self.closed])
         return replace(self, closed=closed, open=self.open.index_select(0, rows))
 
     def crop(self, num_tokens: int) -> QuantisedTokens:
@@ -303,7 +303,7 @@ class QuantisedTokens(KeptTokens):
     def _of(self, closed: Quantised, open: Tensor) -> QuantisedTokens:
         """Return views of a part of the tokens; they are copied, so that the rest is freed."""
         if closed.data.shape != self.closed.data.shape:
-            closed = _changed(lambda same: same[0].clone(), closed)
+            closed = _changed(lambda same: same[0].clone(), [closed])
         return replace(self, closed=closed, open=open.clone())
 
 
@@ -314,7 +314,7 @@ def _part(q: Quantised, begin: int, end: int) -> Quantised:
     return replace(q, data=q.data[:, :, begin:end], scales=q.scales[:, :, blocks], means=means)
 
 
-def _changed(change: Callable[[list[Tensor]], Tensor], *given: Quantised) -> Quantised:
+def _changed(change: Callable[[list[Tensor]], Tensor], given: list[Quantised]) -> Quantised:
     """Apply a change to each tensor of quantised tokens, or to the tensors of several."""
     first, found = given[0], dict[str, Any]()
     # Numbers of 8 bits as bytes: few kernels know all their dtypes.

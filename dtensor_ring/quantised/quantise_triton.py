@@ -92,7 +92,7 @@ def dequantise_pair(
     source: tuple[EightBits, EightBits], out: tuple[Tensor, Tensor], block_size: int
 ) -> None:
     """Write keys and values in the user's basis by one launch, see `dequantise`."""
-    sides = (_to_dequantise(*each) for each in zip(source, out, strict=True))
+    sides = (_to_dequantise(parts, x) for parts, x in zip(source, out, strict=True))
     _launch(_dequantise_pair, dict(zip(PREFIXES, sides, strict=True)), block_size)
 
 

@@ -97,9 +97,11 @@ class HybridComparison:
         ]
         for row in self.rows:
             counts = row.relayouts, row.states, row.keys, row.waiting, row.total
-            numbers = (x / 1e6 for x in counts)
-            form = "{:<10}{:>12.1f}{:>10.1f}{:>17.1f}{:>10.1f}{:>10.1f}"
-            lines.append(form.format(row.layout, *numbers))
+            relayouts, states, keys, waiting, total = (x / 1e6 for x in counts)
+            lines.append(
+                f"{row.layout:<10}{relayouts:>12.1f}{states:>10.1f}{keys:>17.1f}{waiting:>10.1f}"
+                f"{total:>10.1f}"
+            )
         return "\n".join([*lines, f"least: {self.best}"])
 
 

@@ -151,9 +151,15 @@ class ContextParallelGRPOMixin(ContextParallelMixin):
         first = self._mesh.mesh.view(self._num_replicas(), -1)[:, 0]
         return by_rank[first].flatten(0, 1)
 
-    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+    def compute_loss(
+        self,
+        model: Any,
+        inputs: Any,
+        return_outputs: bool = False,
+        num_items_in_batch: Any = None,
+    ) -> Any:
         with self._counting_replicas():
-            return super().compute_loss(*args, **kwargs)
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
 
     @contextmanager
     def _counting_replicas(self) -> Iterator[None]:

@@ -254,15 +254,23 @@ class ContextParallelTrainer(Trainer):
         finally:
             plugin.activation_checkpointing = before
 
-    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+    def evaluation_loop(
+        self,
+        dataloader: Any,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> Any:
         self._shard_unless_trained()
-        output = super().evaluation_loop(*args, **kwargs)
-        prefix = kwargs.get("metric_key_prefix", "eval")
-        self._evaluated = prefix, output.num_samples or 0
+        output = super().evaluation_loop(
+            dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
+        )
+        self._evaluated = metric_key_prefix, output.num_samples or 0
         return output
 
-    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        super().log(self._with_steps(logs), *args, **kwargs)
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        super().log(self._with_steps(logs), start_time)
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
         output = super().predict(*args, **kwargs)

@@ -155,7 +155,8 @@ class FindsDocuments(Module):
         if axis is None:
             return None  # no attention here, or attention that raises a clear error
         local = positions.to_local() if isinstance(positions, DTensor) else positions
-        refuse_capture(local.device, *CUDA_GRAPHS)
+        why, instead = CUDA_GRAPHS
+        refuse_capture(local.device, why, instead)
         with spmd.no_typecheck():
             return gather_documents(local, axis.layout, axis.mesh)
 

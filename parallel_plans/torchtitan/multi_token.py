@@ -63,7 +63,7 @@ class Ahead:
         if not num_heads:
             return None
         tokens, positions = batch["input"], batch["positions"]
-        by_head = []
+        all_tokens, all_places, all_labels = [], [], []
         # Two documents, and what the first head beside the main one reads and predicts:
         #     tokens      a b c d | e f
         #     reads       b c d . | f .
@@ -73,9 +73,10 @@ class Ahead:
             how["return_valid_mask"] = True
             ahead, is_token = roll_mtp_sequence(tokens, fill_value=0, **how)
             of_labels, _ = roll_mtp_sequence(labels, fill_value=IGNORE_INDEX, **how)
-            by_head.append([own.of(x) for x in (ahead, is_token, of_labels)])
-        of_tokens, of_places, of_labels = zip(*by_head, strict=True)
-        return cls(of_tokens, of_places, of_labels)
+            all_tokens.append(own.of(ahead))
+            all_places.append(own.of(is_token))
+            all_labels.append(own.of(of_labels))
+        return cls(tuple(all_tokens), tuple(all_places), tuple(all_labels))
 
     def to(self, device: torch.device) -> Ahead:
         """Return the same on a device."""

@@ -93,15 +93,16 @@ class CudaFlash(VarlenKernel):
         return "it has no softcap" if problem.softcap else None
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, band: Band) -> Result:
-        lengths = _lengths(q, k, band.segments)
+        rows, cols, max_rows, max_cols = _lengths(q, k, band.segments)
         out, lse, *_ = aten._flash_attention_forward.default(
-            q, k, v, *lengths, 0.0, band.is_causal, False, **_options(band)
+            q, k, v, rows, cols, max_rows, max_cols, 0.0, band.is_causal, False, **_options(band)
         )
         return out, lse
 
     def attend_backward(
         self, saved: Saved, q: Tensor, k: Tensor, v: Tensor, band: Band
     ) -> Gradients:
+        rows, cols, max_rows, max_cols = _lengths(q, k, band.segments)
         unused = torch.empty(2, dtype=torch.uint64, device=q.device)  # dropout's random state
         dq, dk, dv = aten._flash_attention_backward.default(
             saved.grad_out,
@@ -110,7 +111,10 @@ class CudaFlash(VarlenKernel):
             v,
             saved.out,
             saved.lse,
-            *_lengths(q, k, band.segments),
+            rows,
+            cols,
+            max_rows,
+            max_cols,
             0.0,  # no dropout
             band.is_causal,
             unused,

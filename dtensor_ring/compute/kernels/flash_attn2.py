@@ -81,8 +81,10 @@ class FlashAttn2(VarlenKernel):
         if band.segments is None:
             out, lse, *_ = flash._flash_attn_forward(q, k, v, **more)
         else:
-            lengths = sizes(band.segments, q.device)
-            out, lse, *_ = flash._flash_attn_varlen_forward(q, k, v, *lengths, **more)
+            rows, cols, max_rows, max_cols = sizes(band.segments, q.device)
+            out, lse, *_ = flash._flash_attn_varlen_forward(
+                q, k, v, rows, cols, max_rows, max_cols, **more
+            )
         return out, lse
 
     def attend_backward(

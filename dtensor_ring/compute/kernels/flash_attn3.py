@@ -42,7 +42,7 @@ class PagedFlashAttn3(PagedKernel):
 
     def missing(self) -> str | None:
         missing = no_gpu(9) or _missing_package()
-        return missing or _left_out(_build_flags(), "PAGEDKV", "VARLEN")
+        return missing or _left_out(_build_flags(), ["PAGEDKV", "VARLEN"])
 
     def supports(self, problem: Problem, block: int) -> str | None:
         reason = gpu_limits(problem) or one_head_dim(problem, 256)
@@ -91,7 +91,7 @@ class FlashAttn3(VarlenKernel):
 
     def missing(self) -> str | None:
         missing = no_gpu(9) or self.missing_package()
-        return missing or _left_out(self.build_flags(), "VARLEN", "BACKWARD")
+        return missing or _left_out(self.build_flags(), ["VARLEN", "BACKWARD"])
 
     def supports(self, problem: Problem) -> str | None:
         if reason := gpu_limits(problem) or one_head_dim(problem, 256):
@@ -120,7 +120,7 @@ class FlashAttn3(VarlenKernel):
     def attend_backward(
         self, saved: Saved, q: Tensor, k: Tensor, v: Tensor, band: Band
     ) -> Gradients:
-        grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
         self.operators().bwd(
             saved.grad_out,
             q,
@@ -128,12 +128,14 @@ class FlashAttn3(VarlenKernel):
             v,
             saved.out,
             saved.lse,
-            *grads,
+            dq,
+            dk,
+            dv,
             **lengths(band.segments, q.device),
             **_options(band),
             deterministic=torch.are_deterministic_algorithms_enabled(),
         )
-        return grads
+        return dq, dk, dv
 
 
 def _missing_package() -> str | None:
@@ -150,7 +152,7 @@ def _missing_package() -> str | None:
     return None
 
 
-def _left_out(flags: dict[str, bool], *features: str) -> str | None:
+def _left_out(flags: dict[str, bool], features: list[str]) -> str | None:
     """Return which of these features the build lacks, as a reason, or `None`."""
     for feature in features:
         if flags.get(f"FLASHATTENTION_DISABLE_{feature}"):
@@ -162,10 +164,10 @@ def _left_out_of(flags: dict[str, bool], problem: Problem) -> str | None:
     """Return why the build cannot serve the problem, or `None`. All ranks have the same build."""
     needs = [("LOCAL", problem.windowed), ("SOFTCAP", bool(problem.softcap))]
     needs += [("FP16", problem.dtype == torch.float16)]
-    if reason := _left_out(flags, *(feature for feature, is_needed in needs if is_needed)):
+    if reason := _left_out(flags, [feature for feature, is_needed in needs if is_needed]):
         return reason
     # A head dim runs as the next larger one of the build.
-    there = [size for size in HEAD_DIMS if not _left_out(flags, f"HDIM{size}")]
+    there = [size for size in HEAD_DIMS if not _left_out(flags, [f"HDIM{size}"])]
     if problem.head_dim > max(there, default=0):
         return f"it was built for head dims of {there}, got {problem.head_dim}"
     return None

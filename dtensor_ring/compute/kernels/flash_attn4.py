@@ -108,8 +108,8 @@ class Latents(NamedTuple):
 
     def batch_rows(self) -> Iterator[Latents]:
         """Yield each row of the batch."""
-        for parts in zip(*(x.split(1) for x in self), strict=True):
-            yield Latents._make(parts)
+        for row in range(len(self.q)):
+            yield Latents._make(x[row : row + 1] for x in self)
 
 
 def missing_latents() -> str | None:
@@ -150,10 +150,11 @@ def attend_to_latents_backward(
 
     q, k, v, qv, lists = (x.detach() for x in latents)
     chunk = max(1, LIST_SCORES // (q.shape[2] * lists.shape[2]))
-    inputs = q, k, v, qv, saved.out, saved.grad_out, saved.lse, None, None, lists
     more = {"softmax_scale": scale, "recompute_p": True, "token_chunk": chunk}
     with COMPILER:
-        dq, dk, dv, dqv, _ = _flash_attn_bwd_sparse_mla(*inputs, **more)
+        dq, dk, dv, dqv, _ = _flash_attn_bwd_sparse_mla(
+            q, k, v, qv, saved.out, saved.grad_out, saved.lse, None, None, lists, **more
+        )
     return dq, dk, dv, dqv
 
 

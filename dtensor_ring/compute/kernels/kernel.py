@@ -180,7 +180,7 @@ class Saved:
 
     def region(self, rows: Region) -> Saved:
         """Return views of a region of the rows, or itself if the region is all of them."""
-        grad_out, out, lse = parts_of(rows, self.grad_out, self.out, self.lse)
+        grad_out, out, lse = parts_of(rows, (self.grad_out, self.out, self.lse))
         if grad_out is self.grad_out:
             return self
         grad_lse = None if self.grad_lse is None else part_of(self.grad_lse, rows)

@@ -33,10 +33,12 @@ def padded_attend(
         is_causal: whether row i sees columns up to i; then R is C.
         bias: added to the scores `(R, C)`, or `None`.
     """
-    query, key, _ = inputs
+    query, key, value = inputs
     num_rows, num_cols, head_dim = query.shape[2], key.shape[2], query.shape[3]
     mask = _bias(bias, query, num_cols, is_causal)
-    out, lse = kernel(*map(aligned, inputs), is_causal=is_causal, attn_mask=mask)
+    out, lse = kernel(
+        aligned(query), aligned(key), aligned(value), is_causal=is_causal, attn_mask=mask
+    )
     return out[:, :, :num_rows, :head_dim], lse[:, :, :num_rows]
 
 
@@ -57,13 +59,22 @@ def padded_backward(
         is_causal: whether row i sees columns up to i; then there are as many rows as columns.
         bias: added to the scores `(R, C)`, or `None`.
     """
-    grad_out, query, out, lse = by_row
-    num_rows, num_cols, head_dim = query.shape[2], by_col[0].shape[2], query.shape[3]
+    (grad_out, query, out, lse), (key, value) = by_row, by_col
+    num_rows, num_cols, head_dim = query.shape[2], key.shape[2], query.shape[3]
     mask = _bias(bias, query, num_cols, is_causal)
     # Rows of padding have gradients of 0, so their weights do not matter.
     lse = torch.nn.functional.pad(lse, (0, up(num_rows) - num_rows))
-    tensors = (grad_out, query, *by_col, out)
-    grads = kernel(*map(aligned, tensors), lse, 0.0, is_causal, attn_mask=mask)
+    grads = kernel(
+        aligned(grad_out),
+        aligned(query),
+        aligned(key),
+        aligned(value),
+        aligned(out),
+        lse,
+        0.0,  # no dropout
+        is_causal,
+        attn_mask=mask,
+    )
     dq, dk, dv = (
         grad[:, :, :size, :head_dim]
         for grad, size in zip(grads, (num_rows, num_cols, num_cols), strict=True)

@@ -123,14 +123,14 @@ def _joined(outputs: list[Any], rows: Any) -> Any:
     """Join the outputs of tiles to those of all tokens, which have `rows`, `(B, L)`, or none."""
     leaves, spec = [tree_flatten(x)[0] for x in outputs], tree_flatten(outputs[0])[1]
 
-    def joined(*tiles: Any) -> Any:
+    def joined(tiles: tuple[Any, ...]) -> Any:
         if not isinstance(tiles[0], Tensor):
             return tiles[0]
         if tiles[0].ndim > 2:
             return torch.cat(tiles, 1).view((*rows, *tiles[0].shape[2:]))
         return torch.cat(tiles)
 
-    return tree_unflatten([joined(*tiles) for tiles in zip(*leaves, strict=True)], spec)
+    return tree_unflatten([joined(tiles) for tiles in zip(*leaves, strict=True)], spec)
 
 
 # A prime, which no other size of a model is likely to be.

@@ -57,7 +57,12 @@ def projected_cross_entropy(
 # projection. Tiles of tokens take three, but add up the gradient of the whole weight: in 16 bits,
 # this needs a float32 copy.
 def forward(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, *scaling: float
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    scale: float,
+    softcap: float,
 ) -> tuple[Tensor, Tensor]:
     """Return the loss of each token, and its log-sum-exp, which backward needs."""
     is_ignored = labels == IGNORE_INDEX
@@ -67,7 +72,7 @@ def forward(
     total, label_scores = torch.zeros_like(largest), torch.zeros_like(largest)
     # Online softmax over tiles of the vocabulary (Milakov and Gimelshein, 2018, arXiv 1805.02867):
     # `total` is the sum of exp(score - largest) over the entries so far.
-    for start, _, scores in _tiles(hidden, weight, bias, *scaling):
+    for start, _, scores in _tiles(hidden, weight, bias, scale, softcap):
         column, is_here = _columns(labels, start, scores)
         label_scores = torch.where(is_here, scores.gather(1, column).squeeze(1), label_scores)
         before, largest = largest, torch.maximum(largest, scores.amax(1))
@@ -184,13 +189,14 @@ def _fake_backward(grad: Tensor, hidden: Tensor, weight: Tensor, *more: Any) -> 
 
 
 def _keep(ctx: Any, inputs: Any, output: Any) -> None:
-    *tensors, ctx.scale, ctx.softcap = inputs
-    ctx.save_for_backward(*tensors, output[1])
+    hidden, weight, bias, labels, ctx.scale, ctx.softcap = inputs
+    ctx.save_for_backward(hidden, weight, bias, labels, output[1])
 
 
 def _gradients(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Any, ...]:
     needs = list(ctx.needs_input_grad[:3])
-    grads = _backward_op(grad, *ctx.saved_tensors, ctx.scale, ctx.softcap, needs)
+    hidden, weight, bias, labels, lse = ctx.saved_tensors
+    grads = _backward_op(grad, hidden, weight, bias, labels, lse, ctx.scale, ctx.softcap, needs)
     found = [x if is_needed else None for x, is_needed in zip(grads, needs, strict=True)]
     return *found, None, None, None
 

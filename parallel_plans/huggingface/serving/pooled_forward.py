@@ -351,9 +351,9 @@ class MixedTokens(PooledStep):
         new_keys, new_values = (x.split(self._lengths, 2) for x in (key, value))
         new = zip(self._steps, new_keys, new_values, strict=True)
         pairs = [step.append(cache, number, k, v) for step, k, v in new]
-        self._num_keys = [keys.shape[2] for keys, _ in pairs]
-        keys, values = (torch.cat(x, 2) for x in zip(*pairs, strict=True))
-        return keys, values
+        keys, values = [keys for keys, _ in pairs], [values for _, values in pairs]
+        self._num_keys = [x.shape[2] for x in keys]
+        return torch.cat(keys, 2), torch.cat(values, 2)
 
     def attend(
         self, number: int, query: Tensor, key: Tensor, value: Tensor, mask: Mask, **scores: Any

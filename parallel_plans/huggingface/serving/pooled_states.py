@@ -150,7 +150,8 @@ class StateMemory:
     def copy(self, copies: Sequence[SlotCopy]) -> None:
         """Copy states from slots to slots, in this order."""
         for together in _independent(copies):
-            sources, targets = (self.indices(x) for x in zip(*together, strict=True))
+            sources = self.indices([x.source for x in together])
+            targets = self.indices([x.target for x in together])
             for layer in self._layers:
                 for x in layer.values():
                     x[targets] = x[sources]

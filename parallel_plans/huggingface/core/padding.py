@@ -45,6 +45,32 @@ def left_padding(attention_mask: Tensor, num_tokens: int) -> Tensor | None:
     return padding if padding.any() else None
 
 
+def check_same_padding(given: Tensor | None, cached: Tensor | None, num_cached: int) -> None:
+    """Refuse a mask that shows cached padding, or hides cached tokens.
+
+    Args:
+        given: the left padding of each row by the mask of all tokens, `(B,)`; `None` without any.
+        cached: the same by the mask with which the cached tokens came.
+        num_cached: the number of cached tokens.
+
+    Raises:
+        ValueError: if a row has another number of cached tokens that are padding.
+    """
+    like = cached if given is None else given
+    if like is None or not num_cached:
+        return
+    now, before = (
+        torch.zeros_like(like) if x is None else x.clamp(max=num_cached) for x in (given, cached)
+    )
+    # A wrong number of rows is refused later.
+    if now.shape == before.shape and not torch.equal(now, before):
+        raise ValueError(
+            f"attention_mask hides {now.tolist()} of the cached tokens at the start of the rows, "
+            f"and {before.tolist()} were hidden when they came, which cannot change: give the same "
+            "zeros before the ones of new tokens, or call cache.reset()"
+        )
+
+
 def check_ones_and_zeros(attention_mask: Any) -> None:
     """Refuse a mask that numbers documents: transformers reads it as true and false.
 

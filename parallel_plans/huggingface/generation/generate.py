@@ -29,7 +29,7 @@ from parallel_plans.huggingface.core.model_masks import (
     padding_of,
     precomputed_masks,
 )
-from parallel_plans.huggingface.core.padding import left_padding
+from parallel_plans.huggingface.core.padding import check_same_padding, left_padding
 from parallel_plans.huggingface.core.positions import LastTokens
 from parallel_plans.huggingface.core.versions import (
     NAMES_OF_CACHE,
@@ -173,6 +173,7 @@ def call_with_cache(
     seen = precomputed_masks(mask, num_tokens, keeps_plain=True) if is_precomputed(mask) else None
     mask = mask if seen is None else padding_of(mask)
     padding = None if mask is None else left_padding(mask, past + num_tokens)
+    check_same_padding(padding, memory.left_padding, past)
     positions = sharding.positions(batch, past, mask)
     _check_places(sharding, positions, past, padding)
     kept, counted = None, None

@@ -107,6 +107,9 @@ def test_misused() -> None:
     angles = ours.model.rotary_emb(torch.zeros(1), torch.arange(9).view(1, 9))
     first = ours(tokens(), past_key_values=cache).logits  # the name before 5.24
     drafted = partial(generate, ours, input_ids=tokens(20), cache=cache)
+    mask, padded = torch.ones(2, 14, dtype=torch.long), ContextParallelCache(ours)
+    mask[0, :3] = 0
+    ours(tokens(), attention_mask=mask[:, :13], cache=padded)
     wrong: tuple[tuple[str, Any], ...] = (
         ("of another model", lambda: other(tokens(), cache=cache)),
         ("a cache of 2 rows got 3", lambda: ours(tokens(5, 3), cache=cache)),
@@ -116,6 +119,8 @@ def test_misused() -> None:
         ("block must", lambda: ContextParallelCache(ours, block=0)),
         ("one model under a context_parallel_plan", lambda: ContextParallelCache(stock("Llama"))),
         ("must be from 0 to 31", lambda: ours(tokens(1) + 99, cache=cache)),
+        (r"hides \[3, 0\] .* \[0, 0\]", lambda: ours(tokens(1), attention_mask=mask, cache=cache)),
+        (r"hides \[0, 0\] .* \[3, 0\]", lambda: ours(tokens(1), cache=padded)),
         ("prompt_lookup_num_tokens .* 13", lambda: drafted(prompt_lookup_num_tokens=3)),
         ("assistant_model is not supp", lambda: drafted(assistant_model=stock("OPT"))),
     )

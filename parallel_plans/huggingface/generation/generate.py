@@ -43,7 +43,7 @@ from parallel_plans.huggingface.core.whole_rows import (
     check_one_document,
     check_whole_rows,
 )
-from parallel_plans.huggingface.generation.cache_memory import NewTokens
+from parallel_plans.huggingface.generation.cache_memory import CacheMemory, NewTokens
 from parallel_plans.huggingface.probing.probe import ROUTER_LOGITS
 from parallel_plans.huggingface.sharding.agreement import described
 from parallel_plans.huggingface.sharding.batch import (
@@ -173,9 +173,8 @@ def call_with_cache(
     seen = precomputed_masks(mask, num_tokens, keeps_plain=True) if is_precomputed(mask) else None
     mask = mask if seen is None else padding_of(mask)
     padding = None if mask is None else left_padding(mask, past + num_tokens)
-    check_same_padding(padding, memory.left_padding, past)
     positions = sharding.positions(batch, past, mask)
-    _check_places(sharding, positions, past, padding)
+    _check_places(sharding, positions, memory, padding)
     kept, counted = None, None
     num_kept = batch.others.get(LOGITS_TO_KEEP, 0)
     with (
@@ -217,9 +216,12 @@ def call_with_cache(
 
 
 def _check_places(
-    sharding: Sharding, positions: Tensor | None, past: int, padding: Tensor | None
+    sharding: Sharding, positions: Tensor | None, memory: CacheMemory, padding: Tensor | None
 ) -> None:
-    """Refuse new tokens whose places a model counts by itself, where it would count wrongly."""
+    """Refuse other padding than before, and places that a model would count wrongly by itself."""
+    past = memory.seq_len
+    if sharding.layer_masks:  # without attention, nothing sees cached padding
+        check_same_padding(padding, memory.left_padding, past)
     if sharding.counts_places == ROW:
         if padding is not None:
             raise ValueError(WHOLE_ROWS)

@@ -218,16 +218,16 @@ def call_with_cache(
 def _check_places(
     sharding: Sharding, positions: Tensor | None, memory: CacheMemory, padding: Tensor | None
 ) -> None:
-    """Refuse other padding than before, and places that a model would count wrongly by itself."""
+    """Refuse places that a model would count wrongly by itself, and other padding than before."""
     past = memory.seq_len
-    if sharding.layer_masks:  # without attention, nothing sees cached padding
-        check_same_padding(padding, memory.left_padding, past)
     if sharding.counts_places == ROW:
         if padding is not None:
             raise ValueError(WHOLE_ROWS)
         check_whole_rows(None, positions, past)
     elif sharding.counts_places:
         check_one_document(None, positions, past, padding)
+    if sharding.layer_masks:  # without attention, nothing sees cached padding
+        check_same_padding(padding, memory.left_padding, past)
 
 
 @contextmanager

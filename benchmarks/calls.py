@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from functools import cache, partial
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from harness import is_quick, origin, publish, table_of
+from instant import Instant
 from rich.console import Console
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -35,15 +36,6 @@ from dtensor_ring.agreement.call_record import CallRecord, CallSite
 from dtensor_ring.agreement.group_state import GroupState
 from dtensor_ring.agreement.late_records import Failed, LateRecords, PostedCall
 from dtensor_ring.compute import merge
-from dtensor_ring.compute.kernels.kernel import (
-    Gradients,
-    Kernel,
-    Launch,
-    Problem,
-    Result,
-    Saved,
-    Scores,
-)
 from dtensor_ring.compute.kernels.registry import register_kernel
 from dtensor_ring.lab.training.estimate import alone
 from dtensor_ring.transport.transport import P2P, NullTransport, Work, set_transport
@@ -91,34 +83,6 @@ def calls(mesh: DeviceMesh) -> dict[str, Call]:
             *dtensors, is_causal=True
         ).to_local(),
     }
-
-
-class Instant(Kernel):
-    """A kernel that takes no time: it returns the same zeros again."""
-
-    name = "instant"
-
-    def missing(self) -> str | None:
-        return None
-
-    def supports(self, problem: Problem) -> str | None:
-        return None
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, launch: Launch, scores: Scores) -> Result:
-        return zeros(q.shape), zeros(q.shape[:3])
-
-    def backward(
-        self, saved: Saved, q: Tensor, k: Tensor, v: Tensor, launch: Launch, scores: Scores
-    ) -> Gradients:
-        return zeros(q.shape, 1), zeros(k.shape, 2), zeros(v.shape, 3)
-
-
-@cache
-def zeros(shape: torch.Size, which: int = 0) -> Tensor:
-    """Zeros of a shape, token-major; `which` tells tensors of one shape apart."""
-    if len(shape) < 4:
-        return torch.zeros(shape)
-    return torch.zeros(shape).transpose(1, 2).contiguous().transpose(1, 2)
 
 
 class Silent(NullTransport):

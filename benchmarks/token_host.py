@@ -5,10 +5,10 @@
 A Llama of 8 layers that are next to nothing decodes on rank 0 of 1 and of 2. Attention's kernel and
 messages take no time: the kernel returns zeros, and the other rank is played, which sends back what
 it gets, with the record of the call. The same script measures a checkout of the earlier commit and
-this tree in turns, each in a process of its own, by the processor's time of the main thread. The
-least of all tokens of a process counts, and the median of several starts, which differ by some 5
-percent. ``--base`` names another commit. With ``--quick`` there is one start, and the card goes to
-``out``.
+this tree. Each runs in its own process, and they take turns. The time is the CPU time of the main
+thread: the least of all tokens of a process, and the median of several starts, which differ by some
+5 percent. ``--base`` names another commit. With ``--quick`` there is one start, and the card goes
+to ``out``.
 """
 
 from __future__ import annotations
@@ -81,24 +81,6 @@ class Peers:
         return self._arrived
 
 
-def without_kernel() -> str:
-    """Return the name of a kernel that takes no time: it returns the same zeros again."""
-    import torch
-
-    from dtensor_ring.compute.kernels.kernel import Kernel
-    from dtensor_ring.compute.kernels.registry import register_kernel
-
-    def forward(_: Any, q: Any, k: Any, v: Any, launch: Any, scores: Any) -> tuple[Any, Any]:
-        if q.shape not in zeros:
-            zeros[q.shape] = torch.zeros(q.shape), torch.zeros(q.shape[:3])
-        return zeros[q.shape]
-
-    zeros: dict[Any, Any] = {}
-    made = {"name": "instant", "missing": lambda _: None, "supports": lambda *_: None}
-    register_kernel(type("Instant", (Kernel,), made | {"forward": forward, "backward": None})())
-    return "instant"
-
-
 def llama() -> Any:
     """A language model of 8 layers whose kernels take next to no time."""
     import torch
@@ -132,15 +114,18 @@ def least(model: Any, peers: Peers) -> float:
 def serve(world_size: int) -> None:
     """Measure one round for each line of the input."""
     import torch
+    from instant import Instant
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.parallel import parallelize_module
 
+    from dtensor_ring.compute.kernels.registry import register_kernel
     from parallel_plans.huggingface import context_parallel_plan
 
     torch.set_num_threads(1)
+    register_kernel(Instant())
     peers, stock, ours = Peers(world_size), llama(), llama()
     mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("cp",))
-    parallelize_module(ours, mesh, context_parallel_plan(ours, kernel=without_kernel()))
+    parallelize_module(ours, mesh, context_parallel_plan(ours, kernel=Instant.name))
     for _ in sys.stdin:
         gc.collect()
         gc.disable()

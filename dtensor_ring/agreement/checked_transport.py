@@ -88,8 +88,8 @@ class RecordWork(PendingWork):
     def __init__(
         self, call: MessageOwner, work: Work, message: P2P, recv_buffer: RecvBuffer
     ) -> None:
-        self._call, self._work, self._message = call, work, message
-        self.has_arrived, self._recv_buffer = False, recv_buffer
+        super().__init__(call, work, message)
+        self._recv_buffer = recv_buffer
         self._flat: Tensor | None = None
         self._record_bytes = 0
 
@@ -296,9 +296,9 @@ class CheckedTransport(Transport):
     def _receive_records(self) -> None:
         """Post the receives of other ranks' records."""
         if not self._posts:  # equal calls of other layers receive the same way
-            buffers = enumerate(self._neighbours(-1))
-            found = [(self._state.recv_buffer(index), peer) for index, peer in buffers]
-            self._posts = [(buffer, P2P(buffer.flat, peer)) for buffer, peer in found]
+            for index, peer in enumerate(self._neighbours(-1)):
+                recv_buffer = self._state.recv_buffer(index)
+                self._posts.append((recv_buffer, P2P(recv_buffer.flat, peer)))
         for recv_buffer, message in self._posts:
             work = self._started(message, self._record_transport.receive_record, message)
             self._peer_records[message.peer] = RecordWork(self, work, message, recv_buffer)
@@ -320,9 +320,7 @@ class CheckedTransport(Transport):
         # A record that carries messages goes to the ranks that this one hears from: all others.
         peers = self._peer_records if self._piggybacks else self._neighbours(1)
         self._piggybacks = False
-        payloads, joined = dict[int, Tensor](), dict[int, Tensor]()
-        for x in carried:
-            payloads[x.peer] = x.flat
+        payloads, joined = {x.peer: x.flat for x in carried}, dict[int, Tensor]()
         sent = []
         for peer in peers:
             payload = payloads.get(peer)

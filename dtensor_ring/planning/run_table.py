@@ -24,7 +24,7 @@ from dtensor_ring.planning.lru import cached_bytes
 from dtensor_ring.planning.ranges import FrozenArrays
 from dtensor_ring.planning.slice_tables import LARGEST
 
-# So many numbers are added one by one.
+# Python adds up to this many numbers faster than numpy does.
 FEW = 64
 
 # Memory of a `Run`, its integers, and its row in the arrays.
@@ -275,7 +275,6 @@ class RunTable(FrozenArrays, Layout):
 
     def num_tokens(self, rank: int, world_size: int, seq_len: int) -> int:
         lengths = self._row(rank, world_size)[:, 1]
-        # numpy takes longer for a few numbers than Python.
         return sum(lengths.tolist()) if lengths.size <= FEW else int(lengths.sum())
 
     def runs(self, rank: int, world_size: int, seq_len: int) -> tuple[Run, ...]:

@@ -313,10 +313,15 @@ def merge_stacked(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
     return merge_outputs(outs, lses.unsqueeze(-1)), lses.logsumexp(0)
 
 
-def merge_outputs(outs: Tensor, lses: Tensor) -> Tensor:
-    """Return the merged output of `merge_stacked`, without its lse; lses are `(W, ..., 1)`."""
-    # In a row that no partial has seen, -inf - -inf is nan; its weight is 0.
-    return (outs * lses.softmax(0).nan_to_num_(0.0)).sum(0)
+def merge_outputs(outs: Tensor, lses: Tensor, are_seen: bool = False) -> Tensor:
+    """Return the merged output of `merge_stacked`, without its lse; lses are `(W, ..., 1)`.
+
+    `are_seen` says that some partial has seen each row, which saves an op.
+    """
+    weights = lses.softmax(0)
+    if not are_seen:
+        weights.nan_to_num_(0.0)  # -inf - -inf is nan; the weight of such a row is 0
+    return (outs * weights).sum(0)
 
 
 def merge_ragged(

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from dtensor_ring.compute.execute import Pair, launches_of
 from dtensor_ring.compute.kernels import Kernel, Launch, Saved, Scores
 from dtensor_ring.compute.kernels.kernel import Gradients
-from dtensor_ring.compute.memory import TOKEN_MAJOR, in_order, order_of, part_of
+from dtensor_ring.compute.memory import TOKEN_MAJOR, in_order, order_of, part_of, wide_of
 from dtensor_ring.compute.trace import Label
 from dtensor_ring.planning.plan import Plan, Step
+from dtensor_ring.planning.tile import FULL
 
 
 class Sole:
@@ -19,12 +21,15 @@ class Sole:
 
     Attributes:
         launch: the launch.
+        sees_all: whether each query sees all keys of the launch.
+        wide: the dtype in which results are merged with those of other ranks.
         forward: names it in a profile, in a forward or a decode call.
         backward: names it there in a backward call.
     """
 
-    def __init__(self, launch: Launch, source: int, forward: str) -> None:
-        self.launch = launch
+    def __init__(self, launch: Launch, source: int, forward: str, wide: torch.dtype) -> None:
+        self.launch, self.wide = launch, wide
+        self.sees_all = launch.mask == FULL and launch.intervals is None
         self.forward, self.backward = Label(forward, 0, source), Label("backward", 0, source)
         # Strides of results that are in order, next to those of the queries for outputs.
         self._ordered: set[tuple[Any, ...]] = set()
@@ -86,7 +91,7 @@ def sole_of(
         return None
     (launch,) = found
     is_whole = part_of(query, launch.rows) is query and part_of(key, launch.cols) is key
-    return Sole(launch, step.source, ring) if is_whole else None
+    return Sole(launch, step.source, ring, wide_of(query.dtype)) if is_whole else None
 
 
 def sole_forward(

@@ -98,11 +98,12 @@ class CacheLayer:
         with writing():
             # Both before either is kept, so that an error leaves the layer as it was.
             keys, values = self._memory or self._empty(given)
-            keys = keys.append(step.parts(key), before, capacity)
-            self._memory = keys, values.append(step.parts(value), before, capacity)
+            keys = keys.append(key, step.kept, before, capacity)
+            values = values.append(value, step.kept, before, capacity)
+        self._memory = keys, values
         self.capacities, self._appends.batch = step.capacities, key.shape[0]
         self._appends.done(self.number)
-        return self._first(step.cols[1])
+        return keys.read(step.cols[1]), values.read(step.cols[1])
 
     def select(self, rows: Tensor) -> None:
         """Keep these rows of the batch, in this order.
@@ -135,11 +136,7 @@ class CacheLayer:
         if not self._memory:
             raise ValueError(f"layer {self.number} has no keys and values yet, append brings them")
         self._reorder()
-        return self._first(self._appends.num_cols(self.number))
-
-    def _first(self, num_cols: int) -> tuple[Tensor, Tensor]:
-        """Return the first columns of keys and values."""
-        keys, values = self._memory
+        (keys, values), num_cols = self._memory, self._appends.num_cols(self.number)
         return keys.read(num_cols), values.read(num_cols)
 
     def _empty(self, like: tuple[Tensor, ...]) -> list[ColumnMemory]:

@@ -301,7 +301,8 @@ def kept_decode(options: tuple[Any, ...], query: Tensor, key: Tensor, value: Ten
     # What is kept has its record, which need not be kept a second time.
     found = _round_of(call, request, query, value, _decode_record.made)
     # The content of the tensors is known by now; they may be written to for the next token.
-    call = DecodeCall(DecodeBatch(), call.scores._replace(sinks=None), call.place)
+    scores = call.scores if call.scores.sinks is None else call.scores._replace(sinks=None)
+    call = DecodeCall(DecodeBatch(), scores, call.place)
     return BoundDecode(call, request, found, is_kept=True)
 
 

@@ -6,7 +6,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import cached_property
+from typing import Any, NamedTuple
 from zlib import crc32
 
 import numpy as np
@@ -19,7 +20,7 @@ from dtensor_ring.compute.trace import NOTHING
 from dtensor_ring.decode.plan import CacheTable
 from dtensor_ring.ops.checks import check_strided
 from dtensor_ring.planning.layout import Layout
-from dtensor_ring.planning.ranges import Span, as_count
+from dtensor_ring.planning.ranges import Span, as_count, length
 from dtensor_ring.quantised.block_scales import Format
 from dtensor_ring.quantised.kept_tokens import QuantisedTokens, kept_bytes
 
@@ -46,11 +47,12 @@ class ColumnMemory(ABC):
         """Return the first columns, `(B, N, C, H)`."""
 
     @abstractmethod
-    def append(self, parts: Sequence[Tensor], col: int, capacity: int) -> ColumnMemory:
-        """Put new columns, in parts, after the first `col` columns.
+    def append(self, x: Tensor, kept: Sequence[Span], col: int, capacity: int) -> ColumnMemory:
+        """Put new columns after the first `col` columns.
 
         Args:
-            parts: tensors `(B, N, L, H)`.
+            x: a layer's tokens `(B, N, L, H)`.
+            kept: spans of tokens that become columns, in their order.
             col: the number of columns before.
             capacity: the number of columns that memory is needed for.
         """
@@ -117,15 +119,26 @@ class PlainColumns(ColumnMemory):
         _, heads, _, head_dim = self.buffer.shape
         return kept_bytes((batch, heads, num_cols, head_dim), self.buffer.dtype, None, "keys")
 
-    def read(self, num_cols: int) -> Tensor:
-        return _columns(self.buffer, 0, num_cols)
+    @cached_property
+    def _place(self) -> tuple[Any, Any, Any]:
+        """Shape, strides and offset of the buffer: each token would ask the tensor for them."""
+        return self.buffer.shape, self.buffer.stride(), self.buffer.storage_offset()
 
-    def append(self, parts: Sequence[Tensor], col: int, capacity: int) -> PlainColumns:
-        grown = self if self.buffer.shape[SEQUENCE] >= capacity else self._grown(col, capacity)
-        for x in parts:
-            length = x.shape[SEQUENCE]
-            _columns(grown.buffer, col, length).copy_(x)
-            col += length
+    def _columns(self, begin: int, num_cols: int) -> Tensor:
+        """Return columns as a view, as `narrow` does, which costs the host three times as much."""
+        (batch, heads, _, head_dim), strides, offset = self._place
+        shape = batch, heads, num_cols, head_dim
+        return self.buffer.as_strided(shape, strides, offset + begin * strides[SEQUENCE])
+
+    def read(self, num_cols: int) -> Tensor:
+        return self._columns(0, num_cols)
+
+    def append(self, x: Tensor, kept: Sequence[Span], col: int, capacity: int) -> PlainColumns:
+        grown = self if self._place[0][SEQUENCE] >= capacity else self._grown(col, capacity)
+        for span in kept:
+            num_cols = length(span)
+            grown._columns(col, num_cols).copy_(columns(x, span))
+            col += num_cols
         return grown
 
     def select(self, rows: Tensor) -> PlainColumns:
@@ -140,13 +153,6 @@ class PlainColumns(ColumnMemory):
         larger = self.buffer.new_empty(*self.buffer.shape[:2], capacity, self.buffer.shape[3])
         larger.narrow(SEQUENCE, 0, num_cols).copy_(self.read(num_cols))
         return PlainColumns(larger)
-
-
-def _columns(buffer: Tensor, begin: int, length: int) -> Tensor:
-    """Return columns as a view, as `narrow` does, which costs the host three times as much."""
-    (batch, heads, _, head_dim), strides = buffer.shape, buffer.stride()
-    offset = buffer.storage_offset() + begin * strides[SEQUENCE]
-    return buffer.as_strided((batch, heads, length, head_dim), strides, offset)
 
 
 @dataclass(frozen=True)
@@ -173,10 +179,11 @@ class QuantisedColumns(ColumnMemory):
     def read(self, num_cols: int) -> Tensor:
         return self.tokens.crop(num_cols).read()
 
-    def append(self, parts: Sequence[Tensor], col: int, capacity: int) -> QuantisedColumns:
-        if not parts:
+    def append(self, x: Tensor, kept: Sequence[Span], col: int, capacity: int) -> QuantisedColumns:
+        if not kept:
             return self
-        return QuantisedColumns(self.tokens.append(torch.cat([*parts], SEQUENCE)), self.kind)
+        new = torch.cat([columns(x, span) for span in kept], SEQUENCE)
+        return QuantisedColumns(self.tokens.append(new), self.kind)
 
     def select(self, rows: Tensor) -> QuantisedColumns:
         return QuantisedColumns(self.tokens.select(rows), self.kind)
@@ -211,10 +218,6 @@ class AppendStep(NamedTuple):
     capacities: tuple[int, ...]
     capacities_before: tuple[int, ...]
     is_first: bool
-
-    def parts(self, x: Tensor) -> list[Tensor]:
-        """Return the parts of a layer's tokens `(B, N, L, H)` that stay on this rank."""
-        return [columns(x, span) for span in self.kept]
 
 
 class AppendSteps:

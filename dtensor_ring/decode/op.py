@@ -14,7 +14,7 @@ from dtensor_ring.compute.accumulate import RunningOutput, add_sinks
 from dtensor_ring.compute.execute import Pair, forward_step
 from dtensor_ring.compute.kernels import Kernel, Scores
 from dtensor_ring.compute.lags import Lags, is_biased, resident_positions
-from dtensor_ring.compute.memory import empty, in_order, order_of, wide_of
+from dtensor_ring.compute.memory import empty, in_order, order_of
 from dtensor_ring.compute.sole import Sole, sole_forward
 from dtensor_ring.compute.trace import Label
 from dtensor_ring.decode.call import (
@@ -167,7 +167,7 @@ def _merged(query: Tensor, found: tuple[Tensor, Tensor], combine: Combine, sole:
     """Return the output of `_combined`; `sole` knows the memory order of outputs."""
     out, lse = found
     with sole.forward("merge"):
-        out = combine.output(out.to(wide_of(query.dtype)), lse)
+        out = combine.output(out, lse, sole.wide, sole.sees_all)
     is_like = out.dtype == query.dtype
     return sole.output(out, query) if is_like else in_order(out, order_of(query), query.dtype)
 

@@ -94,34 +94,42 @@ class Combine:
         Both have the same dtype. The results are new tensors.
         """
         if self._merge == "one_shot":
-            parts = self._exchanged(out, lse)
+            parts = self._exchanged(out, lse, out.dtype)
             merged = merge_stacked(parts.outs, parts.lses.squeeze(-1))
         else:
-            parts = self._own(out, lse)
+            parts = self._own(out, lse, out.dtype)
             outs, lses = self._in_two(parts.rows.flatten(1, -2))
             merged = outs.view(out.shape), lses.view(lse.shape)
         self._transport.free(parts.buffer)
         return merged
 
-    def output(self, out: Tensor, lse: Tensor) -> Tensor:
-        """Return the merged output alone, the same bits."""
+    def output(self, out: Tensor, lse: Tensor, dtype: torch.dtype, are_seen: bool) -> Tensor:
+        """Return the merged output alone, the same bits.
+
+        Args:
+            out: `(B, N, M, Hv)`.
+            lse: `(B, N, M)`.
+            dtype: in which both are merged.
+            are_seen: whether each query sees keys of this rank.
+        """
         if self._merge != "one_shot":
-            return self(out, lse)[0]
-        parts = self._exchanged(out, lse)
-        merged = merge_outputs(parts.outs, parts.lses)
+            return self(out.to(dtype), lse)[0]
+        parts = self._exchanged(out, lse, dtype)
+        merged = merge_outputs(parts.outs, parts.lses, are_seen)
         self._transport.free(parts.buffer)
         return merged
 
-    def _exchanged(self, out: Tensor, lse: Tensor) -> _Parts:
+    def _exchanged(self, out: Tensor, lse: Tensor, dtype: torch.dtype) -> _Parts:
         """Return what all ranks have."""
-        parts = self._own(out, lse)
+        parts = self._own(out, lse, dtype)
         self._exchange(parts.receives, parts.sends)
         return parts
 
-    def _own(self, out: Tensor, lse: Tensor) -> _Parts:
+    def _own(self, out: Tensor, lse: Tensor, dtype: torch.dtype) -> _Parts:
         """Return memory for what all ranks have, with that of this rank."""
         self._transport.prepare(out.device)
-        parts = self._parts_like(out)
+        parts = self._parts_like(out, dtype)
+        # A copy rounds to another dtype by itself.
         parts.own_out.copy_(out)
         parts.own_lse.copy_(lse)
         return parts
@@ -175,19 +183,22 @@ class Combine:
         for work in works:
             work.wait()
 
-    def _parts_like(self, out: Tensor) -> _Parts:
-        """Return memory for what all ranks have of outputs like this one.
+    def _parts_like(self, out: Tensor, dtype: torch.dtype) -> _Parts:
+        """Return memory for what all ranks have of outputs of this shape, in a dtype.
 
         Layers get the same few buffers one after the other, so their views are made once.
         """
-        last, like = self._last, (out.shape, out.dtype)
+        last, like = self._last, (out.shape, dtype)
         if last is None or last.like != like:
-            num_bytes = self._size * (out.numel() + out.shape[:-1].numel()) * out.dtype.itemsize
+            last, self._parts = None, {}
+            num_bytes = self._size * (out.numel() + out.shape[:-1].numel()) * dtype.itemsize
         else:
             num_bytes = last.num_bytes
         buffer = self._transport.allocate(num_bytes, out.device)
+        if last is not None and last.buffer is buffer:
+            return last
         known = self._parts.get(id(buffer))  # which it keeps alive
-        if known is None or known.like != like:
+        if known is None:
             known = self._parts[id(buffer)] = self._views(buffer, num_bytes, like)
         self._last = known
         return known

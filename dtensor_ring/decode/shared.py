@@ -61,6 +61,7 @@ class SharedDecode:
     ) -> None:
         self._key_runs, self._mesh, self._kernel, self._agree = key_runs, mesh, kernel, agree
         self._bound: dict[Any, _Bound] = {}
+        self._last: tuple[Any, _Bound | None] = (), None
 
     def __call__(
         self,
@@ -87,7 +88,11 @@ class SharedDecode:
         kind = _kind(query, key, value, sinks, options)
         if torch.is_grad_enabled() or forward_ad._current_level >= 0 or not nodes.is_plain(query):
             return self._attend(query, key, value, sinks, options)
-        bound = self._bound.get(kind) or self._first(kind, query, key, value, sinks, options)
+        # Most layers are as the last one: to compare takes less than a hash.
+        last, bound = self._last
+        if kind != last or bound is None:
+            bound = self._bound.get(kind) or self._first(kind, query, key, value, sinks, options)
+            self._last = kind, bound
         if bound is None:
             return self._attend(query, key, value, sinks, options)
         call, ready, round = bound
@@ -158,7 +163,9 @@ def _kind(
 
     Tensors among the options are those of one step: the same object has the same content.
     """
-    if not type(query) is type(key) is type(value) is Tensor or not are_of_heads(sinks):
+    if not type(query) is type(key) is type(value) is Tensor:
+        return None
+    if not (sinks is None or are_of_heads(sinks)):
         return None
     if query.is_nested or key.is_nested or value.is_nested:
         return None

@@ -126,14 +126,16 @@ def within_layer(module: nn.Module) -> AbstractContextManager[object]:
 
     Compiled code has none: a name in the graph would compile each layer separately.
     """
-    return nullcontext() if torch.compiler.is_compiling() else _WithinLayer(module)
+    return nullcontext() if torch.compiler.is_compiling() else _WithinLayer(layer_of(module))
 
 
 class _WithinLayer:
     """The context of `within_layer`; a class is faster than a generator."""
 
-    def __init__(self, module: nn.Module) -> None:
-        self._layer = layer_of(module)
+    __slots__ = "_before", "_layer"  # one for each layer of each token
+
+    def __init__(self, layer: str) -> None:
+        self._layer = layer
 
     def __enter__(self) -> None:
         self._before, CALLER.layer = CALLER.layer, self._layer

@@ -97,7 +97,8 @@ class Cols:
         return self._hash  # messages are looked up by their columns in every call
 
     def __len__(self) -> int:
-        return self.offsets[-1]
+        # Each token of a decoding sequence makes such columns, and asks once.
+        return length(self.spans[0]) if len(self.spans) == 1 else self.offsets[-1]
 
 
 def cols_by(ids: np.ndarray, firsts: np.ndarray, ends: np.ndarray) -> dict[int, Cols]:

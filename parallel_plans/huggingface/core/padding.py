@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -101,4 +100,5 @@ def _is_of_ones(mask: Tensor) -> bool:
     is_read = type(mask) is Tensor and mask.is_cpu and mask.dtype in (torch.int64, torch.bool)
     if not is_read or not has_content(mask):
         return False
-    return np.count_nonzero(mask.numpy() == 1) == mask.numel()
+    # Two ops: numpy's take twice as long where they run once a token.
+    return torch.equal(mask, torch.ones_like(mask))

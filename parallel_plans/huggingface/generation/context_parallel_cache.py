@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import copy, deepcopy
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -187,6 +188,23 @@ class ContextParallelCache(Cache):
     ) -> bool:
         """Return whether layers with a state have seen tokens."""
         return self.memory.seq_len > 0
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> Pair:
+        """Append keys and values of a layer; return this rank's columns, past and new."""
+        return self.memory.append(layer_idx, key_states, value_states)
+
+    # Each token asks these of all layers, which never change.
+    @cached_property
+    def is_sliding(self) -> list[bool]:
+        """Return which layers have a window."""
+        return super().is_sliding
+
+    @cached_property
+    def is_linear(self) -> list[bool]:
+        """Return which layers have states alone."""
+        return super().is_linear
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Return the number of tokens on all ranks together, without those of a running forward."""

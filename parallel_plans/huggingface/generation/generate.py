@@ -191,7 +191,6 @@ def call_with_cache(
             batch = shard(batch, indices, new.sharded_length, past)
             at = past + indices
         else:
-            indices = torch.arange(num_tokens, device=tokens.device)
             at = torch.arange(past, new.end, device=tokens.device)
             counted = at.unsqueeze(0) if positions is None else positions
             batch = batch if seen is None else replace(batch, seen=seen)
@@ -204,7 +203,7 @@ def call_with_cache(
             how[POSITIONS] = counted
         if hasattr(model.config, ROUTER_LOGITS):
             how[ROUTER_LOGITS] = False  # the config may ask for a loss
-        sharding.set_largest(positions, indices, num_tokens, past)
+        sharding.set_largest(positions, at, num_tokens, past)
         try:
             output = plain(model, **how, **{cache_name(model): cache})
         finally:

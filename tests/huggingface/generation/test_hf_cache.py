@@ -141,7 +141,7 @@ def test_misused() -> None:
         ours(tokens(1), cache=cache)
     hook.remove()
     with (
-        mock.patch.object(cache.layers[1], "update", lambda *new, **_: new[:2]),
+        mock.patch.object(cache, "update", lambda *new, **_: new[:2]),
         pytest.raises(ValueError, match=r"attends to 1 keys per rank where .* use_cache=False"),
     ):
         ours(tokens(1), cache=cache)

@@ -86,7 +86,9 @@ class SharedDecode:
         if torch.compiler.is_compiling():
             return self._attend(query, key, value, sinks, options)
         kind = _kind(query, key, value, sinks, options)
-        if torch.is_grad_enabled() or forward_ad._current_level >= 0 or not nodes.is_plain(query):
+        # The first layer asks for the tensors, too, see `_first`; a mode may begin after it.
+        is_seen = torch.is_grad_enabled() or forward_ad._current_level >= 0
+        if is_seen or nodes.is_any_mode_on():
             return self._attend(query, key, value, sinks, options)
         # Most layers are as the last one: to compare takes less than a hash.
         last, bound = self._last
@@ -98,8 +100,8 @@ class SharedDecode:
         call, ready, round = bound
         if isinstance(round, Combining):
             round.again(CALLER.layer)
-        with torch._C._AutoDispatchBelowADInplaceOrView():  # see `nodes.below_autograd`
-            return run_bound(call, round, ready, query, key, value, sinks, needs_lse)
+        # Above autograd, which records nothing here: to enter below it costs more than its look.
+        return run_bound(call, round, ready, query, key, value, sinks, needs_lse)
 
     def _attend(
         self,

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import profiler
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dtensor_ring import Mask, RingError, decode_attention
 from dtensor_ring.decode.shared import SharedDecode
@@ -74,6 +75,35 @@ def test_a_rank_may_be_profiled() -> None:
     theirs = [torch.empty_like(found) for _ in range(2)]
     dist.all_gather(theirs, found)
     assert torch.equal(*theirs)
+
+
+class Seen(TorchDispatchMode):
+    """Notes which ops it sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(op.name())
+        return op(*args, **(kwargs or {}))
+
+
+@on_ranks(1)
+def test_a_mode_that_begins_after_the_first_layer_sees_the_others() -> None:
+    shared, seen = SharedDecode(RUNS[:1], mesh_of()), Seen()
+    with torch.no_grad():
+        shared(*layer(3))  # its options are known then
+        first, _ = shared(*layer(0))
+        assert shared._bound
+        with torch.autocast("cpu", torch.bfloat16):
+            cast, _ = shared(*layer(1))
+        with seen:
+            shared(*layer(2))
+        last, _ = shared(*layer(0))
+    assert (first.dtype, cast.dtype) == (torch.float32, torch.bfloat16)
+    assert "dtensor_ring::decode_attention" in seen.names
+    assert torch.equal(first, last)
 
 
 @on_ranks(2)

@@ -170,7 +170,11 @@ MUTANTS = [
         "min(begin + step - 1, self._num_closed)",
     ),
     ("decode/plan.py", "before[0] + before[1] == start", "before[0] + before[1] != start"),
-    ("decode/plan.py", "max(starts, default=0) + num_queries", "max(starts, default=0)"),
+    (
+        "decode/plan.py",
+        "max(self.starts, default=0) + self.num_queries",
+        "max(self.starts, default=0)",
+    ),
     ("paged/block_pool.py", "-(-length // self.dealing.block)", "length // self.dealing.block + 1"),
     ("paged/block_pool.py", "last + is_kept, self", "last, self"),
     ("all_to_all/plan.py", "member * num_key_heads // num_ranks", "member // num_ranks"),

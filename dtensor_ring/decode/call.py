@@ -299,7 +299,7 @@ def kept_decode(options: tuple[Any, ...], query: Tensor, key: Tensor, value: Ten
     """
     call, request = _checked(options, query, key, value)
     # What is kept has its record, which need not be kept a second time.
-    found = _round_of(call, request, query, value, _decode_record.made)
+    found = _round_of(call, request, query, value, _made_record)
     # The content of the tensors is known by now; they may be written to for the next token.
     scores = call.scores if call.scores.sinks is None else call.scores._replace(sinks=None)
     call = DecodeCall(DecodeBatch(), scores, call.place)
@@ -369,16 +369,16 @@ def _round_of(
         raise ValueError(f"merge={merge!r} has no fixed order, and the axis has; leave merge out")
     if call.batch.agree is not None:
         boundaries.check_integers(call.batch.agree, "agree")
-    if call.group is None or request.world_size == 1:
+    if call.place.group_name is None or request.world_size == 1:
         return None
     agree = _agree_text(call.batch.agree)
+    heads = query.shape[1], value.shape[1]
+    attention = attention_facts("decode", query, value, call.scores, heads)
     size = None  # of nodes, which are known once the records agree
     if block is None:
         merge, size = first_round(query, value, merge, request.world_size)
     else:
         merge = f"by blocks of {block}"
-    heads = query.shape[1], value.shape[1]
-    attention = attention_facts("decode", query, value, call.scores, heads)
     record = (record_of or _decode_record)(attention, merge, agree, *request)
     return DecodeRound(record, merge, size)
 
@@ -438,6 +438,10 @@ def _agree_text(agree: Tensor | None) -> str:
 
 @cached_bytes(max_bytes=8 << 20, num_bytes=lambda record: 4 * MAX_BYTES)
 def _decode_record(attention: AttentionFacts, merge: str, agree: str, *asked: Any) -> CallRecord:
+    return _made_record(attention, merge, agree, *asked)
+
+
+def _made_record(attention: AttentionFacts, merge: str, agree: str, *asked: Any) -> CallRecord:
     request = DecodeRequest(*asked)
     # What differs from token to token; the other fields take longer.
     spec: Any = DecodePlace().layout

@@ -20,7 +20,7 @@ from dtensor_ring.compute.trace import NOTHING
 from dtensor_ring.decode.plan import CacheTable
 from dtensor_ring.ops.checks import check_strided
 from dtensor_ring.planning.layout import Layout
-from dtensor_ring.planning.ranges import Span, as_count, length
+from dtensor_ring.planning.ranges import Span, as_count
 from dtensor_ring.quantised.block_scales import Format
 from dtensor_ring.quantised.kept_tokens import QuantisedTokens, kept_bytes
 
@@ -135,10 +135,9 @@ class PlainColumns(ColumnMemory):
 
     def append(self, x: Tensor, kept: Sequence[Span], col: int, capacity: int) -> PlainColumns:
         grown = self if self._place[0][SEQUENCE] >= capacity else self._grown(col, capacity)
-        for span in kept:
-            num_cols = length(span)
-            grown._columns(col, num_cols).copy_(columns(x, span))
-            col += num_cols
+        for begin, end in kept:
+            grown._columns(col, end - begin).copy_(columns(x, (begin, end)))
+            col += end - begin
         return grown
 
     def select(self, rows: Tensor) -> PlainColumns:

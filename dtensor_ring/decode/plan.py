@@ -71,10 +71,8 @@ class DecodeRequest(NamedTuple):
             ValueError: if the rank holds more or fewer columns than its runs, or options do not
                 fit.
         """
-        cuts = self.documents, self.slices
         # One tile is made faster than found.
-        is_one = _is_one_tile(self.mask, self.seq_len, self.starts, cuts)
-        step = decode_step.made(self) if is_one else decode_step(self)
+        step = _whole_step(self) if self.sees_all else decode_step(self)
         if len(step.cols) != num_columns:
             raise ValueError(
                 f"key must hold the {len(step.cols)} tokens that {self._runs()} gives rank "
@@ -82,10 +80,27 @@ class DecodeRequest(NamedTuple):
             )
         return step
 
+    @property
+    def sees_all(self) -> bool:
+        """Whether all queries see all keys."""
+        is_cut = self.documents is not None or self.slices is not None
+        if is_cut or self.mask.left is not None or self.mask.chunk is not None:
+            return False
+        # The first query sees least.
+        right = self.mask.right
+        return right is None or min(self.starts, default=0) + right >= self.seq_len - 1
+
     def seen(self) -> Slices:
         """Return what queries see as slices, which may reach beyond the last key."""
         longest = max(self.seq_len, max(self.starts, default=0) + self.num_queries)
-        return _seen(self.mask, self.world_size, longest, self.documents, self.slices)
+        # A power of two, so a growing sequence reuses one table: positions without keys add no
+        # tiles.
+        horizon = 1 << max(10, (longest - 1).bit_length())
+        if self.documents is not None or self.slices is not None:
+            horizon = LARGEST  # they may describe the sequence at its final length
+        lengths = horizon, horizon
+        documents = self.documents
+        return checked_slices(self.mask, self.world_size, lengths, documents, None, self.slices)
 
     def _runs(self) -> str:
         if isinstance(self.layout, RunTable):
@@ -369,41 +384,27 @@ def decode_step(request: DecodeRequest) -> Step:
     Raises:
         ValueError: if runs, documents or slices do not fit.
     """
-    layout, mask, rank, world_size, seq_len, starts, num_queries, documents, slices = request
+    if request.sees_all:
+        return _whole_step(request)
+    columns = _columns(request.layout, request.rank, request.world_size, request.seq_len)
+    tiles = _tiles(columns, rows_of(request.seen()), request.starts, request.num_queries)
+    return Step(0, request.rank, _held(request), tuple(tiles))
+
+
+def _whole_step(request: DecodeRequest) -> Step:
+    """Return the step of a rank all of whose columns are seen by all queries: one tile."""
+    cols = _held(request)
+    tiles = tuple([Tile((0, request.num_queries), span, FULL) for span in cols.spans])
+    return Step(0, request.rank, cols, tiles)
+
+
+def _held(request: DecodeRequest) -> Cols:
+    """Return the columns of the rank."""
+    layout, rank, world_size = request.layout, request.rank, request.world_size
     if not isinstance(layout, RunTable):
-        shard_table(layout, world_size, seq_len)  # it may not shard any length
-    num_tokens = layout.num_tokens(rank, world_size, seq_len)
-    spans = ((0, num_tokens),) if num_tokens else ()
-    if _is_one_tile(mask, seq_len, starts, (documents, slices)):
-        tiles = [Tile((0, num_queries), span, FULL) for span in spans]
-    else:
-        longest = max(seq_len, max(starts, default=0) + num_queries)
-        seen = _seen(mask, world_size, longest, documents, slices)
-        columns = _columns(layout, rank, world_size, seq_len)
-        tiles = list(_tiles(columns, rows_of(seen), starts, num_queries))
-    return Step(0, rank, Cols(spans), tuple(tiles))
-
-
-def _is_one_tile(
-    mask: Mask, seq_len: int, starts: tuple[int, ...], cuts: tuple[object, object]
-) -> bool:
-    """Return whether all queries see all keys; `cuts` are documents and slices, or `None`."""
-    is_cut = cuts[0] is not None or cuts[1] is not None
-    if is_cut or mask.left is not None or mask.chunk is not None:
-        return False
-    # The first query sees least.
-    return mask.right is None or min(starts, default=0) + mask.right >= seq_len - 1
-
-
-def _seen(
-    mask: Mask, world_size: int, longest: int, documents: Documents | None, slices: Slices | None
-) -> Slices:
-    """Return what queries see as slices, up to a position at or after `longest`."""
-    # A power of two, so a growing sequence reuses one table: positions without keys add no tiles.
-    horizon = 1 << max(10, (longest - 1).bit_length())
-    if documents is not None or slices is not None:
-        horizon = LARGEST  # they may describe the sequence at its final length
-    return checked_slices(mask, world_size, (horizon, horizon), documents, None, slices)
+        shard_table(layout, world_size, request.seq_len)  # it may not shard any length
+    num_tokens = layout.num_tokens(rank, world_size, request.seq_len)
+    return Cols(((0, num_tokens),) if num_tokens else ())
 
 
 def _tiles(

@@ -39,9 +39,16 @@ def run_table(runs: Tensor, name: str = "runs") -> RunTable:
 def know_runs(runs: Tensor, table: RunTable) -> None:
     """Keep the table that these runs were made of, so that they are not converted."""
     content = runs.numpy()
-    width = content.shape[-1]
-    known = _KnownBoundaries(width, _compared(content, width), table)
-    _KNOWN.put(_address(content, table.argument, runs), known)
+    _keep(_address(content, table.argument, runs), content, content.shape[-1], table)
+
+
+def _keep(key: object, content: np.ndarray, width: int, value: Any) -> _KnownBoundaries:
+    """Keep a value under the key of the tensor with this content."""
+    # Bytes, not the array: the tensor may be written to in place for the next batch.
+    compared = _compared(content, width)
+    # About 1,500 bytes of overhead: the key, two tuples, the arrays, and the store's entry.
+    known = _KnownBoundaries(width, compared, value, 1500 + len(compared) + value.num_bytes)
+    return _KNOWN.put(key, known)
 
 
 def _address(content: np.ndarray, kind: object, x: Tensor) -> tuple[object, ...]:
@@ -63,16 +70,13 @@ class _KnownBoundaries(NamedTuple):
         width: how many columns of the last dim are compared, besides the last one.
         content: the compared columns.
         value: what they were converted to.
+        num_bytes: the memory of all.
     """
 
     width: int
     content: bytes
     value: Any
-
-    @property
-    def num_bytes(self) -> int:
-        # About 1,500 bytes of overhead: the key, two tuples, the arrays, and the store's entry.
-        return 1500 + len(self.content) + self.value.num_bytes
+    num_bytes: int
 
     def is_of(self, content: np.ndarray) -> bool:
         # Behind these columns, ascending rows can only repeat their last value.
@@ -159,8 +163,7 @@ def _converted(
     if known is None or not known.is_of(content):
         value = convert(content)
         width = content.shape[-1] if width_of is None else width_of(content)
-        # Bytes, not the array: the tensor may be written to in place for the next batch.
-        known = _KNOWN.put(key, _KnownBoundaries(width, _compared(content, width), value))
+        known = _keep(key, content, width, value)
     return known.value
 
 

@@ -126,10 +126,6 @@ class ByteCache(ByteStore[T]):
             num_bytes += getattr(x, "num_bytes", 0)
         return self.put(key, value, num_bytes)
 
-    def made(self, *args: Hashable) -> T:
-        """Return a new result, for a caller that keeps it: the cache does not."""
-        return self._function(*args)
-
 
 def cached_bytes(
     max_bytes: int, num_bytes: Callable[[T], int]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
+from functools import partial
 from inspect import signature
 from types import MethodType
 from typing import Any, NamedTuple, TypeVar
@@ -59,8 +60,8 @@ def has_any(module: nn.Module, names: tuple[str, ...]) -> bool:
     """
     if torch.compiler.is_compiling():  # it reads no `vars` of a module
         return True
-    own, kind = vars(module), type(module)
-    return any(name in own or hasattr(kind, name) for name in names)
+    is_known = not vars(module).keys().isdisjoint(names)
+    return is_known or any(map(partial(hasattr, type(module)), names))
 
 
 def has_axes(model: Any) -> bool:

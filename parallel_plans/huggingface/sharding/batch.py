@@ -276,6 +276,7 @@ def check_batch(model: Any, arguments: dict[str, Any]) -> int:
                 f"rank, got {type(x).__name__}"
             )
         check_strided(name, x)
+    for name, x in given.items():
         _check_dtype(name, x)
     if arguments.get("output_attentions"):
         raise ValueError(
@@ -346,8 +347,8 @@ def _check_range(model: Any, batch: dict[str, Any]) -> None:
         x = batch.get(name)
         if x is None or x.device.type != "cpu" or not has_content(x):
             continue
-        count = _num_entries(model, embeddings_of())
-        for part in blocks(x):
+        parts, count = blocks(x), _num_entries(model, embeddings_of())
+        for part in parts:
             if _is_within(part, count):
                 continue
             is_wrong = (part < 0) | (part >= count)

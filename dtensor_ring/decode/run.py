@@ -80,7 +80,6 @@ class Combine:
     def __init__(self, transport: Transport, rank: int, world_size: int, merge: str) -> None:
         self._transport, self._rank, self._size, self._merge = transport, rank, world_size, merge
         self._label = Label("decode", 0, rank)
-        self._parts: dict[int, _Parts] = {}  # by buffer
         self._last: _Parts | None = None
         self.begin()
 
@@ -186,22 +185,19 @@ class Combine:
     def _parts_like(self, out: Tensor, dtype: torch.dtype) -> _Parts:
         """Return memory for what all ranks have of outputs of this shape, in a dtype.
 
-        Layers get the same few buffers one after the other, so their views are made once.
+        On a CPU layers get the same buffer one after the other, so its views are made once.
         """
         last, like = self._last, (out.shape, dtype)
-        if last is None or last.like != like:
-            last, self._parts = None, {}
-            num_bytes = self._size * (out.numel() + out.shape[:-1].numel()) * dtype.itemsize
-        else:
+        if last is not None and last.like == like:
             num_bytes = last.num_bytes
+        else:
+            last = None
+            num_bytes = self._size * (out.numel() + out.shape[:-1].numel()) * dtype.itemsize
         buffer = self._transport.allocate(num_bytes, out.device)
-        if last is not None and last.buffer is buffer:
-            return last
-        known = self._parts.get(id(buffer))  # which it keeps alive
-        if known is None:
-            known = self._parts[id(buffer)] = self._views(buffer, num_bytes, like)
-        self._last = known
-        return known
+        if last is None or last.buffer is not buffer:
+            # The memory of earlier ones is free from here on: a model has many layers.
+            last = self._last = self._views(buffer, num_bytes, like)
+        return last
 
     def _views(
         self, buffer: Tensor, num_bytes: int, like: tuple[torch.Size, torch.dtype]

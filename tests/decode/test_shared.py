@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
@@ -13,8 +15,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dtensor_ring import Mask, RingError, decode_attention
+from dtensor_ring.decode.run import Combine
 from dtensor_ring.decode.shared import SharedDecode
 from dtensor_ring.extension import name_layer, within_layer
+from dtensor_ring.transport.transport import P2P, Transport, Work
 from tests.pool import on_ranks
 
 RUNS = torch.tensor([[[0, 5]], [[5, 4]]])
@@ -105,6 +109,35 @@ def test_a_mode_that_begins_after_the_first_layer_sees_the_others() -> None:
     assert (first.dtype, cast.dtype) == (torch.float32, torch.bfloat16)
     assert "dtensor_ring::decode_attention" in seen.names
     assert torch.equal(first, last)
+
+
+class Fresh(Transport):
+    """Allocates as a GPU does, whose memory no pool keeps."""
+
+    def __init__(self) -> None:
+        self.made: list[ref[Tensor]] = []
+
+    def allocate(self, num_bytes: int, device: torch.device) -> Tensor:
+        buffer = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        self.made.append(ref(buffer))
+        return buffer
+
+    def free(self, buffer: Tensor) -> None:
+        pass
+
+    def start(self, receives: list[P2P], sends: list[P2P]) -> Sequence[Work]:
+        return []
+
+
+def test_layers_hold_one_buffer() -> None:
+    transport, out = Fresh(), torch.randn(1, 2, 1, 8)
+    combine = Combine(transport, 0, 1, "one_shot")
+    for _ in range(5):
+        combine.begin()
+        merged = combine.output(out, torch.zeros(1, 2, 1), torch.float32, True)
+        assert torch.equal(merged, out)
+    assert len(transport.made) == 5
+    assert sum(buffer() is not None for buffer in transport.made) == 1
 
 
 @on_ranks(2)

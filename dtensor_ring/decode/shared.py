@@ -61,7 +61,6 @@ class SharedDecode:
     ) -> None:
         self._key_runs, self._mesh, self._kernel, self._agree = key_runs, mesh, kernel, agree
         self._bound: dict[Any, _Bound] = {}
-        self._last: tuple[Any, _Bound | None] = (), None
 
     def __call__(
         self,
@@ -90,11 +89,8 @@ class SharedDecode:
         is_seen = torch.is_grad_enabled() or forward_ad._current_level >= 0
         if is_seen or nodes.is_any_mode_on():
             return self._attend(query, key, value, sinks, options)
-        # Most layers are as the last one: to compare takes less than a hash.
-        last, bound = self._last
-        if kind != last or bound is None:
-            bound = self._bound.get(kind) or self._first(kind, query, key, value, sinks, options)
-            self._last = kind, bound
+        # By hash, which for tensors is that of the object: `==` would compare their elements.
+        bound = self._bound.get(kind) or self._first(kind, query, key, value, sinks, options)
         if bound is None:
             return self._attend(query, key, value, sinks, options)
         call, ready, round = bound

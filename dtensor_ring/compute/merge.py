@@ -310,18 +310,23 @@ def merge_stacked(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
     >>> merge_stacked(torch.tensor([[0.0], [4.0]]), torch.zeros(2))[0]
     tensor([2.])
     """
-    return merge_outputs(outs, lses.unsqueeze(-1)), lses.logsumexp(0)
+    # In a row that no partial has seen, -inf - -inf is nan; its weight is 0.
+    weights = lses.unsqueeze(-1).softmax(0).nan_to_num_(0.0)
+    return (outs * weights).sum(0), lses.logsumexp(0)
 
 
-def merge_outputs(outs: Tensor, lses: Tensor, are_seen: bool = False) -> Tensor:
-    """Return the merged output of `merge_stacked`, without its lse; lses are `(W, ..., 1)`.
+# Stands for the lse -inf of a row that a partial has not seen: any other lse outweighs it, too.
+UNSEEN = torch.tensor(torch.finfo(torch.float32).min, device="cpu")
 
-    `are_seen` says that some partial has seen each row, which saves an op.
+
+def merge_outputs(outs: Tensor, lses: Tensor) -> Tensor:
+    """Return the merged output of `merge_stacked`, without its lse, by an op less.
+
+    Args:
+        outs: the partial outputs `(W, ..., H)`.
+        lses: log-sum-exp of each `(W, ..., 1)`, of which one or more in a row are at least `UNSEEN`.
     """
-    weights = lses.softmax(0)
-    if not are_seen:
-        weights.nan_to_num_(0.0)  # -inf - -inf is nan; the weight of such a row is 0
-    return (outs * weights).sum(0)
+    return (outs * lses.softmax(0)).sum(0)
 
 
 def merge_ragged(

@@ -13,7 +13,6 @@ from dtensor_ring.compute.kernels.kernel import Gradients
 from dtensor_ring.compute.memory import TOKEN_MAJOR, in_order, order_of, part_of, wide_of
 from dtensor_ring.compute.trace import Label
 from dtensor_ring.planning.plan import Plan, Step
-from dtensor_ring.planning.tile import FULL
 
 
 class Sole:
@@ -21,7 +20,6 @@ class Sole:
 
     Attributes:
         launch: the launch.
-        sees_all: whether each query sees all keys of the launch.
         wide: the dtype in which results are merged with those of other ranks.
         forward: names it in a profile, in a forward or a decode call.
         backward: names it there in a backward call.
@@ -29,7 +27,6 @@ class Sole:
 
     def __init__(self, launch: Launch, source: int, forward: str, wide: torch.dtype) -> None:
         self.launch, self.wide = launch, wide
-        self.sees_all = launch.mask == FULL and launch.intervals is None
         self.forward, self.backward = Label(forward, 0, source), Label("backward", 0, source)
         # Strides of results that are in order, next to those of the queries for outputs.
         self._ordered: set[tuple[Any, ...]] = set()

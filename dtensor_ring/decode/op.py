@@ -167,7 +167,7 @@ def _merged(query: Tensor, found: tuple[Tensor, Tensor], combine: Combine, sole:
     """Return the output of `_combined`; `sole` knows the memory order of outputs."""
     out, lse = found
     with sole.forward("merge"):
-        out = combine.output(out, lse, sole.wide, sole.sees_all)
+        out = combine.output(out, lse, sole.wide)
     is_like = out.dtype == query.dtype
     return sole.output(out, query) if is_like else in_order(out, order_of(query), query.dtype)
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dtensor_ring.compute.merge import merge_outputs, merge_stacked
+from dtensor_ring.compute.merge import UNSEEN, merge_outputs, merge_stacked
 from dtensor_ring.compute.trace import Label
 from dtensor_ring.planning.layout import shard_length
 from dtensor_ring.transport.transport import P2P, Transport
@@ -93,44 +93,42 @@ class Combine:
         Both have the same dtype. The results are new tensors.
         """
         if self._merge == "one_shot":
-            parts = self._exchanged(out, lse, out.dtype)
+            parts = self._own(out, out.dtype)
+            parts.own_lse.copy_(lse)
+            self._exchange(parts.receives, parts.sends)
             merged = merge_stacked(parts.outs, parts.lses.squeeze(-1))
         else:
-            parts = self._own(out, lse, out.dtype)
+            parts = self._own(out, out.dtype)
+            parts.own_lse.copy_(lse)
             outs, lses = self._in_two(parts.rows.flatten(1, -2))
             merged = outs.view(out.shape), lses.view(lse.shape)
         self._transport.free(parts.buffer)
         return merged
 
-    def output(self, out: Tensor, lse: Tensor, dtype: torch.dtype, are_seen: bool) -> Tensor:
+    def output(self, out: Tensor, lse: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the merged output alone, the same bits.
 
         Args:
             out: `(B, N, M, Hv)`.
             lse: `(B, N, M)`.
             dtype: in which both are merged.
-            are_seen: whether each query sees keys of this rank.
         """
         if self._merge != "one_shot":
             return self(out.to(dtype), lse)[0]
-        parts = self._exchanged(out, lse, dtype)
-        merged = merge_outputs(parts.outs, parts.lses, are_seen)
+        parts = self._own(out, dtype)
+        # On any rank, whatever it has seen, so that none merges a row to NaN and another to 0.
+        torch.maximum(lse, UNSEEN, out=parts.own_lse)
+        self._exchange(parts.receives, parts.sends)
+        merged = merge_outputs(parts.outs, parts.lses)
         self._transport.free(parts.buffer)
         return merged
 
-    def _exchanged(self, out: Tensor, lse: Tensor, dtype: torch.dtype) -> _Parts:
-        """Return what all ranks have."""
-        parts = self._own(out, lse, dtype)
-        self._exchange(parts.receives, parts.sends)
-        return parts
-
-    def _own(self, out: Tensor, lse: Tensor, dtype: torch.dtype) -> _Parts:
-        """Return memory for what all ranks have, with that of this rank."""
+    def _own(self, out: Tensor, dtype: torch.dtype) -> _Parts:
+        """Return memory for what all ranks have, with the output of this rank."""
         self._transport.prepare(out.device)
         parts = self._parts_like(out, dtype)
         # A copy rounds to another dtype by itself.
         parts.own_out.copy_(out)
-        parts.own_lse.copy_(lse)
         return parts
 
     def gather(self, rows: Tensor) -> Tensor:

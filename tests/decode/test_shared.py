@@ -82,6 +82,18 @@ def test_a_rank_may_be_profiled() -> None:
     assert torch.equal(*theirs)
 
 
+@on_ranks(2)
+def test_ranks_agree_on_a_row_whose_scores_are_all_infinite() -> None:
+    """One rank has all keys, and sees them as one launch; the other has none."""
+    runs, has_keys = torch.tensor([[[0, 5]], [[0, 0]]]), dist.get_rank() == 0
+    shared, query = SharedDecode(runs, mesh_of()), torch.ones(1, 4, 1, 8)
+    keys = torch.full((1, 2, 5 if has_keys else 0, 8), -torch.inf)
+    with torch.no_grad():
+        for _ in range(2):  # the options are known
+            out, _ = shared(query, keys, torch.ones_like(keys), needs_lse=False)
+    assert torch.equal(out, torch.zeros_like(query))
+
+
 class Seen(TorchDispatchMode):
     """Notes which ops it sees."""
 
@@ -134,7 +146,7 @@ def test_layers_hold_one_buffer() -> None:
     combine = Combine(transport, 0, 1, "one_shot")
     for _ in range(5):
         combine.begin()
-        merged = combine.output(out, torch.zeros(1, 2, 1), torch.float32, True)
+        merged = combine.output(out, torch.zeros(1, 2, 1), torch.float32)
         assert torch.equal(merged, out)
     assert len(transport.made) == 5
     assert sum(buffer() is not None for buffer in transport.made) == 1

@@ -315,8 +315,8 @@ def merge_stacked(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
     return (outs * weights).sum(0), lses.logsumexp(0)
 
 
-# Stands for the lse -inf of a row that a partial has not seen: any other lse outweighs it, too.
-UNSEEN = torch.tensor(torch.finfo(torch.float32).min, device="cpu")
+# May stand for the lse -inf of a row that a partial has not seen: another lse outweighs it, too.
+UNSEEN = torch.finfo(torch.float32).min
 
 
 def merge_outputs(outs: Tensor, lses: Tensor) -> Tensor:
@@ -324,7 +324,7 @@ def merge_outputs(outs: Tensor, lses: Tensor) -> Tensor:
 
     Args:
         outs: the partial outputs `(W, ..., H)`.
-        lses: log-sum-exp of each `(W, ..., 1)`, of which one or more in a row are at least `UNSEEN`.
+        lses: log-sum-exp of each `(W, ..., 1)`; in each row, one or more are at least `UNSEEN`.
     """
     return (outs * lses.softmax(0)).sum(0)
 

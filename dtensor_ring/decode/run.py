@@ -81,6 +81,8 @@ class Combine:
         self._transport, self._rank, self._size, self._merge = transport, rank, world_size, merge
         self._label = Label("decode", 0, rank)
         self._last: _Parts | None = None
+        # A number would be made a tensor in each layer; a GPU takes one from the CPU as well.
+        self._unseen = torch.tensor(UNSEEN, device="cpu")
         self.begin()
 
     def begin(self) -> None:
@@ -92,14 +94,12 @@ class Combine:
 
         Both have the same dtype. The results are new tensors.
         """
+        parts = self._own(out, out.dtype)
+        parts.own_lse.copy_(lse)
         if self._merge == "one_shot":
-            parts = self._own(out, out.dtype)
-            parts.own_lse.copy_(lse)
             self._exchange(parts.receives, parts.sends)
             merged = merge_stacked(parts.outs, parts.lses.squeeze(-1))
         else:
-            parts = self._own(out, out.dtype)
-            parts.own_lse.copy_(lse)
             outs, lses = self._in_two(parts.rows.flatten(1, -2))
             merged = outs.view(out.shape), lses.view(lse.shape)
         self._transport.free(parts.buffer)
@@ -117,7 +117,7 @@ class Combine:
             return self(out.to(dtype), lse)[0]
         parts = self._own(out, dtype)
         # On any rank, whatever it has seen, so that none merges a row to NaN and another to 0.
-        torch.maximum(lse, UNSEEN, out=parts.own_lse)
+        torch.maximum(lse, self._unseen, out=parts.own_lse)
         self._exchange(parts.receives, parts.sends)
         merged = merge_outputs(parts.outs, parts.lses)
         self._transport.free(parts.buffer)

@@ -68,6 +68,19 @@ def test_layers_attend_as_by_calls_of_their_own() -> None:
 
 
 @on_ranks(2)
+def test_layers_may_have_documents_of_their_own() -> None:
+    """One call after the other is compared, and tensors among its options are no numbers."""
+    mesh = mesh_of()
+    shared, same = SharedDecode(RUNS, mesh), torch.tensor([0, 3, 9])
+    with torch.no_grad():
+        for documents in (same, same, torch.tensor([0, 5, 9]), torch.tensor([0, 2, 4, 9])):
+            inputs = layer(0)
+            expected = decode_attention(*inputs, cu_seqlens=documents, key_runs=RUNS, mesh=mesh)
+            assert torch.equal(shared(*inputs, cu_seqlens=documents)[0], expected)
+    assert len(shared._bound) == 3
+
+
+@on_ranks(2)
 def test_a_rank_may_be_profiled() -> None:
     """It calls the op by the dispatcher, and the other rank its bound call."""
     shared = SharedDecode(RUNS, mesh_of())

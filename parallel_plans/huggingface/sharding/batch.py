@@ -35,7 +35,7 @@ BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 # The number of each token's document, `(B, S)`, for kernels of Mamba.
 DOCUMENT_NUMBERS = "seq_idx"
 # Positions of several axes have the sequence in the last dim; other inputs have it in dim 1.
-POSITIONS, NUM_AXES = "position_ids", (3, 4)
+POSITIONS, NUM_AXES = "position_ids", (1, 3, 4)
 SHAPES = {"inputs_embeds": "(B, S, H)", "per_layer_inputs": "(B, S, num_layers, H)"}
 LOGITS_TO_KEEP = "logits_to_keep"
 # Numbers that are read one by one faster than all at once.
@@ -51,7 +51,8 @@ class ModelBatch:
     Attributes:
         name: the argument that holds the tokens, `input_ids` or `inputs_embeds`.
         tokens: ids, `(B, S)`, or embeddings, `(B, S, H)`.
-        positions: `(B, S)`, or with several axes `(3, B, S)` or `(4, B, S)`.
+        positions: `(B, S)`, or with several axes `(3, B, S)` or `(4, B, S)`, `(1, B, S)` if
+            these are equal.
         mask: 1 for tokens and 0 for padding, `(B, S)`.
         seen: what tokens see if the outer model made their masks: one, or one per layer type.
         labels: what each token should predict, `(B, S)`.

@@ -162,6 +162,28 @@ def test_an_image_in_a_later_turn(pool: Pool, family: str, decode_tokens: int) -
     pool.run(3, check_turns, family, decode_tokens)
 
 
+@on_ranks(2)
+def test_text_after_an_image() -> None:
+    """A second turn of text alone has positions of one axis, `(1, B, S)`: they are of all three."""
+    ours, theirs = planned("Qwen2.5-VL"), stock("Qwen2.5-VL")
+    caches = ContextParallelCache(ours, decode_tokens=8), DynamicCache(config=theirs.config)
+    batch = prompt("Qwen2.5-VL", "one image", rows=1)
+    of_images = {name: batch.pop(name) for name in OF_IMAGES if name in batch}
+    for num_tokens in (0, 20, 3):  # more, one of them sharded, and few
+        said = torch.full((1, num_tokens), 7)
+        batch["input_ids"] = torch.cat([batch["input_ids"], said], 1)
+        batch["attention_mask"] = torch.ones_like(batch["input_ids"])
+        types = batch["mm_token_type_ids"]
+        added = types.new_zeros(1, batch["input_ids"].shape[1] - types.shape[1])
+        batch["mm_token_type_ids"] = torch.cat([types, added], 1)
+        options = batch | of_images | {"suppress_tokens": [IMAGE, IMAGE - 1]}
+        found = generate(ours, **options, cache=caches[0])
+        with exact_softmax():
+            expected = generate(theirs, **options, **{CACHE: caches[1]})
+        torch.testing.assert_close(found.logits, expected.logits, rtol=0, atol=1e-5)
+        batch["input_ids"], of_images = found.sequences, {}
+
+
 @pytest.mark.parametrize("what", ["tokens given as agree", "pixel_values"])
 @on_ranks(2)
 @torch.no_grad()

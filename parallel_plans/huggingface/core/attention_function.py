@@ -15,11 +15,10 @@ from parallel_plans.huggingface.core import patterns
 from parallel_plans.huggingface.core.bias_tables import TABLE, log_scale, log_scaled, takes_table
 from parallel_plans.huggingface.core.layer_inputs import InputsWithPools, LayerInputs, ScanChunks
 from parallel_plans.huggingface.core.model_masks import ModelMask, PrecomputedMask
-from parallel_plans.huggingface.core.modules import has_any
 
 IMPLEMENTATION = "ring"
 BIASES = ("attention_bias", "alibi", "head_mask", "block_mask")
-_SCALES = ("attn_temperature_tuning", TABLE)
+TUNED = "attn_temperature_tuning"
 _BIASES = ("position_bias", *BIASES)
 
 
@@ -316,7 +315,7 @@ def at_positions(
     2501.19399). They count it in the tensor they see, after the cached tokens. `indices`, `(L,)`,
     are the true positions.
     """
-    scale = _scale_of(module) if has_any(module, _SCALES) else None
+    scale = _scale_of(module) if _may_scale(module) else None
     if scale is None:
         return query, bias
     # One factor undoes the layer's scale and applies that of the true position.
@@ -326,9 +325,20 @@ def at_positions(
     return (query * factor).to(query.dtype), bias
 
 
+def _may_scale(module: Any) -> bool:
+    """Return whether a layer has an attribute that may scale its queries.
+
+    A module looks for a missing one among tensors and modules, which takes ten times as long.
+    """
+    if torch.compiler.is_compiling():  # it reads no `vars` of a module
+        return True
+    own, kind = vars(module), type(module)
+    return TUNED in own or TABLE in own or hasattr(kind, TUNED) or hasattr(kind, TABLE)
+
+
 def _scale_of(module: Any) -> Callable[[Tensor], Tensor] | None:
     """Return by which factors a layer scales queries at some positions, `None` if it does not."""
-    if getattr(module, "attn_temperature_tuning", False) and not getattr(module, "use_rope", True):
+    if getattr(module, TUNED, False) and not getattr(module, "use_rope", True):
         return lambda x: (
             torch.log1p(torch.floor((x.float() + 1) / module.floor_scale)) * module.attn_scale + 1
         )

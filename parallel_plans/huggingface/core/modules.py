@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
-from functools import partial
 from inspect import signature
 from types import MethodType
 from typing import Any, NamedTuple, TypeVar
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -51,17 +49,6 @@ def takes_labels(model: Any) -> bool:
     takes = "labels" in signature(model.forward).parameters
     # An outer model without a head may accept `labels` without computing a loss.
     return takes and (language_model_of(model) is model or bool(model.get_output_embeddings()))
-
-
-def has_any(module: nn.Module, names: tuple[str, ...]) -> bool:
-    """Return whether a module has one of these attributes, which are no tensors and no modules.
-
-    A module looks for a missing one among both, which takes ten times as long as all else here.
-    """
-    if torch.compiler.is_compiling():  # it reads no `vars` of a module
-        return True
-    is_known = not vars(module).keys().isdisjoint(names)
-    return is_known or any(map(partial(hasattr, type(module)), names))
 
 
 def has_axes(model: Any) -> bool:

@@ -254,7 +254,8 @@ def _states(
 
 def _check_cached(model: Any, batch: dict[str, Any], mask: Any) -> None:
     for name in UNCACHED:
-        if isinstance(batch.get(name), Tensor) or batch.get(name) not in (None, False):
+        given = batch.get(name)
+        if isinstance(given, Tensor) or given:
             raise ValueError(
                 f"{name} is not supported together with a cache over a sharded sequence; leave one "
                 "of them out (use_cache=False)"

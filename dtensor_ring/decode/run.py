@@ -11,6 +11,7 @@ started, see Note [Streams] in `dtensor_ring/transport/rotation.py`. The host do
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -81,8 +82,6 @@ class Combine:
         self._transport, self._rank, self._size, self._merge = transport, rank, world_size, merge
         self._label = Label("decode", 0, rank)
         self._last: _Parts | None = None
-        # A number would be made a tensor in each layer; a GPU takes one from the CPU as well.
-        self._unseen = torch.tensor(UNSEEN, device="cpu")
         self.begin()
 
     def begin(self) -> None:
@@ -122,6 +121,11 @@ class Combine:
         merged = merge_outputs(parts.outs, parts.lses)
         self._transport.free(parts.buffer)
         return merged
+
+    @cached_property
+    def _unseen(self) -> Tensor:
+        """The least lse of a message, on the CPU, from where a GPU takes it, too."""
+        return torch.tensor(UNSEEN, device="cpu")
 
     def _own(self, out: Tensor, dtype: torch.dtype) -> _Parts:
         """Return memory for what all ranks have, with the output of this rank."""

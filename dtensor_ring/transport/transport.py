@@ -44,10 +44,7 @@ class BufferPool:
         if device.type == "cpu":
             with self._lock:
                 sizes, size = self._sizes, num_bytes
-                if sizes and sizes[-1] == size:  # most calls ask for what was given back last
-                    sizes.pop()
-                    return self._spares.pop()
-                if size not in sizes:
+                if size not in sizes:  # most calls ask for a size that was given back
                     # The smallest that fits: larger ones stay for larger messages.
                     size = min([x for x in sizes if x >= num_bytes], default=-1)
                 if size >= 0:

@@ -179,12 +179,9 @@ class CheckedTransport(Transport):
         self._group, self._state, self._transport = group, state, transport
         # Buffers are the transport's own, without a call in between.
         self.allocate, self.free = transport.allocate, transport.free
-        self._keeps_tags, self._record, self._forward_call, self._call_site = (
-            keeps_tags,
-            record,
-            forward_call,
-            call_site,
-        )
+        if keeps_tags:  # they separate calls, so nothing comes before its preparation
+            self.prepare = transport.prepare
+        self._record, self._forward_call, self._call_site = record, forward_call, call_site
         self._direction, self._chain = direction, chain
         self._may_carry = self._piggybacks = piggybacks
         self._place = group.rank(), group.size()
@@ -262,8 +259,7 @@ class CheckedTransport(Transport):
             self._state.end()
 
     def prepare(self, device: torch.device) -> None:
-        if not self._keeps_tags:
-            self._agree()  # without tags, messages of different calls could match
+        self._agree()  # without tags, messages of different calls could match
         self._transport.prepare(device)
 
     def at(self, label: Label) -> None:

@@ -137,19 +137,6 @@ def columns(x: Tensor, span: Span) -> Tensor:
     return x if end - begin == x.shape[2] else x.narrow(2, begin, end - begin)
 
 
-def fold_heads(query: Tensor, num_kv_heads: int) -> Tensor:
-    """Return `(B, N, R, H)` as `(B, Nkv, N / Nkv * R, H)`: heads of a group become rows of one."""
-    # A view of head-major memory. Other orders are copied if groups have several heads and rows.
-    batch, num_heads, rows, head_dim = query.shape
-    return query.reshape(batch, num_kv_heads, num_heads // num_kv_heads * rows, head_dim)
-
-
-def unfold_heads(x: Tensor, num_heads: int) -> Tensor:
-    """Return `(B, Nkv, N / Nkv * R, ...)` as `(B, N, R, ...)`."""
-    batch, num_kv_heads, rows, *head_dim = x.shape
-    return x.reshape((batch, num_heads, rows * num_kv_heads // num_heads, *head_dim))
-
-
 def region(batch: int | None, tokens: Span) -> Region:
     """Return the index of these tokens in one batch row, or in all rows if `batch` is `None`."""
     begin, end = tokens

@@ -53,8 +53,8 @@ def sum_over_sequence(
     """
     if not isinstance(local, Tensor) or isinstance(local, DTensor):
         raise TypeError(f"local must be this rank's plain tensor, got {type(local).__name__}")
-    check_strided("local", local)
     group = axis_group(mesh)
+    check_strided("local", local)
     if dim is not None:
         dim, layout = (
             canonical(dim, "local", local),

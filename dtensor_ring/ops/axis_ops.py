@@ -111,9 +111,9 @@ def _checked_sum(
     group: ProcessGroup, x: Tensor, is_back: bool, forward_call: int
 ) -> TransportContext:
     """Return the transport of a sum over ranks; it checks that all ranks make the same call."""
-    transport = transport_of(group)
     if group.size() == 1:
-        return nullcontext(transport)  # nobody to agree with
+        return nullcontext(transport_of(group))  # nobody to agree with
+    call_site, transport = CALLER.site, transport_of(group)
     direction = "sum back" if is_back else "sum"
     fields = {
         "direction": direction,
@@ -128,7 +128,7 @@ def _checked_sum(
         direction,
         x.device,
         forward_call=forward_call,
-        call_site=CALLER.site,
+        call_site=call_site,
         first_bytes=x.nbytes,
         transport=transport,
     )

@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 
 from dtensor_ring.agreement.call_record import MAX_BYTES, CallRecord
 from dtensor_ring.agreement.checked_transport import TransportContext, checked_transport
-from dtensor_ring.agreement.group_state import GroupState, group_state_of
+from dtensor_ring.agreement.group_state import group_state_of
 from dtensor_ring.balanced.work import visible_pairs
 from dtensor_ring.compute.kernels import Saved
 from dtensor_ring.compute.memory import TOKEN_MAJOR, empty, order_of
@@ -51,13 +51,10 @@ def run_forward(
     if not bound.is_shared:  # nobody to agree with
         return _forward(bound, query, key, value, None)
     group = bound.call.group
-    state = group_state_of(group)
-    if not state.sends_records:
-        return _forward(bound, query, key, value, transport_of(group))
-    with checked_call(bound, group, state, query, value) as transport:
+    with checked_call(bound, group, query, value) as transport:
         # Within the context: an error of this rank is reported to the others.
         out, lse = _forward(bound, query, key, value, transport)
-    state.remember(lse)
+    group_state_of(group).remember(lse)
     return out, lse
 
 
@@ -110,11 +107,7 @@ def run_backward(
     """Run the backward of a bound call on plain tensors; without sinks their gradient is `None`."""
     if not bound.is_shared:
         return _backward(bound, saved, query, key, value, None)
-    group = bound.call.group
-    state = group_state_of(group)
-    if not state.sends_records:
-        return _backward(bound, saved, query, key, value, transport_of(group))
-    with checked_call(bound, group, state, query, value, saved.lse) as transport:
+    with checked_call(bound, bound.call.group, query, value, saved.lse) as transport:
         return _backward(bound, saved, query, key, value, transport)
 
 
@@ -188,7 +181,6 @@ def _fake_backward(
 def checked_call(
     bound: BoundCall,
     group: ProcessGroup,
-    state: GroupState,
     query: Tensor,
     value: Tensor,
     lse: Tensor | None = None,
@@ -198,12 +190,11 @@ def checked_call(
     Args:
         bound: the call.
         group: its group.
-        state: the state of the group.
         query: this rank's queries.
         value: this rank's values.
         lse: the lse that the forward call returned, if this is its backward call.
     """
-    forward_call = 0 if lse is None else state.forward_call_of(lse)
+    forward_call = 0 if lse is None else group_state_of(group).forward_call_of(lse)
     direction = "forward" if lse is None else "backward"
     record = bound.records.get(direction)
     if record is None:

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dtensor_ring.compute.kernels.folded_heads import fold_heads, unfold_heads
 from dtensor_ring.compute.kernels.kernel import (
     Kernel,
     Launch,
@@ -28,7 +29,7 @@ from dtensor_ring.compute.kernels.kernel import (
 from dtensor_ring.compute.kernels.reference import Reference
 from dtensor_ring.compute.kernels.registry import KERNELS, first_able, kernel_for
 from dtensor_ring.compute.kernels.varlen import VarlenKernel
-from dtensor_ring.compute.memory import WHOLE, Numbers, fold_heads, unfold_heads
+from dtensor_ring.compute.memory import WHOLE, Numbers
 from dtensor_ring.compute.merge import has_triton, merge_ragged
 from dtensor_ring.paged.paged_flashinfer import PagedFlashInfer
 from dtensor_ring.planning.ranges import Span

@@ -154,14 +154,15 @@ class Packet:
         key, value = self.pair
         return key.nbytes + value.nbytes
 
-    def fill(self, pair: Pair, at: Cols) -> None:
+    def fill(self, pair: Pair, at: Cols, label: Label) -> None:
         """Copy the columns `at` of a pair into the packet, which has the same number of columns."""
-        if pair[0].is_meta:  # a dry run: nothing to copy
-            both = zip(self.pair, pair, strict=True)
-            note_pass("packet", sum(to.numel() * (to.itemsize + x.itemsize) for to, x in both))
-            return
-        pack(self.pair[0], pair[0], at)
-        pack(self.pair[1], pair[1], at)
+        with label("pack"):
+            if pair[0].is_meta:  # a dry run: nothing to copy
+                both = zip(self.pair, pair, strict=True)
+                note_pass("packet", sum(to.numel() * (to.itemsize + x.itemsize) for to, x in both))
+                return
+            pack(self.pair[0], pair[0], at)
+            pack(self.pair[1], pair[1], at)
 
     def messages(self, is_apart: bool) -> list[Tensor]:
         """Return flat tensors: key and value apart, or the buffer that holds both."""
@@ -268,8 +269,7 @@ class Rotation:
         if resident.cols is cols or resident.cols == cols:
             return resident
         packet = self._packet(source, cols)
-        with label("pack"):
-            packet.fill(resident.pair, cols.within(resident.cols))
+        packet.fill(resident.pair, cols.within(resident.cols), label)
         return packet
 
     def _start(self, hop: Hop, outgoing: list[Packet]) -> None:
@@ -389,8 +389,7 @@ class ShardRotation(Rotation):
             if lying is not None:
                 return lying
         packet = self._packet(source, cols)
-        with label("pack"):
-            packet.fill(self._shard, cols)
+        packet.fill(self._shard, cols, label)
         return packet
 
 

@@ -40,11 +40,8 @@ from parallel_plans.huggingface.core.patterns import (
     with_strategies,
 )
 from parallel_plans.huggingface.core.random_state import random_of_rank
-from parallel_plans.huggingface.generation.generate import (
-    forward_with_cache,
-    install_generate,
-    uses_cache,
-)
+from parallel_plans.huggingface.core.versions import uses_cache
+from parallel_plans.huggingface.generation.generate import forward_with_cache, install_generate
 from parallel_plans.huggingface.losses.loss import (
     LogitsTransform,
     LossFunction,

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from dtensor_ring.compute.memory import HEAD_MAJOR, TOKEN_MAJOR, Order, empty
+from dtensor_ring.compute.trace import Label
 from dtensor_ring.planning.demand import Cols
 from dtensor_ring.transport.rotation import Packet
 from tests.columns import indices_of
@@ -39,7 +40,7 @@ MANY = Cols(tuple((i, i + 1 + i % 5) for i in range(0, 120, 6)))
 def test_a_packet_has_its_columns_side_by_side(cols: Cols, dtype: torch.dtype) -> None:
     whole = torch.randn(2, 3, 120, 4), torch.randn(2, 3, 120, 2)
     packet = Packet.within(torch.zeros(2**14, dtype=torch.uint8), whole, cols, dtype)
-    packet.fill(whole, cols)
+    packet.fill(whole, cols, Label("forward", 0, 0))
     for part, x in zip(packet.pair, whole, strict=True):
         assert torch.equal(part, x[:, :, indices_of(cols)].to(dtype))
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from dtensor_ring.compute.kernels.emulated import Bias, col_blocks, row_blocks
+from dtensor_ring.compute.kernels.folded_heads import fold_heads, unfold_heads
 from dtensor_ring.compute.kernels.kernel import (
     Gradients,
     Kernel,
@@ -21,14 +22,7 @@ from dtensor_ring.compute.kernels.kernel import (
 )
 from dtensor_ring.compute.kernels.padded import padded_attend, padded_backward
 from dtensor_ring.compute.kernels.reference import Reference
-from dtensor_ring.compute.memory import (
-    TOKEN_MAJOR,
-    WHOLE,
-    empty,
-    fold_heads,
-    order_of,
-    unfold_heads,
-)
+from dtensor_ring.compute.memory import TOKEN_MAJOR, WHOLE, empty, order_of
 from dtensor_ring.compute.merge import merge_
 from dtensor_ring.planning.mask import Mask
 from dtensor_ring.planning.tile import CAUSAL, FULL

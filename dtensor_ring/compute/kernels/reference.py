@@ -10,6 +10,7 @@ from torch import Tensor
 
 from dtensor_ring.compute.dropout import Dropout
 from dtensor_ring.compute.kernels.emulated import Block, hidden, row_blocks
+from dtensor_ring.compute.kernels.folded_heads import unfold_heads
 from dtensor_ring.compute.kernels.kernel import (
     Gradients,
     Kernel,
@@ -20,7 +21,7 @@ from dtensor_ring.compute.kernels.kernel import (
     Scores,
 )
 from dtensor_ring.compute.lags import Lags
-from dtensor_ring.compute.memory import Region, unfold_heads
+from dtensor_ring.compute.memory import Region
 from dtensor_ring.planning.mask import Mask
 
 # What queries see: a band, or the numbers of `Intervals`.

@@ -45,6 +45,12 @@ def cache_argument(arguments: dict[str, Any]) -> Any:
     return next(iter(caches.values()), None)
 
 
+def uses_cache(arguments: dict[str, Any]) -> bool:
+    """Return whether a call has a cache, or asks for a new one, which labels rule out."""
+    asks_for_one = bool(arguments.get("use_cache")) and arguments.get("labels") is None
+    return asks_for_one or cache_argument(arguments) is not None
+
+
 def without_cache(arguments: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments of a call without the cache."""
     return {name: x for name, x in arguments.items() if name not in NAMES_OF_CACHE}

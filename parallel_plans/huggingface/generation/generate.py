@@ -68,12 +68,6 @@ OF_CALL = (*NAMES_OF_CACHE, "use_cache", "output_logits")
 UNCACHED = (*BOUNDARIES, "labels", "shift_labels", ROUTER_LOGITS)
 
 
-def uses_cache(arguments: dict[str, Any]) -> bool:
-    """Return whether a call has a cache, or asks for a new one, which labels rule out."""
-    asks_for_one = bool(arguments.get("use_cache")) and arguments.get("labels") is None
-    return asks_for_one or cache_argument(arguments) is not None
-
-
 def cache_of(model: Any, sharding: Sharding, arguments: dict[str, Any]) -> ContextParallelCache:
     """Return the cache of a call that has one, or a new one for a call that asks for one.
 

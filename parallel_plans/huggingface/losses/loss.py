@@ -303,16 +303,6 @@ def loss_head(model: Any) -> LossHead | None:
     return head if isinstance(head.weight, DTensor) or _is_plain(head) else None
 
 
-def pops_logits(model: Any, arguments: dict[str, Any]) -> bool:
-    """Pop `output_logits` from the arguments; return whether to return logits.
-
-    With labels, a language model returns them on request only: they are the largest tensor.
-    """
-    is_asked = arguments.pop("output_logits", None)
-    is_large = arguments.get("labels") is not None and model.get_output_embeddings() is not None
-    return bool(is_asked) or not is_large
-
-
 def _is_changed(head: nn.Module) -> bool:
     """Return whether libraries other than FSDP2 have put something around or into a module."""
     own = vars(head)

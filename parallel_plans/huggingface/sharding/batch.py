@@ -266,10 +266,10 @@ def check_batch(model: Any, arguments: dict[str, Any]) -> int:
     Raises:
         ValueError: naming the argument.
     """
+    given = {x: arguments[x] for x in _OF_TOKENS if arguments.get(x) is not None}
     _check_model(model)
     if arguments.get("input_ids") is None and arguments.get("inputs_embeds") is None:
         raise ValueError("a context-parallel model needs input_ids or inputs_embeds, got none")
-    given = {x: arguments[x] for x in _OF_TOKENS if arguments.get(x) is not None}
     for name, x in given.items():
         if not isinstance(x, Tensor) or isinstance(x, DTensor):
             raise ValueError(
@@ -291,7 +291,8 @@ def check_batch(model: Any, arguments: dict[str, Any]) -> int:
             f"{arguments['ignore_index']}; set the labels to ignore to it"
         )
     seq_len = _check_lengths(model, arguments)
-    check_ones_and_zeros(arguments.get("attention_mask"))
+    if "attention_mask" in given:
+        check_ones_and_zeros(given["attention_mask"])
     _check_range(model, arguments)
     return seq_len
 
@@ -341,17 +342,13 @@ def _check_range(model: Any, batch: dict[str, Any]) -> None:
     """
     # Later, only the rank that holds the token would fail, and the others would wait for it.
     # Tensors on a GPU are not checked, as reading them would synchronize.
-    for name, embeddings_of in (
-        ("input_ids", model.get_input_embeddings),
-        ("labels", model.get_output_embeddings),
-    ):
-        x = batch.get(name)
-        if x is None or x.device.type != "cpu" or not has_content(x):
-            continue
-        parts, count = blocks(x), _num_entries(model, embeddings_of())
-        for part in parts:
-            if _is_within(part, count):
-                continue
+    of = {"input_ids": model.get_input_embeddings, "labels": model.get_output_embeddings}
+    read = {name: batch[name] for name in of if batch.get(name) is not None and batch[name].is_cpu}
+    if not has_content(*read.values()):
+        return
+    for name, x in read.items():
+        count = _num_entries(model, of[name]())
+        for part in () if _is_within(x, count) else blocks(x):
             is_wrong = (part < 0) | (part >= count)
             wrong = part[is_wrong & ((part != IGNORE_INDEX) | (name != "labels"))]
             if wrong.numel():
@@ -361,11 +358,11 @@ def _check_range(model: Any, batch: dict[str, Any]) -> None:
                 )
 
 
-def _is_within(part: Tensor, count: int) -> bool:
-    """Return whether all numbers are from 0 to `count - 1`; a few are cheaper to read in Python."""
-    if part.numel() > FEW:
+def _is_within(x: Tensor, count: int) -> bool:
+    """Return whether numbers are few, which Python reads faster, and from 0 to `count - 1`."""
+    if x.numel() > FEW:
         return False
-    numbers = part.reshape(-1).tolist()
+    numbers = x.reshape(-1).tolist()
     return not numbers or (min(numbers) >= 0 and max(numbers) < count)
 
 

@@ -48,6 +48,16 @@ class OutputSpec(NamedTuple):
     of_tokens: frozenset[str] | None = None
 
 
+def pops_logits(model: Any, arguments: dict[str, Any]) -> bool:
+    """Pop `output_logits` from the arguments; return whether to return logits.
+
+    With labels, a language model returns them on request only: they are the largest tensor.
+    """
+    is_asked = arguments.pop("output_logits", None)
+    is_large = arguments.get("labels") is not None and model.get_output_embeddings() is not None
+    return bool(is_asked) or not is_large
+
+
 class Outputs:
     """Joins the outputs of the ranks of an axis.
 

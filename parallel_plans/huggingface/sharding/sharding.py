@@ -39,7 +39,6 @@ from parallel_plans.huggingface.losses.loss import (
     LossFunction,
     LossHead,
     loss_head,
-    pops_logits,
     router_spec,
     uses_router_logits,
 )
@@ -57,7 +56,7 @@ from parallel_plans.huggingface.sharding.batch import (
     shard,
 )
 from parallel_plans.huggingface.sharding.local_batch import IN_GRAPH, LocalBatches, is_local
-from parallel_plans.huggingface.sharding.outputs import Outputs, OutputSpec
+from parallel_plans.huggingface.sharding.outputs import Outputs, OutputSpec, pops_logits
 from parallel_plans.huggingface.states.state_passing import AxisStatePassing
 
 BALANCED_IN_GRAPH = (
@@ -91,7 +90,7 @@ class Sharding:
         self._not_pickled = NotPickled(NO_PICKLE)  # first: pickle reads attributes in order
         self.cache_dtype, self.local_batch, self.drops = cache_dtype, local_batch, drops
         self.axis, self.layer_masks, self.loss, self.passing = axis, layer_masks, loss, passing
-        self.counts_places = counts_places
+        self.counts_places, self.rank = counts_places, axis.mesh.get_local_rank()
         self.outputs = Outputs(axis, unshard_outputs, is_even=passing is not None)
         self.agreement = Agreement(axis, model)
         self.largest, self.tokenwise = LargestPosition(model), TokenwiseCheck(nn.Linear, LossHead)
@@ -114,11 +113,6 @@ class Sharding:
         self._names = list(signature(model.forward).parameters)
         self._spec: OutputSpec | None = None
 
-    @property
-    def rank(self) -> int:
-        """This rank on the axis."""
-        return self.axis.mesh.get_local_rank()
-
     def __deepcopy__(self, memo: dict[int, Any]) -> Sharding:
         """Return itself: copies of a model share the forward that calls it."""
         return self
@@ -127,12 +121,12 @@ class Sharding:
         self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> dict[str, Any]:
         """Return the arguments of a call that are not `None`, by name."""
-        check_implementation(model.config)
         named = named_arguments(self._names, args, kwargs)
         if "cache_position" not in self._names:
             named.pop("cache_position", None)  # of transformers 4
         if "labels" not in self._names and model.get_output_embeddings() is None:
             named.pop("labels", None)  # the outer model of a base model takes them
+        check_implementation(model.config)
         return named
 
     def inputs(self, model: Any, arguments: dict[str, Any]) -> tuple[dict[str, Any], OutputSpec]:
@@ -195,8 +189,7 @@ class Sharding:
 
     def _indices(self, layout: Layout, length: int, batch: ModelBatch) -> Tensor:
         """Return which tokens of a row of `length` tokens this rank has, `(L,)`."""
-        mesh = self.axis.mesh
-        runs = layout.runs(mesh.get_local_rank(), mesh.size(), length)
+        runs = layout.runs(self.rank, self.axis.mesh.size(), length)
         return positions_of(runs, batch.tokens.device)
 
     def set_largest(
@@ -209,10 +202,10 @@ class Sharding:
 
     def plan(self, batch: ModelBatch) -> BatchPlan:
         """Decide how a batch is sharded, and find its documents."""
-        layout, mesh, seq_len = self.axis.layout, self.axis.mesh, batch.tokens.shape[1]
+        mesh, seq_len = self.axis.mesh, batch.tokens.shape[1]
         if self.counts_places:
             check_places(batch, self.counts_places)
-        documents = self._documents(batch, seq_len)
+        documents, layout = self._documents(batch, seq_len), self.axis.layout
         if self.passing is None:
             length, scan_chunks = layout.dealt_length(seq_len, mesh.size()), None
         else:
@@ -281,12 +274,12 @@ class Sharding:
         )
         # Layers with a state mask their own padding.
         how = keywords(batch, ring, None if self.passing is None else batch.mask)
+        kept = self.keep_logits(how, plan.layout, plan.seq_len, plan.sharded_length)
         router = None
         if uses_router_logits(model, batch.others, self.loss.why_no_balance):
             is_token = plan.indices < plan.seq_len
             weights = is_token.expand(batch.tokens.shape[:2]) if batch.mask is None else batch.mask
             router, how[ROUTER_LOGITS] = router_spec(model, weights), True
-        kept = self.keep_logits(how, plan.layout, plan.seq_len, plan.sharded_length)
         # If logits are asked for, or the head is not what it was, the loss is made of logits.
         in_head = not has_logits and loss_head(model) is not None
         own, of_head = (None, batch.labels) if in_head else (batch.labels, None)
@@ -337,7 +330,8 @@ class Sharding:
 
     def finish(self, spec: OutputSpec) -> None:
         """Forget a batch after the model has run, except what joins its outputs."""
-        self.largest.clear()
+        if self.largest.is_read:
+            self.largest.clear()
         self._spec = spec
 
     def join(self, local: Tensor) -> Tensor:

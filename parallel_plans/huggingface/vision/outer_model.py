@@ -23,13 +23,8 @@ from torch import Tensor, nn
 from parallel_plans.huggingface.core.documents import DocumentBounds, has_content
 from parallel_plans.huggingface.core.padding import check_ones_and_zeros
 from parallel_plans.huggingface.core.random_state import random_of_rank
-from parallel_plans.huggingface.core.versions import NAMES_OF_CACHE, cache_name
-from parallel_plans.huggingface.generation.generate import (
-    GROWS,
-    cache_of,
-    call_with_cache,
-    uses_cache,
-)
+from parallel_plans.huggingface.core.versions import NAMES_OF_CACHE, cache_name, uses_cache
+from parallel_plans.huggingface.generation.generate import GROWS, cache_of, call_with_cache
 from parallel_plans.huggingface.losses.loss import give_labels, take_losses
 from parallel_plans.huggingface.sharding.batch import BOUNDARIES, LOGITS_TO_KEEP
 from parallel_plans.huggingface.sharding.late_embeddings import late_or_now

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dtensor_ring.compute.kernels.folded_heads import fold_heads, unfold_heads
+from dtensor_ring.compute.kernels.emulated import fold_heads, unfold_heads
 from dtensor_ring.compute.kernels.kernel import (
     Kernel,
     Launch,

@@ -9,8 +9,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dtensor_ring.compute.kernels.emulated import Bias, col_blocks, row_blocks
-from dtensor_ring.compute.kernels.folded_heads import fold_heads, unfold_heads
+from dtensor_ring.compute.kernels.emulated import (
+    Bias,
+    col_blocks,
+    fold_heads,
+    row_blocks,
+    unfold_heads,
+)
 from dtensor_ring.compute.kernels.kernel import (
     Gradients,
     Kernel,

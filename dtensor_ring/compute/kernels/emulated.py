@@ -1,4 +1,4 @@
-"""Adapters of kernels that lack something: windows by blocks of the band, and lse's gradient."""
+"""Adapters of kernels that lack something: windows by blocks, shared key heads, lse's gradient."""
 
 from __future__ import annotations
 
@@ -42,6 +42,19 @@ def col_blocks(num_rows: int, num_cols: int, mask: Mask, block_cols: int) -> lis
     seen_from = Mask(mask.right, mask.left)
     blocks = row_blocks(num_cols, num_rows, seen_from, block_cols)
     return [(rows, cols) for cols, rows in blocks]
+
+
+def fold_heads(query: Tensor, num_kv_heads: int) -> Tensor:
+    """Return `(B, N, R, H)` as `(B, Nkv, N / Nkv * R, H)`: heads of a group become rows of one."""
+    # A view of head-major memory. Other orders are copied if groups have several heads and rows.
+    batch, num_heads, rows, head_dim = query.shape
+    return query.reshape(batch, num_kv_heads, num_heads // num_kv_heads * rows, head_dim)
+
+
+def unfold_heads(x: Tensor, num_heads: int) -> Tensor:
+    """Return `(B, Nkv, N / Nkv * R, ...)` as `(B, N, R, ...)`."""
+    batch, num_kv_heads, rows, *head_dim = x.shape
+    return x.reshape((batch, num_heads, rows * num_kv_heads // num_heads, *head_dim))
 
 
 class Bias:

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from dtensor_ring.compute.dropout import Dropout
-from dtensor_ring.compute.kernels.emulated import Block, hidden, row_blocks
-from dtensor_ring.compute.kernels.folded_heads import unfold_heads
+from dtensor_ring.compute.kernels.emulated import Block, hidden, row_blocks, unfold_heads
 from dtensor_ring.compute.kernels.kernel import (
     Gradients,
     Kernel,

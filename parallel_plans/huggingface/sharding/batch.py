@@ -342,12 +342,13 @@ def _check_range(model: Any, batch: dict[str, Any]) -> None:
     """
     # Later, only the rank that holds the token would fail, and the others would wait for it.
     # Tensors on a GPU are not checked, as reading them would synchronize.
-    of = {"input_ids": model.get_input_embeddings, "labels": model.get_output_embeddings}
-    read = {name: batch[name] for name in of if batch.get(name) is not None and batch[name].is_cpu}
+    sides = {"input_ids": model.get_input_embeddings, "labels": model.get_output_embeddings}
+    given = {name: batch[name] for name in sides if batch.get(name) is not None}
+    read = {name: x for name, x in given.items() if x.is_cpu}
     if not has_content(*read.values()):
         return
     for name, x in read.items():
-        count = _num_entries(model, of[name]())
+        count = _num_entries(model, sides[name]())
         for part in () if _is_within(x, count) else blocks(x):
             is_wrong = (part < 0) | (part >= count)
             wrong = part[is_wrong & ((part != IGNORE_INDEX) | (name != "labels"))]

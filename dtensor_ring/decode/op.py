@@ -31,6 +31,7 @@ from dtensor_ring.decode.plan import DecodeRequest
 from dtensor_ring.decode.run import Combine
 from dtensor_ring.ops import nodes
 from dtensor_ring.ops.checks import (
+    CALLER,
     check_head_dims,
     check_inputs,
     check_num_queries,
@@ -44,7 +45,8 @@ from dtensor_ring.planning.plan import Step
 def forward(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
     """Run the decode op on plain tensors."""
     bound = bound_decode(options, query, key, value)
-    out, lse = run_bound(bound, bound.checked(query), None, query, key, value, options[SINKS])
+    round = bound.checked(query, CALLER.site)
+    out, lse = run_bound(bound, round, None, query, key, value, options[SINKS])
     assert lse is not None
     return out, lse
 

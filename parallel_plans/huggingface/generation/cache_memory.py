@@ -334,15 +334,14 @@ class CacheMemory:
 
     def _inputs(self, new: NewTokens, tokens: Tensor) -> tuple[LayerInputs, ...]:
         """Return the inputs of each layer's attention; layers with the same window share them."""
-        of_size: dict[int, LayerInputs] = {}
+        of_size: dict[int, Any] = {}
         for window in self._windows.values():
             if window.size not in of_size:
                 of_size[window.size] = new.window(window.num_held)
         if self._shards is not None:
             of_size[0] = new.full(self._shards, tokens, self._rank)
         # Layers with a state alone have no attention, and need no inputs.
-        inputs: list[Any] = [of_size.get(size) for size in self._sizes]
-        return tuple(inputs)
+        return tuple(map(of_size.get, self._sizes))
 
     def inputs_of_pools(self, new: NewTokens, tokens: Tensor) -> InputsWithPools | None:
         """Return which tokens ranks keep of layers with a window, that these see as pools."""

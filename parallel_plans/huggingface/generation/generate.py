@@ -168,11 +168,12 @@ def call_with_cache(
     _check_cached(model, asked, mask)
     batch, past = parse(model, asked, sharding.loss), memory.seq_len
     num_tokens = batch.tokens.shape[1]
+    end, seen = past + num_tokens, None
     if tokens is None:
         tokens = batch.tokens
-    seen = precomputed_masks(mask, num_tokens, keeps_plain=True) if is_precomputed(mask) else None
-    mask = mask if seen is None else padding_of(mask)
-    padding = None if mask is None else left_padding(mask, past + num_tokens)
+    if not (mask is None or isinstance(mask, Tensor)):  # an outer model made it, see `_check_cached`
+        seen, mask = precomputed_masks(mask, num_tokens, keeps_plain=True), padding_of(mask)
+    padding = None if mask is None else left_padding(mask, end)
     positions = sharding.positions(batch, past, mask)
     _check_places(sharding, positions, memory, padding)
     kept, counted = None, None
@@ -191,7 +192,7 @@ def call_with_cache(
             batch = shard(batch, indices, new.sharded_length, past)
             at = past + indices
         else:
-            at = torch.arange(past, new.end, device=tokens.device)
+            at = torch.arange(past, end, device=tokens.device)
             counted = at.unsqueeze(0) if positions is None else positions
             batch = batch if seen is None else replace(batch, seen=seen)
         of_pools = memory.inputs_of_pools(new, tokens)

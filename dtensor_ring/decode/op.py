@@ -84,7 +84,8 @@ def run_bound(
             if combine is None and sinks is None:
                 return found
             if combine is not None and sinks is None and not needs_lse:
-                return _merged(query, found, combine, sole), None
+                with sole.forward("merge"):
+                    return _merged(query, found, combine, sole), None
             return _combined(query, found, combine, sinks, step.source)
         if call.place.block is None:
             lags = _lags(request, step, query) if is_biased(query, key) else None
@@ -167,9 +168,7 @@ def _combined(
 
 def _merged(query: Tensor, found: tuple[Tensor, Tensor], combine: Combine, sole: Sole) -> Tensor:
     """Return the output of `_combined`; `sole` knows the memory order of outputs."""
-    out, lse = found
-    with sole.forward("merge"):
-        out = combine.output(out, lse, sole.wide)
+    out = combine.output(found[0], found[1], sole.wide)
     is_like = out.dtype == query.dtype
     return sole.output(out, query) if is_like else in_order(out, order_of(query), query.dtype)
 

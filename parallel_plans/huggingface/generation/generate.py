@@ -171,7 +171,8 @@ def call_with_cache(
     end, seen = past + num_tokens, None
     if tokens is None:
         tokens = batch.tokens
-    if not (mask is None or isinstance(mask, Tensor)):  # an outer model made it, see `_check_cached`
+    # What is no tensor was made by an outer model, see `_check_cached`.
+    if not (mask is None or isinstance(mask, Tensor)):
         seen, mask = precomputed_masks(mask, num_tokens, keeps_plain=True), padding_of(mask)
     padding = None if mask is None else left_padding(mask, end)
     positions = sharding.positions(batch, past, mask)

@@ -442,7 +442,8 @@ def _decode_record(attention: AttentionFacts, merge: str, agree: str, *asked: An
 def _made_record(attention: AttentionFacts, merge: str, agree: str, *asked: Any) -> CallRecord:
     request = DecodeRequest(*asked)
     # What differs from token to token; the other fields take longer.
-    fixed = request._replace(layout=Contiguous(), rank=0, seq_len=0, starts=())
+    spec: Any = DecodePlace().layout
+    fixed = request._replace(layout=as_layout(spec), rank=0, seq_len=0, starts=())
     fields = _fixed_fields(attention, merge, *fixed)
     own = {
         "tokens": str(request.seq_len),

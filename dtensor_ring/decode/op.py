@@ -80,9 +80,9 @@ def run_bound(
         step, kernel, sole = ready or bound.ready(query, key, value)
         query, key, value = loadable(query, key, value)
         if sole is not None:
-            found = sole_forward(query, (key, value), sole, kernel, scores)
             if combine is None and sinks is None:
-                return found
+                return sole_forward(query, (key, value), sole, kernel, scores)
+            found = sole.run(query, (key, value), kernel, scores)
             if combine is not None and sinks is None and not needs_lse:
                 with sole.forward("merge"):
                     return _merged(query, found, combine, sole), None

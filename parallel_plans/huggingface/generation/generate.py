@@ -29,7 +29,6 @@ from parallel_plans.huggingface.core.model_masks import (
     padding_of,
     precomputed_masks,
 )
-from parallel_plans.huggingface.core.padding import check_same_padding, left_padding
 from parallel_plans.huggingface.core.positions import LastTokens
 from parallel_plans.huggingface.core.versions import (
     NAMES_OF_CACHE,
@@ -44,6 +43,7 @@ from parallel_plans.huggingface.core.whole_rows import (
     check_whole_rows,
 )
 from parallel_plans.huggingface.generation.cache_memory import CacheMemory, NewTokens
+from parallel_plans.huggingface.generation.left_padding import check_same_padding, left_padding
 from parallel_plans.huggingface.probing.probe import ROUTER_LOGITS
 from parallel_plans.huggingface.sharding.agreement import described
 from parallel_plans.huggingface.sharding.batch import (
@@ -177,8 +177,7 @@ def call_with_cache(
     padding = None if mask is None else left_padding(mask, end)
     positions = sharding.positions(batch, past, mask)
     _check_places(sharding, positions, memory, padding)
-    kept, counted = None, None
-    num_kept = batch.others.get(LOGITS_TO_KEEP, 0)
+    kept, counted, num_kept = None, None, batch.others.get(LOGITS_TO_KEEP, 0)
     with (
         memory.appending(tokens, padding, num_kept) as (new, inputs),
         _states(sharding, cache, new, mask),
@@ -209,7 +208,8 @@ def call_with_cache(
         try:
             output = plain(model, **how, **{cache_name(model): cache})
         finally:
-            sharding.largest.clear()
+            if sharding.largest.is_read:
+                sharding.largest.clear()
     if not new.sharded_length:
         return output
     last = {of_kept: kept}

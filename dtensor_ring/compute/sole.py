@@ -31,6 +31,13 @@ class Sole:
         # Strides of results that are in order, next to those of the queries for outputs.
         self._ordered: set[tuple[Any, ...]] = set()
 
+    def run(
+        self, query: Tensor, shard: Pair, kernel: Kernel, scores: Scores
+    ) -> tuple[Tensor, Tensor]:
+        """Return `(out, lse)` in the memory order in which the kernel gives them."""
+        with self.forward("tile"):
+            return kernel.forward(query, shard[0], shard[1], self.launch, scores)
+
     def output(self, out: Tensor, query: Tensor) -> Tensor:
         """Return an output in the memory order of the queries."""
         # Layers of a model repeat the same strides: orders that fit are looked up, not compared
@@ -95,8 +102,7 @@ def sole_forward(
     query: Tensor, shard: Pair, sole: Sole, kernel: Kernel, scores: Scores
 ) -> tuple[Tensor, Tensor]:
     """Return `(out, lse)` of a ring that is one launch, see `sole_launch`."""
-    with sole.forward("tile"):
-        out, lse = kernel.forward(query, shard[0], shard[1], sole.launch, scores)
+    out, lse = sole.run(query, shard, kernel, scores)
     return sole.output(out, query), lse.contiguous()
 
 

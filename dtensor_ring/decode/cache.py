@@ -98,8 +98,8 @@ class CacheLayer:
         with writing():
             # Both before either is kept, so that an error leaves the layer as it was.
             keys, values = self._memory or self._empty(given)
-            keys = keys.append(key, step.kept, before, capacity)
-            values = values.append(value, step.kept, before, capacity)
+            keys = keys.append(step.kept_of(key), before, capacity)
+            values = values.append(step.kept_of(value), before, capacity)
         self._memory = keys, values
         self.capacities, self._appends.batch = step.capacities, key.shape[0]
         self._appends.done(self.number)

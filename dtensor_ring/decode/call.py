@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
-from dtensor_ring.agreement.call_record import MAX_BYTES, CallRecord
+from dtensor_ring.agreement.call_record import MAX_BYTES, CallRecord, CallSite
 from dtensor_ring.agreement.checked_transport import (
     CheckedTransport,
     TransportContext,
@@ -261,11 +261,11 @@ class BoundDecode:
         step, kernel = self.step(key.shape[2]), self.kernel(query, key, value)
         return Ready(step, kernel, self.sole(step, query, key, kernel))
 
-    def checked(self, query: Tensor) -> AbstractContextManager[Combine | None]:
+    def checked(self, query: Tensor, site: CallSite) -> AbstractContextManager[Combine | None]:
         """Return the context of the call, which gives the merge of the partial results."""
         # That of the call's name, as `is_alive` has found.
         group = None if self._group is None else self._group()
-        return _within_round(group, self.request, self.round, query)
+        return _within_round(group, self.request, self.round, query, site)
 
 
 _BOUND: ByteStore[BoundDecode] = ByteStore(max_bytes=8 << 20, size_of=attrgetter("num_bytes"))
@@ -348,7 +348,8 @@ def checked_decode(
         query: the queries, equal on all ranks.
         value: this rank's values.
     """
-    return _within_round(call.group, request, _round_of(call, request, query, value), query)
+    found = _round_of(call, request, query, value)
+    return _within_round(call.group, request, found, query, CALLER.site)
 
 
 def _round_of(
@@ -367,11 +368,14 @@ def _round_of(
         raise ValueError(f"unknown merge {merge!r}; known merges: {', '.join(MERGES)}")
     if merge is not None and block is not None:
         raise ValueError(f"merge={merge!r} has no fixed order, and the axis has; leave merge out")
-    if call.batch.agree is not None:
-        boundaries.check_integers(call.batch.agree, "agree")
+    agree = call.batch.agree
+    if agree is not None:
+        boundaries.check_integers(agree, "agree")
     if call.place.group_name is None or request.world_size == 1:
         return None
-    agree = _agree_text(call.batch.agree)
+    agreed = "none"
+    if agree is not None:
+        agreed = numbers_text(boundaries.on_host(agree).numpy().reshape(-1))
     heads = query.shape[1], value.shape[1]
     attention = attention_facts("decode", query, value, call.scores, heads)
     size = None  # of nodes, which are known once the records agree
@@ -379,7 +383,7 @@ def _round_of(
         merge, size = first_round(query, value, merge, request.world_size)
     else:
         merge = f"by blocks of {block}"
-    record = (record_of or _decode_record)(attention, merge, agree, *request)
+    record = (record_of or _decode_record)(attention, merge, agreed, *request)
     return DecodeRound(record, merge, size)
 
 
@@ -391,12 +395,13 @@ def _within_round(
     request: DecodeRequest,
     found: DecodeRound | None,
     query: Tensor,
+    site: CallSite,
 ) -> AbstractContextManager[Combine | None]:
     if found is None or group is None:
         return _ALONE
     record, merge, size = found
     agreed = checked_transport(
-        group, record, "decode", query.device, call_site=CALLER.site, first_bytes=size
+        group, record, "decode", query.device, call_site=site, first_bytes=size
     )
     return Combining(agreed, request, merge)
 
@@ -427,13 +432,6 @@ class Combining:
 
 # The field of a record with the integers that a caller gives as `agree`.
 AGREE = "tokens given as agree"
-
-
-def _agree_text(agree: Tensor | None) -> str:
-    """Describe the integers of `agree`, which must be equal on all ranks."""
-    if agree is None:
-        return "none"
-    return numbers_text(boundaries.on_host(agree).numpy().reshape(-1))
 
 
 @cached_bytes(max_bytes=8 << 20, num_bytes=lambda record: 4 * MAX_BYTES)

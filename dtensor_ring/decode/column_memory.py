@@ -15,12 +15,11 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from dtensor_ring.compute.memory import columns
 from dtensor_ring.compute.trace import NOTHING
 from dtensor_ring.decode.plan import CacheTable
 from dtensor_ring.ops.checks import check_strided
 from dtensor_ring.planning.layout import Layout
-from dtensor_ring.planning.ranges import Span, as_count
+from dtensor_ring.planning.ranges import Span
 from dtensor_ring.quantised.block_scales import Format
 from dtensor_ring.quantised.kept_tokens import QuantisedTokens, kept_bytes
 
@@ -47,12 +46,11 @@ class ColumnMemory(ABC):
         """Return the first columns, `(B, N, C, H)`."""
 
     @abstractmethod
-    def append(self, x: Tensor, kept: Sequence[Span], col: int, capacity: int) -> ColumnMemory:
+    def append(self, new: Sequence[Tensor], col: int, capacity: int) -> ColumnMemory:
         """Put new columns after the first `col` columns.
 
         Args:
-            x: a layer's tokens `(B, N, L, H)`.
-            kept: spans of tokens that become columns, in their order.
+            new: the columns in their order, in any number of tensors `(B, N, L, H)`.
             col: the number of columns before.
             capacity: the number of columns that memory is needed for.
         """
@@ -124,20 +122,18 @@ class PlainColumns(ColumnMemory):
         """Shape, strides and offset of the buffer: each token would ask the tensor for them."""
         return self.buffer.shape, self.buffer.stride(), self.buffer.storage_offset()
 
-    def _columns(self, begin: int, num_cols: int) -> Tensor:
+    def read(self, num_cols: int, begin: int = 0) -> Tensor:
         """Return columns as a view, as `narrow` does, which costs the host three times as much."""
         (batch, heads, _, head_dim), strides, offset = self._place
         shape = batch, heads, num_cols, head_dim
         return self.buffer.as_strided(shape, strides, offset + begin * strides[SEQUENCE])
 
-    def read(self, num_cols: int) -> Tensor:
-        return self._columns(0, num_cols)
-
-    def append(self, x: Tensor, kept: Sequence[Span], col: int, capacity: int) -> PlainColumns:
+    def append(self, new: Sequence[Tensor], col: int, capacity: int) -> PlainColumns:
         grown = self if self._place[0][SEQUENCE] >= capacity else self._grown(col, capacity)
-        for begin, end in kept:
-            grown._columns(col, end - begin).copy_(columns(x, (begin, end)))
-            col += end - begin
+        for x in new:
+            num_cols = x.shape[SEQUENCE]
+            grown.read(num_cols, begin=col).copy_(x)
+            col += num_cols
         return grown
 
     def select(self, rows: Tensor) -> PlainColumns:
@@ -178,11 +174,10 @@ class QuantisedColumns(ColumnMemory):
     def read(self, num_cols: int) -> Tensor:
         return self.tokens.crop(num_cols).read()
 
-    def append(self, x: Tensor, kept: Sequence[Span], col: int, capacity: int) -> QuantisedColumns:
-        if not kept:
+    def append(self, new: Sequence[Tensor], col: int, capacity: int) -> QuantisedColumns:
+        if not new:
             return self
-        new = torch.cat([columns(x, span) for span in kept], SEQUENCE)
-        return QuantisedColumns(self.tokens.append(new), self.kind)
+        return QuantisedColumns(self.tokens.append(torch.cat([*new], SEQUENCE)), self.kind)
 
     def select(self, rows: Tensor) -> QuantisedColumns:
         return QuantisedColumns(self.tokens.select(rows), self.kind)
@@ -217,6 +212,12 @@ class AppendStep(NamedTuple):
     capacities: tuple[int, ...]
     capacities_before: tuple[int, ...]
     is_first: bool
+
+    def kept_of(self, x: Tensor) -> Sequence[Tensor]:
+        """Return those tokens of a layer's `(B, N, L, H)` that stay on this rank, as views."""
+        if self.kept == ((0, self.num_given),):  # a view costs the host as much as a small kernel
+            return (x,)
+        return [x.narrow(SEQUENCE, begin, end - begin) for begin, end in self.kept]
 
 
 class AppendSteps:
@@ -265,15 +266,18 @@ class AppendSteps:
                 shard this one.
         """
         self.check_complete("begin an append step")
-        before, num_tokens = self.table, as_count("num_tokens", num_tokens, 1)
+        before = self.table
         if layout is None:
-            table, num_given = before.append(num_tokens), num_tokens
+            table = before.append(num_tokens)
+            num_given = table.seq_len - before.seq_len
             own = table.runs_from(self.rank, before.seq_len)
             kept = tuple([(x - before.seq_len, x + n - before.seq_len) for x, n in own])
         else:
             table = before.append_sharded(layout, num_tokens)
             num_given = table.num_local[self.rank] - before.num_local[self.rank]
             kept = ((0, num_given),)
+        if table.seq_len == before.seq_len:
+            raise ValueError("num_tokens must be from 1 on, got 0")
         cols = before.num_local[self.rank], table.num_local[self.rank]
         capacities = table.num_local
         if self._kv_dtype is None:  # a layer keeps memory that it has allocated

@@ -31,6 +31,7 @@ from dtensor_ring.decode.plan import DecodeRequest
 from dtensor_ring.decode.run import Combine
 from dtensor_ring.ops import nodes
 from dtensor_ring.ops.checks import (
+    CALLER,
     check_head_dims,
     check_inputs,
     check_num_queries,
@@ -44,7 +45,8 @@ from dtensor_ring.planning.plan import Step
 def forward(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
     """Run the decode op on plain tensors."""
     bound = bound_decode(options, query, key, value)
-    out, lse = run_bound(bound, bound.checked(query), None, query, key, value, options[SINKS])
+    round = bound.checked(query, CALLER.site)
+    out, lse = run_bound(bound, round, None, query, key, value, options[SINKS])
     assert lse is not None
     return out, lse
 
@@ -78,11 +80,12 @@ def run_bound(
         step, kernel, sole = ready or bound.ready(query, key, value)
         query, key, value = loadable(query, key, value)
         if sole is not None:
-            found = sole_forward(query, (key, value), sole, kernel, scores)
             if combine is None and sinks is None:
-                return found
+                return sole_forward(query, (key, value), sole, kernel, scores)
+            found = sole.run(query, (key, value), kernel, scores)
             if combine is not None and sinks is None and not needs_lse:
-                return _merged(query, found, combine, sole), None
+                with sole.forward("merge"):
+                    return _merged(query, found, combine, sole), None
             return _combined(query, found, combine, sinks, step.source)
         if call.place.block is None:
             lags = _lags(request, step, query) if is_biased(query, key) else None
@@ -165,9 +168,7 @@ def _combined(
 
 def _merged(query: Tensor, found: tuple[Tensor, Tensor], combine: Combine, sole: Sole) -> Tensor:
     """Return the output of `_combined`; `sole` knows the memory order of outputs."""
-    out, lse = found
-    with sole.forward("merge"):
-        out = combine.output(out, lse, sole.wide)
+    out = combine.output(found[0], found[1], sole.wide)
     is_like = out.dtype == query.dtype
     return sole.output(out, query) if is_like else in_order(out, order_of(query), query.dtype)
 

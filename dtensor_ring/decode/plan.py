@@ -394,7 +394,7 @@ def decode_step(request: DecodeRequest) -> Step:
 def _whole_step(request: DecodeRequest) -> Step:
     """Return the step of a rank all of whose columns are seen by all queries: one tile."""
     cols = _held(request)
-    tiles = tuple([Tile((0, request.num_queries), span, FULL) for span in cols.spans])
+    tiles = (Tile((0, request.num_queries), cols.spans[0], FULL),) if cols.spans else ()
     return Step(0, request.rank, cols, tiles)
 
 

@@ -129,7 +129,6 @@ class Combine:
 
     def _own(self, out: Tensor, dtype: torch.dtype) -> _Parts:
         """Return memory for what all ranks have, with the output of this rank."""
-        self._transport.prepare(out.device)
         parts = self._parts_like(out, dtype)
         # A copy rounds to another dtype by itself.
         parts.own_out.copy_(out)
@@ -195,6 +194,7 @@ class Combine:
         else:
             last = None
             num_bytes = self._size * (out.numel() + out.shape[:-1].numel()) * dtype.itemsize
+        self._transport.prepare(out.device)
         buffer = self._transport.allocate(num_bytes, out.device)
         if last is None or last.buffer is not buffer:
             # The memory of earlier ones is free from here on: a model has many layers.

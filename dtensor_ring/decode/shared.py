@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -15,7 +16,7 @@ from dtensor_ring.decode.call import BoundDecode, Combining, Ready, bound_decode
 from dtensor_ring.decode.op import run_bound
 from dtensor_ring.decode.run import Combine
 from dtensor_ring.ops import nodes
-from dtensor_ring.ops.checks import CALLER, called_by_user
+from dtensor_ring.ops.checks import CALLER
 
 
 class _Bound(NamedTuple):
@@ -84,18 +85,20 @@ class SharedDecode:
         """
         if torch.compiler.is_compiling():
             return self._attend(query, key, value, sinks, options)
-        kind = _kind(query, key, value, sinks, options)
-        # The first layer asks for the tensors, too, see `_first`; a mode may begin after it.
-        is_seen = torch.is_grad_enabled() or forward_ad._current_level >= 0
-        if is_seen or nodes.is_any_mode_on():
+        if torch.is_grad_enabled() or forward_ad._current_level >= 0:
             return self._attend(query, key, value, sinks, options)
+        kind = _kind(query, key, value, sinks, options)
         # By hash, which for tensors is that of the object: `==` would compare their elements.
-        bound = self._bound.get(kind) or self._first(kind, query, key, value, sinks, options)
+        bound = self._bound.get(kind)
+        if bound is None:
+            bound = self._first(kind, query, key, value, sinks, options)
+        elif nodes.is_any_mode_on():  # it began after the first layer, see `_first`
+            bound = None
+        elif isinstance(bound.round, Combining):
+            bound.round.again(CALLER.layer)
         if bound is None:
             return self._attend(query, key, value, sinks, options)
         call, ready, round = bound
-        if isinstance(round, Combining):
-            round.again(CALLER.layer)
         # Above autograd, which records nothing here: to enter below it costs more than its look.
         return run_bound(call, round, ready, query, key, value, sinks, needs_lse)
 
@@ -130,8 +133,7 @@ class SharedDecode:
         options: dict[str, Any],
     ) -> _Bound | None:
         """Bind the call of a layer that is the first of its kind, if its options were checked."""
-        tensors = (query, key, value) if sinks is None else (query, key, value, sinks)
-        if kind is None or not nodes.is_plain(*tensors):
+        if kind is None:
             return None
         boundaries, starts = options.get("cu_seqlens"), options.get("query_starts")
         integers = boundaries, None, self._key_runs, starts, self._agree
@@ -139,7 +141,8 @@ class SharedDecode:
         mask, scale, softcap, merge = map(options.get, names, (None, None, 0.0, None))
         asked = False, mask, scale, softcap, self._kernel, merge
         known = known_options(query, key, value, self._mesh, integers, asked)
-        if known is None:
+        tensors = (query, key, value) if sinks is None else (query, key, value, sinks)
+        if known is None or not nodes.is_plain(*tensors):
             return None
         before, after = known
         # Over an axis, keys grow with each token, so that no later call is equal to this one.
@@ -149,7 +152,7 @@ class SharedDecode:
             return None
         ready = call.ready(query, key, value)
         # The line of the caller is that of all layers.
-        round = called_by_user(call.checked, query)
+        round = call.checked(query, CALLER.site_at(sys._getframe()))
         found = self._bound[kind] = _Bound(call, ready, round)
         return found
 

@@ -51,7 +51,11 @@ class _Caller(local):
     @property
     def site(self) -> CallSite:
         """Where the call is made, as ranks compare it."""
-        return CallSite(self.line, self.layer, self.placements)
+        return self.site_at(self.frame)
+
+    def site_at(self, frame: FrameType | None) -> CallSite:
+        """Where a frame's call is made, within the layer that is known."""
+        return CallSite(line_of(frame), self.layer, self.placements)
 
 
 # What is known of this thread's call. Empty if unknown, as in a compiled graph.

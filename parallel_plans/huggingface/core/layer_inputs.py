@@ -224,7 +224,6 @@ class DecodeInputs:
     The queries have the last positions of the keys.
 
     Attributes:
-        axis: the axis that shards the sequence.
         documents: where documents begin and end.
         key_runs: runs of the keys of each rank, `(W, R, 2)`, or of this rank, `(1, R, 2)`.
         num_columns: number of keys on this rank; later columns are ignored, see
@@ -232,19 +231,20 @@ class DecodeInputs:
         mesh: the mesh of the ranks that share the keys; `None` if each rank has all keys.
         agree: integers that must be the same on all ranks.
         begin: the position in the sequence from which documents and runs count.
+        kernel: the name of the block kernel; `None` for that of the mesh's axis.
     """
 
-    axis: SequenceAxis
     documents: DocumentBounds
     key_runs: Tensor
     num_columns: int
     mesh: DeviceMesh | None
     agree: Tensor | None = None
     begin: int = 0
+    kernel: str | None = None
     _shared: SharedDecode = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        shared = SharedDecode(self.key_runs, self.mesh, self.axis.kernel, self.agree)
+        shared = SharedDecode(self.key_runs, self.mesh, self.kernel, self.agree)
         object.__setattr__(self, "_shared", shared)
 
     def attend(

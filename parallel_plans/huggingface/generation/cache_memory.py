@@ -78,8 +78,7 @@ class NewTokens:
         if self.sharded_length:
             return ShardedInputs(self.axis, None, documents, cache.query_runs, cache.key_runs)
         num_columns = cache.table.num_local[rank]
-        how = cache.key_runs, num_columns, mesh, compared(tokens)
-        return DecodeInputs(self.axis, documents, *how)
+        return DecodeInputs(documents, cache.key_runs, num_columns, mesh, compared(tokens))
 
     def window(self, num_held: int) -> LayerInputs:
         """Return how layers attend that hold the last tokens of the cache on each rank.
@@ -89,12 +88,12 @@ class NewTokens:
         """
         begin = self.past - num_held
         if not self.sharded_length:
-            columns = num_held + self.num_tokens
+            columns, kernel = num_held + self.num_tokens, self.axis.kernel
             # Positions count from the first held token: tokens of a full window make equal calls.
             key_runs = torch.tensor([[[0, columns]]], device="cpu")
             counts_rows = self.left_padding is not None or bool(self.chunks)
             documents = self.documents(begin) if counts_rows else DocumentBounds()
-            return DecodeInputs(self.axis, documents, key_runs, columns, None, begin=begin)
+            return DecodeInputs(documents, key_runs, columns, None, begin=begin, kernel=kernel)
         # Each rank contributes a slice of the held tokens. Positions count from the first of these.
         size = self.axis.mesh.size()
         runs = torch.tensor(append_runs(self.layout, self.sharded_length, size))
@@ -341,7 +340,7 @@ class CacheMemory:
         if self._shards is not None:
             of_size[0] = new.full(self._shards, tokens, self._rank)
         # Layers with a state alone have no attention, and need no inputs.
-        inputs: list[Any] = [of_size.get(size) for size in self._sizes]
+        inputs: Iterator[Any] = map(of_size.get, self._sizes)
         return tuple(inputs)
 
     def inputs_of_pools(self, new: NewTokens, tokens: Tensor) -> InputsWithPools | None:

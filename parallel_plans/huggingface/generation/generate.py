@@ -29,7 +29,6 @@ from parallel_plans.huggingface.core.model_masks import (
     padding_of,
     precomputed_masks,
 )
-from parallel_plans.huggingface.core.padding import check_same_padding, left_padding
 from parallel_plans.huggingface.core.positions import LastTokens
 from parallel_plans.huggingface.core.versions import (
     NAMES_OF_CACHE,
@@ -44,6 +43,7 @@ from parallel_plans.huggingface.core.whole_rows import (
     check_whole_rows,
 )
 from parallel_plans.huggingface.generation.cache_memory import CacheMemory, NewTokens
+from parallel_plans.huggingface.generation.left_padding import check_same_padding, left_padding
 from parallel_plans.huggingface.probing.probe import ROUTER_LOGITS
 from parallel_plans.huggingface.sharding.agreement import described
 from parallel_plans.huggingface.sharding.batch import (
@@ -162,15 +162,16 @@ def call_with_cache(
     _check_cached(model, asked, mask)
     batch, past = parse(model, asked, sharding.loss), memory.seq_len
     num_tokens = batch.tokens.shape[1]
+    end, seen = past + num_tokens, None
     if tokens is None:
         tokens = batch.tokens
-    seen = precomputed_masks(mask, num_tokens, keeps_plain=True) if is_precomputed(mask) else None
-    mask = mask if seen is None else padding_of(mask)
-    padding = None if mask is None else left_padding(mask, past + num_tokens)
+    # What is no tensor was made by an outer model, see `_check_cached`.
+    if not (mask is None or isinstance(mask, Tensor)):
+        seen, mask = precomputed_masks(mask, num_tokens, keeps_plain=True), padding_of(mask)
+    padding = None if mask is None else left_padding(mask, end)
     positions = sharding.positions(batch, past, mask)
     _check_places(sharding, positions, memory, padding)
-    kept, counted = None, None
-    num_kept = batch.others.get(LOGITS_TO_KEEP, 0)
+    kept, counted, num_kept = None, None, batch.others.get(LOGITS_TO_KEEP, 0)
     with (
         memory.appending(tokens, padding, num_kept) as (new, inputs),
         _states(sharding, cache, new, mask),
@@ -185,7 +186,7 @@ def call_with_cache(
             batch = shard(batch, indices, new.sharded_length, past)
             at = past + indices
         else:
-            at = torch.arange(past, new.end, device=tokens.device)
+            at = torch.arange(past, end, device=tokens.device)
             counted = at.unsqueeze(0) if positions is None else positions
             batch = batch if seen is None else replace(batch, seen=seen)
         of_pools = memory.inputs_of_pools(new, tokens)
@@ -201,7 +202,8 @@ def call_with_cache(
         try:
             output = plain(model, **how, **{cache_name(model): cache})
         finally:
-            sharding.largest.clear()
+            if sharding.largest.is_read:
+                sharding.largest.clear()
     if not new.sharded_length:
         return output
     last = {of_kept: kept}

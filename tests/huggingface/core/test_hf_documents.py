@@ -23,8 +23,8 @@ from parallel_plans.huggingface.core.documents import (
     joined,
 )
 from parallel_plans.huggingface.core.layer_inputs import DecodeInputs, ShardedInputs
-from parallel_plans.huggingface.core.padding import left_padding
 from parallel_plans.huggingface.core.patterns import LayerMask
+from parallel_plans.huggingface.generation.left_padding import left_padding
 
 SEQ_LEN = 6
 BY_POSITIONS = LayerMask(Mask.causal(), True)
@@ -149,7 +149,7 @@ def test_boundaries_stay_on_the_cpu() -> None:
     documents = DocumentBounds(bounds, bounds, {2: bounds}, bounds)
     layers = (
         ShardedInputs(axis, 4, documents, bounds, bounds),
-        DecodeInputs(axis, documents, bounds, 4, None, bounds),
+        DecodeInputs(documents, bounds, 4, None, bounds),
     )
     dealt = RingInputs(layers, bounds, {})
     _, (moved,) = _to_kwargs((), {"ring": dealt}, torch.device("meta"), False)

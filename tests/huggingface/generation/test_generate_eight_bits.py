@@ -29,7 +29,7 @@ from tests.huggingface.generation.generating import (
     tokens,
 )
 from tests.pool import on_ranks
-from tests.quantised.rounded import Rounded
+from tests.quantised.test_kept_tokens import Rounded
 
 SMALL = 4
 """Tokens of a block of which one scale is."""

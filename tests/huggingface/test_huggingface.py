@@ -42,7 +42,7 @@ REPEATED = [
     ("layout", "backend"),
     [
         ("zigzag", None),
-        # That graphs give what eager models do is in test_families_compiled, what Inductor makes of
+        # That graphs give what eager models do is in test_families, what Inductor makes of
         # them in tests/ops/test_compile.
         *(pytest.param("zigzag", x, marks=pytest.mark.repeats) for x in ("aot_eager", "inductor")),
         *REPEATED,

@@ -126,7 +126,7 @@ def whole(x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(
     ("unshards", "compiled"),
-    # Compiled models have router outputs in test_families_compiled, too.
+    # Compiled models have router outputs in test_families, too.
     [(False, False), (True, False), pytest.param(True, True, marks=pytest.mark.repeats)],
 )
 @on_ranks(2)

@@ -1,4 +1,4 @@
-"""Batches that come sharded: what no rank has whole is trained on as by one process."""
+"""Batches that each rank brings for itself, whole or as a shard."""
 
 from __future__ import annotations
 
@@ -11,10 +11,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from dtensor_ring import shard_sequence, unshard_sequence
 from parallel_plans.huggingface import context_parallel_plan
-from tests.families import small_model
+from parallel_plans.huggingface.losses.loss import LossFunction
+from parallel_plans.huggingface.sharding.batch import num_labels, parse, shard
+from tests.families import SMALL, VOCABULARY, small_model
 from tests.huggingface.planned import under_plan
 from tests.huggingface.test_families import batches
 from tests.pool import on_ranks
@@ -197,3 +200,67 @@ def test_refusals() -> None:
 def test_models_that_need_the_whole_batch(message: str, head: str, layout: str) -> None:
     with pytest.raises(ValueError, match=f"{message}.*; give every rank the whole batch"):
         context_parallel_plan(small_model("Llama", head), layout, local_batch=True)
+
+
+IDS = torch.arange(8).unsqueeze(0)
+REFUSED_DRAWN: dict[str, tuple[dict[str, Any], str]] = {
+    "float ids": ({"input_ids": IDS.float()}, "input_ids must be integers, got torch.float32; use"),
+    "no ids": (
+        {"input_ids": IDS[:, :0]},
+        r"input_ids must hold at least one token, got .*\(1, 0\)",
+    ),
+    "no rows": ({"input_ids": IDS[:0]}, r"input_ids must hold at least one token, got .*\(0, 8\)"),
+    "ids beyond": ({"input_ids": IDS + 25}, "input_ids must be from 0 to 31, .* got 32"),
+    "labels beyond": ({"labels": IDS + 25}, "labels must be from 0 to 31, .* got 32"),
+    "negative label": ({"labels": IDS - 99}, "labels must be from 0 to 31, .* got -99"),
+    "labels of bytes": (
+        {"labels": IDS.byte()},
+        "labels must be able to hold -100, got torch.uint8",
+    ),
+    "float labels": ({"labels": IDS.float()}, "labels must be integers, got torch.float32"),
+    "labels of two rows": ({"labels": IDS.expand(2, 8)}, "labels must have the 1 rows of the tok"),
+    "sparse mask": ({"attention_mask": IDS.to_sparse()}, "attention_mask must be a dense, strided"),
+}
+
+
+def test_parts_of_a_batch() -> None:
+    """Labels are shifted as a rank takes its tokens; padding has none, and is no token."""
+    model = LlamaForCausalLM(LlamaConfig(**SMALL))
+    loss = LossFunction(None, True, None, None)
+    types = torch.ones_like(IDS)
+    given = {"input_ids": IDS, "labels": IDS, "attention_mask": types, "token_type_ids": types}
+    whole = parse(model, given | {"use_cache": False}, loss)
+    assert (whole.name, whole.positions, num_labels(whole)) == ("input_ids", None, 7)
+    assert (whole.labels is IDS, whole.tokens is IDS) == (True, True), "nothing is copied"
+    assert list(whole.others) == ["token_type_ids", "use_cache"]
+    local = shard(whole, torch.tensor([1, 2, 7, 8]), 10)
+    assert local.labels is not None
+    assert local.mask is not None
+    assert local.tokens.tolist() == [[1, 2, 7, 0]]
+    assert local.labels.tolist() == [[2, 3, -100, -100]]
+    assert local.positions is not None
+    assert local.positions.tolist() == [[1, 2, 7, 0]]
+    assert local.mask.tolist() == local.others["token_type_ids"].tolist() == [[1, 1, 1, 0]]
+
+
+@on_ranks(2)
+def test_refused_batches() -> None:
+    model = under_plan(LlamaForCausalLM(LlamaConfig(**SMALL)))
+    for changes, message in REFUSED_DRAWN.values():
+        with pytest.raises(ValueError, match=message):
+            model(**{"input_ids": IDS, **changes})
+    assert model(input_ids=IDS, labels=IDS.masked_fill(IDS < 3, -100)).loss.isfinite()
+
+
+@on_ranks(2)
+def test_states_that_are_two_outputs_of_a_graph() -> None:
+    """The last hidden states are one of all states, and a graph gives no tensor as two DTensors."""
+    model, stock = (small_model("Llama", "Model", num_hidden_layers=1) for _ in range(2))
+    under_plan(model)
+    tokens = torch.randint(2, VOCABULARY, (1, 13), generator=torch.Generator().manual_seed(1))
+    given = {"input_ids": tokens, "output_hidden_states": True, "use_cache": False}
+    model(**given)  # transformers puts hooks into a model at its first call, which no graph can
+    found = torch.compile(model, backend="aot_eager", fullgraph=True)(**given)
+    assert found.hidden_states[-1] is found.last_hidden_state
+    for ours, theirs in zip(found.hidden_states, stock(**given).hidden_states, strict=True):
+        torch.testing.assert_close(ours.full_tensor(), theirs)

@@ -55,7 +55,7 @@ SEAMS = {
     "huggingface/test_hf_distributed.py": ["test_sharded_and_loaded_equals_one_process"],
     "huggingface/core/test_hf_restore.py": ["test_is_as_before"],
     "huggingface/losses/test_hf_loss.py": ["test_router_outputs_equal_one_process"],
-    "huggingface/test_huggingface.py": ["test_outputs_of_all_input_forms"],
+    "huggingface/test_hf_calls.py": ["test_outputs_of_all_input_forms"],
     "huggingface/states/test_hybrids.py": [
         "test_checkpointing_repeats_a_layer_with_its_own_documents",
         "test_compiled_as_a_whole",

@@ -90,13 +90,6 @@ def test_evicting_a_block_forgets_what_comes_after_it_on_other_ranks() -> None:
     assert (pool.usage().cached, pool.usage().free) == ((0, 0), (0, 2))
 
 
-def test_of_a_prompt_the_end_is_evicted_first() -> None:
-    pool = BlockPool(4, block=1)
-    pool.free(filled(pool, [1, 2, 3, 4]))
-    pool.free(pool.add([9]))
-    assert pool.add([1, 2, 3, 4]).num_cached == 3
-
-
 def test_copy_on_write() -> None:
     pool = BlockPool(4, block=4, world_size=2)
     first = filled(pool, range(6))

@@ -1,4 +1,4 @@
-"""Prompts that are prefilled into a paged cache, packed or by rows, attend as if they were alone."""
+"""Prompts that are prefilled into a paged cache, packed or by rows, attend as if alone."""
 
 from __future__ import annotations
 

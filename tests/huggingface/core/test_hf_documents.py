@@ -101,28 +101,22 @@ def test_positions_may_separate_documents_in_all_layers() -> None:
     assert bounds(found.of(OTHER)[0]) == bounds(found.of(BY_POSITIONS)[0]) == [[0, 2, 5, 6]]
 
 
-def test_chunks_of_numbered_documents_count_by_positions() -> None:
-    given = {"position_ids": [[4, 5, 6, 7, 8, 9]], "seq_idx": [[1, 1, 1, 2, 2, 2]]}
-    documents = find_documents(SEQ_LEN, {3}, **{k: torch.tensor(x) for k, x in given.items()})
-    chunked = LayerMask(Mask.chunked(3), True)
-    assert bounds(documents.of(chunked)[0]) == [[0, 2, 3, 5, 6]]
+IN_CHUNKS: list[tuple[dict[str, Any], int, list[list[int]]]] = [
+    # By positions within numbered documents, from where a document begins, and from position 0.
+    ({"position_ids": [[4, 5, 6, 7, 8, 9]], "seq_idx": [[1, 1, 1, 2, 2, 2]]}, 3, [[0, 2, 3, 5, 6]]),
+    ({"attention_mask": [[0, 1, 1, 1, 1, 1]]}, 2, [[0, 1, 3, 5, 6]]),
+    ({"position_ids": [[3, 4, 5, 0, 1, 2]]}, 2, [[0, 1, 3, 5, 6]]),
+    ({"position_ids": [[3, 4, 5, 6, 7, 8]]}, 2, [[0, 2, 4, 6]]),
+]
 
 
-def test_chunks_count_from_where_a_document_begins() -> None:
-    padding = torch.tensor([[0, 1, 1, 1, 1, 1]])
-    chunked = LayerMask(Mask.chunked(2), True)
-    cu_seqlens, mask = find_documents(SEQ_LEN, {2}, attention_mask=padding).of(chunked)
-    assert (bounds(cu_seqlens), mask) == ([[0, 1, 3, 5, 6]], Mask.causal())
-    assert find_documents(SEQ_LEN, {2}).of(chunked) == (None, Mask.chunked(2))
-
-
-def test_chunks_of_packed_documents_count_from_position_0() -> None:
-    for positions, expected in (
-        ([[3, 4, 5, 0, 1, 2]], [[0, 1, 3, 5, 6]]),
-        ([[3, 4, 5, 6, 7, 8]], [[0, 2, 4, 6]]),
-    ):
-        documents = find_documents(SEQ_LEN, {2}, position_ids=torch.tensor(positions))
-        assert bounds(documents.of(LayerMask(Mask.chunked(2), True))[0]) == expected
+def test_chunks() -> None:
+    for given, size, expected in IN_CHUNKS:
+        found = find_documents(SEQ_LEN, {size}, **{k: torch.tensor(x) for k, x in given.items()})
+        cu_seqlens, mask = found.of(LayerMask(Mask.chunked(size), True))
+        assert (bounds(cu_seqlens), mask) == (expected, Mask.causal()), given
+    chunked = Mask.chunked(2)
+    assert find_documents(SEQ_LEN, {2}).of(LayerMask(chunked, True)) == (None, chunked)
 
 
 def test_tokens_that_were_added_are_not_seen() -> None:

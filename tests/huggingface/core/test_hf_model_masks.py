@@ -168,23 +168,25 @@ def test_ranges_of_new_tokens_are_read(origin: int) -> None:
         assert torch.equal(torch.from_numpy(shown(table, row.shape)), row.long())
 
 
-def test_two_short_ranges_far_apart_are_refused() -> None:
-    """Pieces of one image, of which no token is at a usual distance of another."""
-
-    def function(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        first, second = ((x >= 1000) & (x < 1030) | (x >= 2950) & (x < 2980) for x in (q, k))
-        return (q >= k) | (first & second)
-
-    mask = ModelMask((MARKER, True, None, True), function, (1, 8192), None)
-    with pytest.raises(ValueError, match="each token sees one range"):
-        mask.precompute()
+def in_pieces(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    """Two pieces of one image, of which no token is at a usual distance of another."""
+    first, second = ((x >= 1000) & (x < 1030) | (x >= 2950) & (x < 2980) for x in (q, k))
+    return (q >= k) | (first & second)
 
 
-def test_heads_that_differ_are_refused() -> None:
-    pattern = MARKER, True, None, True
-    mask = ModelMask(pattern, lambda b, h, q, k: (q >= k) & (q - k <= 3 + h), (1, 9), None)
-    with pytest.raises(ValueError, match="each token sees one range"):
-        mask.precompute()
+def test_more_than_one_range_is_refused() -> None:
+    """Of a token, of tokens far apart, or of heads."""
+    pattern, seen = (MARKER, True, None, True), torch.ones(1, 9, 9, dtype=torch.bool)
+    seen[0, 8, 4] = False
+    for mask in (
+        model_mask(seen),
+        ModelMask(pattern, in_pieces, (1, 8192), None),
+        ModelMask(pattern, lambda b, h, q, k: (q >= k) & (q - k <= 3 + h), (1, 9), None),
+    ):
+        with pytest.raises(ValueError, match="each token sees one range"):
+            mask.precompute()
+    with pytest.raises(ValueError, match="an attention_mask of 9 tokens came with 8 tokens"):
+        precomputed_masks({"full_attention": model_mask(seen)}, 8)
 
 
 def test_masks_of_a_compiled_model_are_refused() -> None:
@@ -202,15 +204,6 @@ def test_masks_of_layers_with_a_state_stay(padding: Tensor | None) -> None:
     assert found["linear_attention"] is padding
     (table,) = largest_of(found)
     assert torch.equal(torch.from_numpy(shown(table, (9, 9))), seen[0].long())
-
-
-def test_more_than_one_range_is_refused() -> None:
-    seen = torch.ones(1, 9, 9, dtype=torch.bool)
-    seen[0, 8, 4] = False
-    with pytest.raises(ValueError, match="each token sees one range"):
-        model_mask(seen).precompute()
-    with pytest.raises(ValueError, match="an attention_mask of 9 tokens came with 8 tokens"):
-        precomputed_masks({"full_attention": model_mask(seen)}, 8)
 
 
 CAUSAL, FULL = Mask.causal(), Mask.full()

@@ -17,6 +17,7 @@ from parallel_plans.huggingface.probing.eligibility import check_model
 from parallel_plans.huggingface.probing.probe import check_token_mixing
 from parallel_plans.huggingface.probing.proxy_model import HEAD_DIM, HEADS, VOCABULARY, small_config
 from tests.families import FAMILIES, SMALL, small_model
+from tests.huggingface.probing.test_hf_tokenwise import Around
 
 TEXT = {name: SMALL[name] for name in ("hidden_size", "intermediate_size", "num_hidden_layers")}
 TEXT |= {"vocab_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
@@ -120,17 +121,6 @@ def test_attention_dropout_that_no_config_names() -> None:
     assert "with attention_dropout=0" in set_to_zero(nn.Linear(1, 1), 0.2)
 
 
-class After(nn.Module):
-    """Something behind the embeddings."""
-
-    def __init__(self, embed: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.embed, self.change = embed, change
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.change(self.embed(tokens))
-
-
 MIXES: dict[str, Callable[[Tensor], Tensor]] = {
     "shift": lambda x: x + 0.1 * x.roll(1, 1),
     "reverse": lambda x: x.flip(1),
@@ -151,38 +141,31 @@ def test_families_are_local() -> None:
 def test_rounding_by_the_number_of_rows_is_no_mixing() -> None:
     """As of matrix products in bfloat16, by which a router may choose another expert."""
     model = small_model("Llama").bfloat16()
-    model.model.embed_tokens = After(model.model.embed_tokens, MIXES["number"])
+    model.model.embed_tokens = Around(model.model.embed_tokens, MIXES["number"])
     check_token_mixing(model)
 
 
 def test_what_mixes_tokens_is_named() -> None:
     for mix in MIXES.values():
         model = small_model("Llama")
-        model.model.embed_tokens = After(model.model.embed_tokens, mix)
+        model.model.embed_tokens = Around(model.model.embed_tokens, mix)
         with pytest.raises(ValueError, match=r"model\.embed_tokens for a token depends"):
             check_token_mixing(model)
 
 
-def test_rotary_embeddings_that_grow() -> None:
-    model = small_model("Llama")
-    model.model.rotary_emb.register_forward_hook(
+def test_rotary_embeddings_that_grow_or_count_by_themselves() -> None:
+    growing, counting = small_model("Llama"), small_model("Llama")
+    growing.model.rotary_emb.register_forward_hook(
         lambda module, args, output: tuple(x * x.shape[1] for x in output)
     )
-    with pytest.raises(ValueError, match="for a token depends on tokens"):
-        check_token_mixing(model)
-
-
-def test_rotary_embeddings_that_count_by_themselves() -> None:
-    model = small_model("Llama")
-    rotary, forward = model.model.rotary_emb, model.model.rotary_emb.forward
+    rotary, forward = counting.model.rotary_emb, counting.model.rotary_emb.forward
     rotary.forward = lambda x, position_ids: forward(x, torch.arange(x.shape[1]).view(1, -1))
-    with pytest.raises(ValueError, match="for a token depends on tokens"):
-        check_token_mixing(model)
+    for model in (growing, counting):
+        with pytest.raises(ValueError, match="for a token depends on tokens"):
+            check_token_mixing(model)
 
 
 def mixer(name: str, head: str, **options: Any) -> Any:
-    import transformers
-
     sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 32}
     config = getattr(transformers, f"{name}Config")(**sizes | options, pad_token_id=0)
     return getattr(transformers, name + head)(config)

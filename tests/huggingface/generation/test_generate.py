@@ -23,6 +23,7 @@ from tests.huggingface.generation.generating import (
     NUM_NEW,
     PROMPT,
     check_bits,
+    check_generated,
     decode_messages,
     exact_softmax,
     generate,
@@ -58,18 +59,10 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 def check_way(family: str, ours: Any, theirs: Any, way: str) -> None:
-    """The same tokens as the stock model, and logits of the same bits on all ranks."""
     found = generate(ours, **_options(ours, WAYS[way]))
     with exact_softmax():
         expected = of_first_rank(lambda: generate(theirs, **_options(theirs, WAYS[way])))
-    same = torch.equal(found.sequences, expected.sequences)
-    assert same, f"{family}, {way}: {found.sequences.tolist()}, {expected.sequences.tolist()}"
-    check_bits(torch.stack(found.logits))
-    torch.testing.assert_close(found.logits, expected.logits, rtol=0, atol=1e-4)
-    pairs = zip(found.hidden_states or (), expected.hidden_states or (), strict=True)
-    for step, (here, there) in enumerate(pairs):
-        for x, y in zip(here, there, strict=True):
-            torch.testing.assert_close(x, y, rtol=0, atol=1e-4, msg=f"{family}, step {step}")
+    check_generated(found, expected, f"{family}, {way}", 1e-4)
 
 
 def _options(model: Any, way: dict[str, Any]) -> dict[str, Any]:

@@ -46,10 +46,10 @@ OF = {
     "ring.py": "played fixed_order",
     "balanced/balanced.py": "balanced cost",
     "balanced/work.py": "work areas balanced",
-    "quantised/block_scales.py": "block_scales",
+    "quantised/block_scales.py": "kept_tokens",
     "quantised/kept_tokens.py": "kept_tokens",
     "decode/plan.py": "plan cache cache_table decode_op decode",
-    "paged/block_pool.py": "block_pool block_pool_walks",
+    "paged/block_pool.py": "block_pool",
     "all_to_all/plan.py": "plan run ulysses",
     "dtensor/token_index.py": "../border/operations",
 }

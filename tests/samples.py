@@ -14,8 +14,10 @@ import pytest
 
 SEAMS = {
     "huggingface/test_census.py": ["test_sample"],
-    "huggingface/test_families.py": ["test_family_equals_the_stock_model"],
-    "huggingface/test_families_compiled.py": ["test_packed_batches_compile_once"],
+    "huggingface/test_families.py": [
+        "test_family_equals_the_stock_model",
+        "test_packed_batches_compile_once",
+    ],
     "huggingface/test_families_trained.py": [
         "test_distributed_checkpoint_goes_on",
         "test_lora",
@@ -25,6 +27,7 @@ SEAMS = {
     ],
     "huggingface/generation/test_generate.py": [
         "test_greedy_tokens_of_all_families",
+        "test_ranks_that_begin_differently",
         "test_turns_equal_one_forward",
         "test_ways_to_generate",
     ],
@@ -34,10 +37,10 @@ SEAMS = {
         "test_tokens_after_images",
         "test_ways_to_generate",
     ],
-    "huggingface/generation/test_generate_ranks.py": ["test_ranks_that_begin_differently"],
     "huggingface/generation/test_hf_cache.py": [
         *(
             "test_a_chat",
+            "test_a_forward_that_names_none_hands_on_its_parts_name",
             "test_bytes",
             "test_compiled",
             "test_half_done",
@@ -49,13 +52,10 @@ SEAMS = {
     ],
     "huggingface/core/test_hf_classification.py": ["test_heads_equal_one_process"],
     "huggingface/core/test_hf_model_masks.py": ["test_trains_as_one_process"],
-    "huggingface/test_hf_meta.py": ["test_sharded_and_loaded_equals_one_process"],
+    "huggingface/test_hf_distributed.py": ["test_sharded_and_loaded_equals_one_process"],
     "huggingface/core/test_hf_restore.py": ["test_is_as_before"],
     "huggingface/losses/test_hf_loss.py": ["test_router_outputs_equal_one_process"],
-    "huggingface/core/test_hf_versions.py": [
-        "test_a_forward_that_names_none_hands_on_its_parts_name"
-    ],
-    "huggingface/test_huggingface.py": ["test_outputs_of_all_input_forms"],
+    "huggingface/test_hf_calls.py": ["test_outputs_of_all_input_forms"],
     "huggingface/states/test_hybrids.py": [
         "test_checkpointing_repeats_a_layer_with_its_own_documents",
         "test_compiled_as_a_whole",
@@ -64,11 +64,11 @@ SEAMS = {
         "test_packed_documents_are_as_alone",
     ],
     "huggingface/vision/test_images.py": [
+        "test_equals_one_process",
         "test_images_equal_the_stock_model",
         "test_steps_of_fsdp_equal_one_process",
         "test_whole_model_in_one_graph",
     ],
-    "huggingface/vision/test_images_sharded.py": ["test_equals_one_process"],
     "huggingface/trainers/test_trainer.py": [
         "test_predictions_under_prompt_tuning",
         "test_survives_what_accelerate_unwraps",

@@ -38,8 +38,12 @@ from tests.bad_calls.arguments import (
     SLICES,
     STRATEGY,
     TOKENS,
+    Make,
+    dtensor,
+    ints,
     just,
     made,
+    tensor,
 )
 from tests.bad_calls.calls import (
     Mine,
@@ -64,7 +68,6 @@ from tests.bad_calls.checks import (
     check_slices,
     nothing,
 )
-from tests.bad_calls.values import Make, dtensor, ints, tensor
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 
 import dtensor_ring
+from tests.bad_calls.arguments import STRANGE
 from tests.bad_calls.calls import reset
 from tests.bad_calls.functions import FUNCTIONS
-from tests.bad_calls.values import STRANGE
 from tests.drawn import different
 from tests.pool import Pool
 

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from dtensor_ring import ShardedCache
 from dtensor_ring.quantised.kept_tokens import KINDS
-from tests.quantised.rounded import Rounded
+from tests.quantised.test_kept_tokens import Rounded
 from tests.rings import fake_group
 
 BLOCK = 4

@@ -19,7 +19,7 @@ from transformers.modeling_layers import MtpModel
 from parallel_plans.huggingface import context_parallel_plan
 from parallel_plans.huggingface.core.patterns import MARKER
 from tests.huggingface.planned import all_ranks, under_plan
-from tests.huggingface.test_huggingface import parallel_model
+from tests.huggingface.test_hf_calls import parallel_model
 from tests.pool import Pool, on_ranks
 
 TOKENS = torch.zeros(1, 16, dtype=torch.int64)

@@ -1,18 +1,27 @@
-"""The pool of blocks: prefixes that are shared, blocks that are evicted, copies, and errors."""
+"""The pool of blocks: what it shares, evicts and copies, errors, and random walks over it."""
 
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable
-from typing import Any
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from dtensor_ring.paged.block_pool import BlockPool
 from dtensor_ring.paged.blocks import BlockCopy, OutOfBlocks, PooledSequence
-from tests.paged.test_block_pool_walks import state_of
 
 
 def filled(pool: BlockPool, tokens: Any) -> PooledSequence:
@@ -79,13 +88,6 @@ def test_evicting_a_block_forgets_what_comes_after_it_on_other_ranks() -> None:
     assert (pool.usage().cached, pool.usage().free) == ((1, 2), (0, 0))
     pool.add([9])
     assert (pool.usage().cached, pool.usage().free) == ((0, 0), (0, 2))
-
-
-def test_of_a_prompt_the_end_is_evicted_first() -> None:
-    pool = BlockPool(4, block=1)
-    pool.free(filled(pool, [1, 2, 3, 4]))
-    pool.free(pool.add([9]))
-    assert pool.add([1, 2, 3, 4]).num_cached == 3
 
 
 def test_copy_on_write() -> None:
@@ -195,3 +197,238 @@ def test_bad_calls_leave_the_pool_as_it_was(name: str) -> None:
         call(pool, sequence)
     if name != "fork early":
         assert state_of(pool) == before
+
+
+STEPS = 50
+"""Of a walk."""
+TOKENS = st.lists(st.integers(0, 1), max_size=12)
+"""Few kinds of tokens, so that prompts often begin alike."""
+
+
+class Walk(RuleBasedStateMachine):
+    """Random calls on equal pools, one for each rank, next to the model: a dict of lists.
+
+    Every rank has a memory: written tokens stand at the places where the tables of its own pool say
+    so. A block that two write to, that is lost or given out twice shows there.
+    """
+
+    walked: ClassVar[Counter[str]] = Counter()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pools: list[BlockPool] = []
+        self.model: dict[int, list[int]] = {}
+        self.handles: dict[int, list[PooledSequence]] = {}
+
+    @precondition(lambda self: not self.pools)
+    @rule(
+        world_size=st.integers(1, 4), block=st.sampled_from([1, 2, 4]), num_blocks=st.integers(1, 9)
+    )
+    def start(self, world_size: int, block: int, num_blocks: int) -> None:
+        self.pools = [BlockPool(num_blocks, block, world_size) for _ in range(world_size)]
+        self.memories = [Memory(pool, rank) for rank, pool in enumerate(self.pools)]
+
+    def on_all(self, call: Callable[[BlockPool, int], Any]) -> list[Any] | None:
+        """What the call returns on each rank; `None` where all refuse it, and nothing changed."""
+        type(self).walked["steps of pools"] += 1
+        results = [self.on(pool, rank, call) for rank, pool in enumerate(self.pools)]
+        if isinstance(results[0], str):
+            assert len(set(results)) == 1
+            return None
+        return results
+
+    def on(self, pool: BlockPool, rank: int, call: Callable[[BlockPool, int], Any]) -> Any:
+        """What the call returns; where it has no room, the message."""
+        before = state_of(pool)
+        try:
+            return call(pool, rank)
+        except OutOfBlocks as error:
+            refused = error
+        by_rank = zip(refused.need, refused.free, refused.cached, strict=True)
+        assert any(need > free + cached for need, free, cached in by_rank)
+        assert state_of(pool) == before
+        return str(refused)
+
+    def written(self, key: int) -> None:
+        """Each rank writes its tokens that were not, and says so."""
+        for memory, handle in zip(self.memories, self.handles[key], strict=True):
+            memory.write(handle)
+            memory.pool.commit(handle)
+
+    @precondition(lambda self: self.pools)
+    @rule(tokens=TOKENS, is_written=st.booleans())
+    def add(self, tokens: list[int], is_written: bool) -> None:
+        handles = self.on_all(lambda pool, _: pool.add(tokens))
+        if handles is not None:
+            key = handles[0].number
+            self.model[key], self.handles[key] = tokens[:], handles
+            assert handles[0].num_cached <= len(tokens)
+            if is_written:
+                self.written(key)
+
+    @precondition(lambda self: self.model)
+    @rule(data=st.data(), tokens=TOKENS, is_written=st.booleans())
+    def append(self, data: st.DataObject, tokens: list[int], is_written: bool) -> None:
+        key = self.drawn(data)
+
+        def grow(pool: BlockPool, rank: int) -> bool:
+            self.memories[rank].copy(pool.append(self.handles[key][rank], tokens))
+            return True
+
+        if self.on_all(grow):
+            self.model[key] += tokens
+            if is_written:
+                self.written(key)
+
+    @precondition(lambda self: self.model)
+    @rule(data=st.data())
+    def crop(self, data: st.DataObject) -> None:
+        key = self.drawn(data)
+        length = data.draw(st.integers(0, len(self.model[key])))
+        self.on_all(lambda pool, rank: pool.crop(self.handles[key][rank], length))
+        del self.model[key][length:]
+
+    @precondition(lambda self: self.model)
+    @rule(data=st.data())
+    def fork(self, data: st.DataObject) -> None:
+        key = self.drawn(data)
+        self.written(key)
+        handles = self.on_all(lambda pool, rank: pool.fork(self.handles[key][rank]))
+        assert handles is not None
+        self.model[handles[0].number] = self.model[key][:]
+        self.handles[handles[0].number] = handles
+
+    @precondition(lambda self: self.model)
+    @rule(data=st.data())
+    def free(self, data: st.DataObject) -> None:
+        key = self.drawn(data)
+        self.on_all(lambda pool, rank: pool.free(self.handles[key][rank]))
+        del self.model[key], self.handles[key]
+
+    @precondition(lambda self: self.pools)
+    @rule()
+    def evict(self) -> None:
+        """A prompt that needs all memory that nobody holds: none of it is lost."""
+        pool, usage = self.pools[0], self.pools[0].usage()
+        room = [f + c for f, c in zip(usage.free, usage.cached, strict=True)]
+        num_blocks = 0
+        while room[pool.dealing.owner(num_blocks)]:
+            room[pool.dealing.owner(num_blocks)] -= 1
+            num_blocks += 1
+        if num_blocks:
+            tokens = [7] * (num_blocks * usage.block)
+            handles = self.on_all(lambda pool, _: pool.add(tokens))
+            assert handles is not None
+            self.on_all(lambda pool, rank: pool.free(handles[rank]))
+
+    def drawn(self, data: st.DataObject) -> int:
+        return data.draw(st.sampled_from(sorted(self.model)))
+
+    @invariant()
+    def contents_are_those_of_the_model(self) -> None:
+        for key, tokens in self.model.items():
+            handles = self.handles[key]
+            assert list(handles[0].tokens) == tokens
+            found = {
+                p: t for m, h in zip(self.memories, handles, strict=True) for p, t in m.read(h)
+            }
+            num_written = handles[0].num_written
+            assert [found[p] for p in range(num_written)] == tokens[:num_written]
+            assert sorted(found) == [*range(len(tokens))]
+
+    @invariant()
+    def no_block_is_lost(self) -> None:
+        for pool in self.pools:
+            check_counts(pool, [pool_handles[0] for pool_handles in self.of(pool)])
+
+    def of(self, pool: BlockPool) -> list[list[PooledSequence]]:
+        rank = self.pools.index(pool)
+        return [[handles[rank]] for handles in self.handles.values()]
+
+    @invariant()
+    def ranks_agree(self) -> None:
+        assert all(state_of(pool) == state_of(self.pools[0]) for pool in self.pools[1:])
+
+
+def state_of(pool: BlockPool) -> Any:
+    """Everything that decides what a pool does next."""
+    nodes = [
+        (rank, index, node.tokens, len(node.children), index in blocks.cached)
+        for rank, blocks in enumerate(pool._blocks.ranks)
+        for index, node in sorted(blocks.nodes.items())
+    ]
+    order = [list(blocks.cached) for blocks in pool._blocks.ranks]
+    sequences = [
+        (number, list(x.tokens), [*map(tuple, x.blocks)], x.num_written, len(x.nodes))
+        for number, x in pool._sequences.items()
+    ]
+    return pool.usage(), nodes, order, sequences
+
+
+def check_counts(pool: BlockPool, sequences: list[PooledSequence]) -> None:
+    """Each block is held as often as tables name it, and is otherwise cached or free."""
+    usage = pool.usage()
+    for rank, blocks in enumerate(pool._blocks.ranks):
+        named = Counter(i for x in sequences for i in pool.block_table(x, rank).tolist())
+        assert named == Counter({i: n for i, n in enumerate(blocks.counts) if n})
+        assert usage.held[rank] == len(named)
+        assert usage.shared[rank] == sum(count > 1 for count in named.values())
+        assert not set(blocks.cached) & set(named)
+        assert usage.held[rank] + usage.cached[rank] + usage.free[rank] == usage.num_blocks
+        # What is cached can be found, from the root on.
+        for index, node in blocks.nodes.items():
+            assert (node.rank, node.index) == (rank, index)
+            while node.parent is not None:
+                assert node.parent.children[node.tokens] is node
+                node = node.parent
+            assert node is pool._blocks.root
+
+
+def test_random_walks(request: pytest.FixtureRequest) -> None:
+    Walk.walked.clear()
+    run_state_machine_as_test(
+        Walk,
+        settings=settings(
+            max_examples=-(-request.config.getoption("--pool-steps") // STEPS),
+            stateful_step_count=STEPS,
+            deadline=None,
+            derandomize=True,
+            database=None,
+        ),
+    )
+    request.node.user_properties.append(("steps of pools", Walk.walked["steps of pools"]))
+
+
+class Memory:
+    """What a rank has written, by block and place in it."""
+
+    def __init__(self, pool: BlockPool, rank: int) -> None:
+        self.pool, self.rank = pool, rank
+        self._content: dict[tuple[int, int], int] = {}
+
+    def places(self, sequence: PooledSequence) -> Iterator[tuple[int, tuple[int, int]]]:
+        """This rank's positions of a sequence, and where they are; from the definition alone."""
+        block, ranks = self.pool.dealing
+        there_and_back = [*range(ranks), *reversed(range(ranks))]
+        table = iter(self.pool.block_table(sequence, self.rank).tolist())
+        for number in range(-(-len(sequence) // block)):
+            if there_and_back[number % (2 * ranks)] == self.rank:
+                index = next(table)
+                for place in range(min(block, len(sequence) - number * block)):
+                    yield number * block + place, (index, place)
+        assert not list(table)
+
+    def write(self, sequence: PooledSequence) -> None:
+        for position, at in self.places(sequence):
+            if position >= sequence.num_written:
+                self._content[at] = sequence.tokens[position]
+
+    def read(self, sequence: PooledSequence) -> Iterator[tuple[int, int | None]]:
+        for position, at in self.places(sequence):
+            yield position, self._content.get(at)
+
+    def copy(self, copies: Iterable[BlockCopy]) -> None:
+        for rank, source, target in copies:
+            if rank == self.rank:
+                for place in range(self.pool.dealing.block):
+                    self._content[target, place] = self._content.get((source, place), -1)

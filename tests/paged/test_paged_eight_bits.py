@@ -21,7 +21,7 @@ from tests.dense import dense_attention, visible
 from tests.paged.test_paged_cache import paged_cases
 from tests.paged_attention import TOLERANCES, PagedCase
 from tests.pool import Pool
-from tests.quantised.rounded import Rounded
+from tests.quantised.test_kept_tokens import Rounded
 
 every_format = pytest.mark.parametrize("kv_dtype", FORMATS)
 

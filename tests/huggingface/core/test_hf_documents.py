@@ -1,14 +1,15 @@
-"""Which documents a batch of a Hugging Face model holds."""
+"""Which documents a batch of a Hugging Face model holds, and where its tokens are in them."""
 
 from __future__ import annotations
 
+import warnings
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.utils import _to_kwargs
 
 from dtensor_ring import Mask
@@ -24,7 +25,12 @@ from parallel_plans.huggingface.core.documents import (
 )
 from parallel_plans.huggingface.core.layer_inputs import DecodeInputs, ShardedInputs
 from parallel_plans.huggingface.core.patterns import LayerMask
+from parallel_plans.huggingface.core.positions import LargestPosition, counter_of
 from parallel_plans.huggingface.generation.left_padding import left_padding
+from tests.families import small_model
+from tests.huggingface.planned import under_plan
+from tests.huggingface.test_families import batches
+from tests.pool import on_ranks
 
 SEQ_LEN = 6
 BY_POSITIONS = LayerMask(Mask.causal(), True)
@@ -95,28 +101,22 @@ def test_positions_may_separate_documents_in_all_layers() -> None:
     assert bounds(found.of(OTHER)[0]) == bounds(found.of(BY_POSITIONS)[0]) == [[0, 2, 5, 6]]
 
 
-def test_chunks_of_numbered_documents_count_by_positions() -> None:
-    given = {"position_ids": [[4, 5, 6, 7, 8, 9]], "seq_idx": [[1, 1, 1, 2, 2, 2]]}
-    documents = find_documents(SEQ_LEN, {3}, **{k: torch.tensor(x) for k, x in given.items()})
-    chunked = LayerMask(Mask.chunked(3), True)
-    assert bounds(documents.of(chunked)[0]) == [[0, 2, 3, 5, 6]]
+IN_CHUNKS: list[tuple[dict[str, Any], int, list[list[int]]]] = [
+    # By positions within numbered documents, from where a document begins, and from position 0.
+    ({"position_ids": [[4, 5, 6, 7, 8, 9]], "seq_idx": [[1, 1, 1, 2, 2, 2]]}, 3, [[0, 2, 3, 5, 6]]),
+    ({"attention_mask": [[0, 1, 1, 1, 1, 1]]}, 2, [[0, 1, 3, 5, 6]]),
+    ({"position_ids": [[3, 4, 5, 0, 1, 2]]}, 2, [[0, 1, 3, 5, 6]]),
+    ({"position_ids": [[3, 4, 5, 6, 7, 8]]}, 2, [[0, 2, 4, 6]]),
+]
 
 
-def test_chunks_count_from_where_a_document_begins() -> None:
-    padding = torch.tensor([[0, 1, 1, 1, 1, 1]])
-    chunked = LayerMask(Mask.chunked(2), True)
-    cu_seqlens, mask = find_documents(SEQ_LEN, {2}, attention_mask=padding).of(chunked)
-    assert (bounds(cu_seqlens), mask) == ([[0, 1, 3, 5, 6]], Mask.causal())
-    assert find_documents(SEQ_LEN, {2}).of(chunked) == (None, Mask.chunked(2))
-
-
-def test_chunks_of_packed_documents_count_from_position_0() -> None:
-    for positions, expected in (
-        ([[3, 4, 5, 0, 1, 2]], [[0, 1, 3, 5, 6]]),
-        ([[3, 4, 5, 6, 7, 8]], [[0, 2, 4, 6]]),
-    ):
-        documents = find_documents(SEQ_LEN, {2}, position_ids=torch.tensor(positions))
-        assert bounds(documents.of(LayerMask(Mask.chunked(2), True))[0]) == expected
+def test_chunks() -> None:
+    for given, size, expected in IN_CHUNKS:
+        found = find_documents(SEQ_LEN, {size}, **{k: torch.tensor(x) for k, x in given.items()})
+        cu_seqlens, mask = found.of(LayerMask(Mask.chunked(size), True))
+        assert (bounds(cu_seqlens), mask) == (expected, Mask.causal()), given
+    chunked = Mask.chunked(2)
+    assert find_documents(SEQ_LEN, {2}).of(LayerMask(chunked, True)) == (None, chunked)
 
 
 def test_tokens_that_were_added_are_not_seen() -> None:
@@ -244,3 +244,75 @@ def test_most_batches_have_boundaries_of_one_shape() -> None:
     assert shapes == {torch.Size([1025])}
     every = find_starts(torch.zeros(1, 3000, dtype=torch.long), by_positions=True)
     assert every.boundaries(3000).tolist() == [*range(3001)]
+
+
+TOKENS = torch.tensor([[0, 0, 3, 4, 5, 6], [3, 0, 5, 6, 7, 0]])
+MASK = torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 0, 0]])
+BATCHES: dict[str, dict[str, Tensor]] = {
+    "tokens": {"input_ids": TOKENS},
+    "tokens and mask": {"input_ids": TOKENS, "attention_mask": MASK},
+    "mask of booleans": {"input_ids": TOKENS, "attention_mask": MASK.bool()},
+    "embeddings": {"inputs_embeds": torch.zeros(2, 6, 16)},
+}
+
+
+def looked_up(model: nn.Module, batch: dict[str, Any]) -> Tensor:
+    """What a model makes of the positions of a batch."""
+    results: list[Tensor] = []
+    table = next(x for name, x in model.named_modules() if "position" in name.rpartition(".")[2])
+    hook = table.register_forward_hook(lambda module, args, output: results.append(output))
+    model(**batch)
+    hook.remove()
+    return results[0].expand(2, -1, -1)
+
+
+@pytest.mark.parametrize("family", ["RoBERTa", "OPT"])
+def test_positions_are_as_the_model_counts_them(family: str) -> None:
+    model = small_model(family)
+    counts = counter_of(model)
+    assert counts is not None
+    for name, batch in BATCHES.items():
+        tokens = batch["input_ids"] if "input_ids" in batch else batch["inputs_embeds"]
+        counted = counts(tokens, batch.get("attention_mask"))
+        given = looked_up(model, batch | {"position_ids": counted})
+        assert torch.equal(given, looked_up(model, batch)), name
+
+
+@pytest.mark.parametrize("family", ["Llama", "BERT", "Phi-3, longrope"])
+def test_most_models_count_from_zero(family: str) -> None:
+    assert counter_of(small_model(family)) is None
+
+
+@pytest.mark.parametrize("family", ["Phi-3, longrope", "Llama, dynamic"])
+def test_shards_have_the_factors_of_their_batch(family: str) -> None:
+    rotary, whole = (small_model(family).model.rotary_emb for _ in range(2))
+    largest = LargestPosition(rotary)
+    for length in (30, 12, 40):  # on both sides of the length at which factors change
+        positions = torch.arange(length).unsqueeze(0)
+        largest.set(positions)
+        for shard in ([*range(5)], [length - 1], []):
+            ours = rotary(torch.zeros(1, len(shard), 4), position_ids=positions[:, shard])
+            for mine, theirs in zip(ours, whole(torch.zeros(1), positions), strict=True):
+                torch.testing.assert_close(mine, theirs[:, shard], rtol=0, atol=0)
+        largest.clear()
+    alone = torch.arange(5).unsqueeze(0)
+    assert rotary(torch.zeros(1), alone)[0].equal(whole(torch.zeros(1), alone)[0])
+
+
+@pytest.mark.parametrize(
+    "family", ["Phi-3, longrope", pytest.param("OPT", marks=pytest.mark.repeats)]
+)
+@on_ranks(2)
+def test_compiles_without_a_break(family: str) -> None:
+    """Eager and compiled, by batch."""
+    warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
+    models = [small_model(family, num_hidden_layers=1) for _ in range(2)]
+    for model in models:
+        under_plan(model)
+    models[1].compile(backend="eager", fullgraph=True)  # Dynamo is what sees positions
+    given = batches()
+    losses = [
+        [model(**given[name]).loss.item() for model in models] for name in ("packed", "padded left")
+    ]
+    for eager, compiled in losses:
+        assert compiled == pytest.approx(eager, rel=1e-6)

@@ -173,15 +173,6 @@ def test_each_layer_has_its_mask() -> None:
     assert masks == {number: LayerMask(x, x.left > 0) for number, x in enumerate(windows)}
 
 
-def test_layers_without_a_number_cannot_be_told_apart() -> None:
-    model = stock()
-    for layer in model.model.layers:
-        layer.self_attn.layer_idx = None
-    (reason,) = read_patterns(model).values()
-    assert isinstance(reason, str)
-    assert "have no layer_idx of their own" in reason
-
-
 class GrowingModel(SpanModel):
     """Its windows are half of the batch."""
 
@@ -192,10 +183,17 @@ class GrowingModel(SpanModel):
         return create_causal_mask(self.config, x, and_mask_function=sees, **given)
 
 
-def test_windows_that_depend_on_the_batch_are_refused() -> None:
-    (reason,) = read_patterns(GrowingModel(config_of(SPANS)).eval()).values()
-    assert isinstance(reason, str)
-    assert "depends on the batch" in reason
+def test_models_whose_masks_cannot_be_read() -> None:
+    """Layers have no number to be told apart by, or windows depend on the batch."""
+    unnumbered = stock()
+    for layer in unnumbered.model.layers:
+        layer.self_attn.layer_idx = None
+    growing = GrowingModel(config_of(SPANS)).eval()
+    told = "have no layer_idx of their own", "depends on the batch"
+    for model, match in zip((unnumbered, growing), told, strict=True):
+        (reason,) = read_patterns(model).values()
+        assert isinstance(reason, str)
+        assert match in reason
 
 
 class Hiding(SpanAttention):

@@ -1,4 +1,4 @@
-"""A language model under the plan, in a model that makes its masks for each batch, as of images."""
+"""What is read from the masks of models: patterns, and ranges of tokens as of images."""
 
 from __future__ import annotations
 
@@ -8,11 +8,20 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from transformers import masking_utils
 
+from dtensor_ring import Mask
 from parallel_plans.huggingface.core.model_masks import ModelMask, mask_of, precomputed_masks
 from parallel_plans.huggingface.core.model_masks import largest as largest_of
-from parallel_plans.huggingface.core.patterns import MARKER
+from parallel_plans.huggingface.core.patterns import (
+    MARKER,
+    LayerMask,
+    LayerPattern,
+    pattern_of,
+    read_patterns,
+)
 from tests.dense import largest
+from tests.families import small_model
 from tests.huggingface.planned import under_plan
 from tests.pool import on_ranks
 from tests.slices import shown
@@ -159,23 +168,25 @@ def test_ranges_of_new_tokens_are_read(origin: int) -> None:
         assert torch.equal(torch.from_numpy(shown(table, row.shape)), row.long())
 
 
-def test_two_short_ranges_far_apart_are_refused() -> None:
-    """Pieces of one image, of which no token is at a usual distance of another."""
-
-    def function(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        first, second = ((x >= 1000) & (x < 1030) | (x >= 2950) & (x < 2980) for x in (q, k))
-        return (q >= k) | (first & second)
-
-    mask = ModelMask((MARKER, True, None, True), function, (1, 8192), None)
-    with pytest.raises(ValueError, match="each token sees one range"):
-        mask.precompute()
+def in_pieces(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    """Two pieces of one image, of which no token is at a usual distance of another."""
+    first, second = ((x >= 1000) & (x < 1030) | (x >= 2950) & (x < 2980) for x in (q, k))
+    return (q >= k) | (first & second)
 
 
-def test_heads_that_differ_are_refused() -> None:
-    pattern = MARKER, True, None, True
-    mask = ModelMask(pattern, lambda b, h, q, k: (q >= k) & (q - k <= 3 + h), (1, 9), None)
-    with pytest.raises(ValueError, match="each token sees one range"):
-        mask.precompute()
+def test_more_than_one_range_is_refused() -> None:
+    """Of a token, of tokens far apart, or of heads."""
+    pattern, seen = (MARKER, True, None, True), torch.ones(1, 9, 9, dtype=torch.bool)
+    seen[0, 8, 4] = False
+    for mask in (
+        model_mask(seen),
+        ModelMask(pattern, in_pieces, (1, 8192), None),
+        ModelMask(pattern, lambda b, h, q, k: (q >= k) & (q - k <= 3 + h), (1, 9), None),
+    ):
+        with pytest.raises(ValueError, match="each token sees one range"):
+            mask.precompute()
+    with pytest.raises(ValueError, match="an attention_mask of 9 tokens came with 8 tokens"):
+        precomputed_masks({"full_attention": model_mask(seen)}, 8)
 
 
 def test_masks_of_a_compiled_model_are_refused() -> None:
@@ -195,10 +206,90 @@ def test_masks_of_layers_with_a_state_stay(padding: Tensor | None) -> None:
     assert torch.equal(torch.from_numpy(shown(table, (9, 9))), seen[0].long())
 
 
-def test_more_than_one_range_is_refused() -> None:
-    seen = torch.ones(1, 9, 9, dtype=torch.bool)
-    seen[0, 8, 4] = False
-    with pytest.raises(ValueError, match="each token sees one range"):
-        model_mask(seen).precompute()
-    with pytest.raises(ValueError, match="an attention_mask of 9 tokens came with 8 tokens"):
-        precomputed_masks({"full_attention": model_mask(seen)}, 8)
+CAUSAL, FULL = Mask.causal(), Mask.full()
+READ = {
+    "Llama": [(CAUSAL, True)],
+    "Mistral, short window": [(Mask.sliding(2), True)],
+    "Gemma 2": [(CAUSAL, True), (Mask.sliding(4), True)],
+    "gpt-oss": [(CAUSAL, False), (Mask.sliding(4), False)],
+    "Llama 4": [(CAUSAL, True), (Mask.chunked(12), True)],
+    "ModernBERT": [(FULL, False), (Mask.local(3, 3), False)],
+    "BERT": [(FULL, False)],
+}
+
+
+def test_families() -> None:
+    for family, expected in READ.items():
+        found = read_patterns(small_model(family)).values()
+        assert set(found) == {LayerMask(*layer_mask) for layer_mask in expected}, family
+
+
+def test_a_window_of_nothing_else() -> None:
+    layer_masks = read_patterns(small_model("ModernBERT", local_attention=1)).values()
+    assert LayerMask(Mask.local(0, 0), False) in layer_masks
+
+
+def test_a_window_of_its_own_is_read_too() -> None:
+    """Gemma 3 for embeddings adds mask functions, which look both ways."""
+    layer_masks = read_patterns(small_model("Gemma 3", use_bidirectional_attention=True))
+    assert {x.mask for x in layer_masks.values() if isinstance(x, LayerMask)} >= {FULL}
+
+
+def _every_third(*index: Any) -> Any:
+    return index[3] % 3 == 0
+
+
+def _by_token(*index: Any) -> Any:
+    return torch.ones(2, dtype=torch.bool)[index[3]]
+
+
+@pytest.mark.parametrize(
+    ("function", "match"), [(_every_third, "is not one of"), (_by_token, "looks at the batch")]
+)
+def test_patterns_that_no_ring_has(
+    monkeypatch: pytest.MonkeyPatch, function: Any, match: str
+) -> None:
+    monkeypatch.setattr(masking_utils, "causal_mask_function", function)
+    (reason,) = read_patterns(small_model("Llama")).values()
+    assert isinstance(reason, str)
+    assert match in reason
+
+
+def test_two_patterns_of_one_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = small_model("Llama 4")
+    monkeypatch.setattr(
+        masking_utils, "chunked_overlay", lambda *_: masking_utils.causal_mask_function
+    )
+    model.config.sliding_window = model.config.attention_chunk_size
+    monkeypatch.setattr(
+        "transformers.models.llama4.modeling_llama4.create_causal_mask",
+        masking_utils.create_sliding_window_causal_mask,
+    )
+    layer_masks = read_patterns(model)
+    assert {x.layer: layer_masks[x].mask for x in layer_masks if isinstance(x, LayerPattern)} == {
+        0: CAUSAL,
+        1: Mask.sliding(11),
+    }
+    for layer in model.model.layers:
+        layer.self_attn.layer_idx = 0
+    assert any("would tell which layer" in str(x) for x in read_patterns(model).values())
+
+
+def test_names_tell_what_the_model_added() -> None:
+    plain, custom = pattern_of(), pattern_of(use_vmap=True)
+    blocks = pattern_of(allow_is_causal_skip=False)
+    assert len({plain, custom, pattern_of(local_size=4)}) == 3
+    assert blocks == custom
+    assert pattern_of(allow_is_causal_skip=False, allow_is_bidirectional_skip=True)[1] is False
+
+
+def test_models_may_cut_masks_of_which_all_is_left() -> None:
+    """As Gemma 4 does before the layers that share keys and values."""
+    pattern = pattern_of(local_size=4)
+    mask = ModelMask(pattern, lambda *_: True, (1, 8), None)
+    for whole in (pattern, mask):
+        assert whole[:, :, slice(-0, None), :] is whole
+        assert whole[..., :] is whole
+        with pytest.raises(ValueError, match="takes a part of its mask"):
+            whole[:, :, -1:, :]
+    assert pattern[2] == pattern.size == 4

@@ -68,6 +68,18 @@ def check_bits(x: Tensor) -> None:
     assert all(torch.equal(x, other) for other in everyone)
 
 
+def check_generated(found: Any, expected: Any, name: str, atol: float) -> None:
+    """Tokens, logits and states of the stock model; all ranks have the same bits of logits."""
+    same = torch.equal(found.sequences, expected.sequences)
+    assert same, f"{name}: {found.sequences.tolist()}, {expected.sequences.tolist()}"
+    check_bits(torch.stack(found.logits))
+    torch.testing.assert_close(found.logits, expected.logits, rtol=0, atol=atol)
+    pairs = zip(found.hidden_states or (), expected.hidden_states or (), strict=True)
+    for step, (here, there) in enumerate(pairs):
+        for x, y in zip(here, there, strict=True):
+            torch.testing.assert_close(x, y, rtol=0, atol=atol, msg=f"{name}, step {step}")
+
+
 class Collectives(TorchDispatchMode):
     """Those that were called."""
 

@@ -22,6 +22,7 @@ from parallel_plans.huggingface.core.versions import with_cache
 from tests.huggingface.generation.generating import (
     NUM_NEW,
     check_bits,
+    check_generated,
     exact_softmax,
     generate,
     sharded,
@@ -29,7 +30,7 @@ from tests.huggingface.generation.generating import (
     tokens,
 )
 from tests.pool import on_ranks
-from tests.quantised.rounded import Rounded
+from tests.quantised.test_kept_tokens import Rounded
 
 SMALL = 4
 """Tokens of a block of which one scale is."""
@@ -115,9 +116,7 @@ def test_generated_as_a_stock_model_that_rounds(
         given = with_cache(theirs, asked | {"cache": rounded_cache(theirs, kv_dtype)})
         with exact_softmax():
             expected = generate(theirs, **given)
-    assert torch.equal(found.sequences, expected.sequences)
-    check_bits(torch.stack(found.logits))
-    torch.testing.assert_close(found.logits, expected.logits, rtol=0, atol=1e-5)
+    check_generated(found, expected, family, 1e-5)
     with exact_softmax():
         unrounded = generate(theirs, **asked)
     assert not torch.allclose(found.logits[-1], unrounded.logits[-1], rtol=0, atol=1e-5)

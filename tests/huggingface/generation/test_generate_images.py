@@ -15,6 +15,7 @@ from parallel_plans.huggingface import ContextParallelCache
 from tests.huggingface.generation.generating import (
     CACHE,
     check_bits,
+    check_generated,
     decode_messages,
     exact_softmax,
     generate,
@@ -70,14 +71,7 @@ def check_ways(family: str, ways: tuple[str, ...], layout: str, deals: bool | No
         found = generate(ours, **options)
         with exact_softmax():
             expected = generate(theirs, **options)
-        same = torch.equal(found.sequences, expected.sequences)
-        assert same, f"{way}: {found.sequences.tolist()}, {expected.sequences.tolist()}"
-        check_bits(torch.stack(found.logits))
-        torch.testing.assert_close(found.logits, expected.logits, rtol=0, atol=1e-5)
-        pairs = zip(found.hidden_states or (), expected.hidden_states or (), strict=True)
-        for here, there in pairs:
-            for x, y in zip(here, there, strict=True):
-                torch.testing.assert_close(x, y, rtol=0, atol=1e-5)
+        check_generated(found, expected, way, 1e-5)
 
 
 @pytest.mark.parametrize("family", ["PaliGemma 2", "Qwen2.5-VL", "Llama 4"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from copy import deepcopy
 from functools import partial
-from itertools import count
+from itertools import count, product
 from typing import Any
 from unittest import mock
 
@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 import transformers
 from torch import Tensor
-from transformers import DynamicCache, EncoderDecoderCache, MaxTimeCriteria, StaticCache
+from transformers import DynamicCache, EncoderDecoderCache, LlamaModel, MaxTimeCriteria, StaticCache
 
 from dtensor_ring import ShardedCache
 from parallel_plans.huggingface import ContextParallelCache
-from parallel_plans.huggingface.core.versions import with_cache
+from parallel_plans.huggingface.core.versions import cache_name, parameter_of_cache, with_cache
 from parallel_plans.huggingface.generation import cache_memory as window
 from parallel_plans.huggingface.generation.cache_memory import WindowCache
 from tests.families import SMALL
@@ -319,3 +319,39 @@ def test_checkpointing() -> None:
     asked = {"max_new_tokens": NUM_NEW, "do_sample": False}
     without = ours.generate(tokens(), use_cache=False, **asked)
     assert torch.equal(without, ours.eval().generate(tokens(), **asked))
+
+
+class Newer:
+    def forward(self, input_ids: Any, cache: Any = None) -> None: ...
+
+
+class Older:
+    def forward(self, input_ids: Any, past_key_values: Any = None, **kwargs: Any) -> None: ...
+
+
+class Mamba:
+    def forward(self, input_ids: Any, cache_params: Any = None) -> None: ...
+
+
+class Without:
+    def forward(self, input_ids: Any, **kwargs: Any) -> None: ...
+
+
+CALLED = {Newer: "cache", Older: "past_key_values", Mamba: "cache_params"}
+
+
+def test_a_cache_gets_the_name_that_the_forward_has() -> None:
+    for kind, given in product(CALLED, CALLED.values()):
+        found = with_cache(kind(), dict.fromkeys(CALLED.values()) | {"input_ids": 1, given: 2})
+        assert found == {"input_ids": 1, CALLED[kind]: 2}
+
+
+def test_a_forward_that_names_none_hands_on_its_parts_name() -> None:
+    assert parameter_of_cache(Without.forward) is None
+    assert cache_name(Without()) == parameter_of_cache(LlamaModel.forward)
+
+
+def test_no_cache_and_two() -> None:
+    assert with_cache(Newer(), {"input_ids": 1, "cache": None}) == {"input_ids": 1}
+    with pytest.raises(ValueError, match="cache and cache_params are names of one argument"):
+        with_cache(Newer(), {"cache": 1, "cache_params": 2})

@@ -75,6 +75,7 @@ def test_losses_of_transformers() -> None:
     for name, make in SERVED.items():
         model = make().train()
         assert other_loss(model) is None, name
+        assert name not in FAMILIES or other_balance(model) is None, name
         assert all(module.training for module in model.modules()), name
 
 
@@ -126,7 +127,7 @@ def whole(x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(
     ("unshards", "compiled"),
-    # Compiled models have router outputs in test_families_compiled, too.
+    # Compiled models have router outputs in test_families, too.
     [(False, False), (True, False), pytest.param(True, True, marks=pytest.mark.repeats)],
 )
 @on_ranks(2)
@@ -181,11 +182,6 @@ def test_base_models_and_other_losses() -> None:
     ):
         other(**batches()["plain"])
     assert other(**batches()["plain"], output_router_logits=False).loss.isfinite()
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_load_balancing_losses_of_transformers(family: str) -> None:
-    assert other_balance(small_model(family)) is None
 
 
 @on_ranks(2)

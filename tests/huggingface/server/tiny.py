@@ -1,13 +1,20 @@
-"""A tiny model with a tokenizer, on disk, and what the stock model says."""
+"""A tiny model with a tokenizer, on disk, what the stock model says, and servers of it."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from parallel_plans.huggingface.server.rank import FirstRank, ServerOptions, run_rank
 
 LONGEST = 512
 """Tokens of a prompt and its answer that the model has positions for."""
@@ -73,3 +80,41 @@ class Stock:
     def text(self, prompt: str, num_new: int) -> str:
         tokens = self.tokens(self.tokenizer(prompt)["input_ids"], num_new)
         return self.tokenizer.decode(tokens, skip_special_tokens=True)
+
+
+OPTIONS = ServerOptions("", 2, port=0, name="tiny", page_size=8, cache_tokens=4096, seed=1)
+
+
+def serving(folder: str, client: Callable[[FirstRank], Any], **options: Any) -> Any:
+    """What a client returns, which runs beside the server of these ranks, on the first of them."""
+    answers, errors = [], []
+
+    def ask(first: FirstRank) -> None:
+        try:
+            answers.append(client(first))
+        except BaseException as error:
+            errors.append(error)
+        finally:
+            first.stop()
+
+    threads = []
+
+    def ready(first: FirstRank) -> None:
+        threads.append(Thread(target=ask, args=(first,)))
+        threads[0].start()
+
+    given = {"model": folder, "num_ranks": dist.get_world_size()} | options
+    run_rank(replace(OPTIONS, **given), ready)
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return answers[0] if answers else None
+
+
+def until(condition: Callable[[], bool], seconds: float = 20) -> None:
+    """Wait until a condition holds."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it never holds"
+        time.sleep(0.02)

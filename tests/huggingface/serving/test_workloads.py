@@ -11,9 +11,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 from tests.huggingface.generation.generating import sharded, stock
-from tests.huggingface.serving.choices import CHOICES, Options
 from tests.huggingface.serving.workloads import (
+    CHOICES,
     Arrival,
+    Options,
     Workload,
     alone_on,
     check_workload,

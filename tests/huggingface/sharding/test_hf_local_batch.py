@@ -1,22 +1,30 @@
-"""Batches that come sharded: what no rank has whole is trained on as by one process."""
+"""Batches that each rank brings for itself, whole or as a shard, and embeddings of its tokens."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from dtensor_ring import shard_sequence, unshard_sequence
 from parallel_plans.huggingface import context_parallel_plan
-from tests.families import small_model
+from parallel_plans.huggingface.losses.loss import LossFunction
+from parallel_plans.huggingface.sharding import late_embeddings
+from parallel_plans.huggingface.sharding.batch import num_labels, parse, shard
+from parallel_plans.huggingface.sharding.late_embeddings import LateEmbeddings, late_or_now
+from tests.families import SMALL, VOCABULARY, small_model
 from tests.huggingface.planned import under_plan
 from tests.huggingface.test_families import batches
+from tests.multimodal import batch_of
+from tests.multimodal import small_model as image_model
 from tests.pool import on_ranks
 from tests.results import difference, results_of
 
@@ -197,3 +205,173 @@ def test_refusals() -> None:
 def test_models_that_need_the_whole_batch(message: str, head: str, layout: str) -> None:
     with pytest.raises(ValueError, match=f"{message}.*; give every rank the whole batch"):
         context_parallel_plan(small_model("Llama", head), layout, local_batch=True)
+
+
+IDS = torch.arange(8).unsqueeze(0)
+REFUSED_DRAWN: dict[str, tuple[dict[str, Any], str]] = {
+    "float ids": ({"input_ids": IDS.float()}, "input_ids must be integers, got torch.float32; use"),
+    "no ids": (
+        {"input_ids": IDS[:, :0]},
+        r"input_ids must hold at least one token, got .*\(1, 0\)",
+    ),
+    "no rows": ({"input_ids": IDS[:0]}, r"input_ids must hold at least one token, got .*\(0, 8\)"),
+    "ids beyond": ({"input_ids": IDS + 25}, "input_ids must be from 0 to 31, .* got 32"),
+    "labels beyond": ({"labels": IDS + 25}, "labels must be from 0 to 31, .* got 32"),
+    "negative label": ({"labels": IDS - 99}, "labels must be from 0 to 31, .* got -99"),
+    "labels of bytes": (
+        {"labels": IDS.byte()},
+        "labels must be able to hold -100, got torch.uint8",
+    ),
+    "float labels": ({"labels": IDS.float()}, "labels must be integers, got torch.float32"),
+    "labels of two rows": ({"labels": IDS.expand(2, 8)}, "labels must have the 1 rows of the tok"),
+    "sparse mask": ({"attention_mask": IDS.to_sparse()}, "attention_mask must be a dense, strided"),
+}
+
+
+def test_parts_of_a_batch() -> None:
+    """Labels are shifted as a rank takes its tokens; padding has none, and is no token."""
+    model = LlamaForCausalLM(LlamaConfig(**SMALL))
+    loss = LossFunction(None, True, None, None)
+    types = torch.ones_like(IDS)
+    given = {"input_ids": IDS, "labels": IDS, "attention_mask": types, "token_type_ids": types}
+    whole = parse(model, given | {"use_cache": False}, loss)
+    assert (whole.name, whole.positions, num_labels(whole)) == ("input_ids", None, 7)
+    assert (whole.labels is IDS, whole.tokens is IDS) == (True, True), "nothing is copied"
+    assert list(whole.others) == ["token_type_ids", "use_cache"]
+    local = shard(whole, torch.tensor([1, 2, 7, 8]), 10)
+    assert local.labels is not None
+    assert local.mask is not None
+    assert local.tokens.tolist() == [[1, 2, 7, 0]]
+    assert local.labels.tolist() == [[2, 3, -100, -100]]
+    assert local.positions is not None
+    assert local.positions.tolist() == [[1, 2, 7, 0]]
+    assert local.mask.tolist() == local.others["token_type_ids"].tolist() == [[1, 1, 1, 0]]
+
+
+@on_ranks(2)
+def test_refused_batches() -> None:
+    model = under_plan(LlamaForCausalLM(LlamaConfig(**SMALL)))
+    for changes, message in REFUSED_DRAWN.values():
+        with pytest.raises(ValueError, match=message):
+            model(**{"input_ids": IDS, **changes})
+    assert model(input_ids=IDS, labels=IDS.masked_fill(IDS < 3, -100)).loss.isfinite()
+
+
+@on_ranks(2)
+def test_states_that_are_two_outputs_of_a_graph() -> None:
+    """The last hidden states are one of all states, and a graph gives no tensor as two DTensors."""
+    model, stock = (small_model("Llama", "Model", num_hidden_layers=1) for _ in range(2))
+    under_plan(model)
+    tokens = torch.randint(2, VOCABULARY, (1, 13), generator=torch.Generator().manual_seed(1))
+    given = {"input_ids": tokens, "output_hidden_states": True, "use_cache": False}
+    model(**given)  # transformers puts hooks into a model at its first call, which no graph can
+    found = torch.compile(model, backend="aot_eager", fullgraph=True)(**given)
+    assert found.hidden_states[-1] is found.last_hidden_state
+    for ours, theirs in zip(found.hidden_states, stock(**given).hidden_states, strict=True):
+        torch.testing.assert_close(ours.full_tensor(), theirs)
+
+
+ROWS, TOKENS, WIDTH, COUNT = 2, 12, 8, 50
+MINE = torch.tensor([1, 5, 6, 11])
+GENERATOR = torch.Generator().manual_seed(0)
+TOKEN_IDS = torch.randint(0, COUNT, (ROWS, TOKENS), generator=GENERATOR)
+FIRST, SECOND = TOKEN_IDS < 20, (TOKEN_IDS > 15) & (TOKEN_IDS < 40)
+FEATURES = torch.randn(ROWS * TOKENS, WIDTH, generator=GENERATOR)
+
+
+def merged(embeds: Tensor, features: Tensor, *masks: Tensor) -> Tensor:
+    """As outer models do it: features of images, then those of videos over them."""
+    for mask in masks:
+        where = mask.unsqueeze(-1).expand_as(embeds).to(embeds.device)
+        embeds = embeds.masked_scatter(where, features[: int(mask.sum())].to(embeds))
+    return embeds
+
+
+def run(late: bool, call: Callable[[Tensor, Tensor], Tensor]) -> tuple[Tensor, ...]:
+    """What a call makes of embeddings and features, and their gradients."""
+    torch.manual_seed(1)
+    embedding, features = nn.Embedding(COUNT, WIDTH), FEATURES.clone().requires_grad_()
+    embeds = late_or_now(embedding, embedding.forward, TOKEN_IDS) if late else embedding(TOKEN_IDS)
+    assert isinstance(embeds, LateEmbeddings) == late
+    out = call(embeds, features)
+    assert type(out) is Tensor
+    (out * torch.arange(out.numel()).view(out.shape)).sum().backward()
+    assert embedding.weight.grad is not None
+    return (out, embedding.weight.grad) + (() if features.grad is None else (features.grad,))
+
+
+def assigned(embeds: Tensor, features: Tensor) -> Tensor:
+    """Write into the embeddings, as some models do, and read them after."""
+    embeds = embeds + 0 if type(embeds) is Tensor else embeds
+    embeds[FIRST] = features[: int(FIRST.sum())]
+    return embeds.index_select(1, MINE)
+
+
+LATE = {
+    "tokens": lambda x, f: x.index_select(1, MINE),
+    "features": lambda x, f: merged(x, f, FIRST).index_select(1, MINE),
+    "features over features": lambda x, f: merged(x, f, FIRST, SECOND).index_select(1, MINE),
+    "no features": lambda x, f: merged(x, f, FIRST & ~FIRST).index_select(1, MINE),
+}
+WHOLE = {
+    "arithmetic": lambda x, f: merged(x, f, FIRST) * 2,
+    "a mask of numbers": lambda x, f: x.masked_scatter(FEATURES[:12].expand(2, -1, -1) > 0, f),
+    "other dim": lambda x, f: x.index_select(2, MINE[:2]),
+    "written": assigned,
+    "keyword": lambda x, f: x.index_select(dim=1, index=MINE),
+}
+
+
+def test_equals_the_embeddings() -> None:
+    for name, call in (LATE | WHOLE).items():
+        expected = run(False, call)
+        with patch.object(late_embeddings, "_made", wraps=late_embeddings._made) as made:
+            found = run(True, call)
+        assert made.called == (name in WHOLE), name
+        for ours, theirs in zip(found, expected, strict=True):
+            assert torch.equal(ours, theirs), name
+
+
+def test_too_few_features_are_refused_before_tokens_are_taken() -> None:
+    embedding = nn.Embedding(COUNT, WIDTH)
+    late = late_or_now(embedding, embedding.forward, TOKEN_IDS)
+    with pytest.raises(RuntimeError, match="Number of elements of source"):
+        late.masked_scatter(FIRST.unsqueeze(-1), FEATURES[:1])
+
+
+def with_hook() -> nn.Embedding:
+    embedding = nn.Embedding(COUNT, WIDTH)
+    embedding.register_forward_hook(lambda module, args, out: out + 1)
+    return embedding
+
+
+def test_what_may_not_be_late() -> None:
+    plain = nn.Embedding(COUNT, WIDTH)
+    parameter = nn.Parameter(TOKEN_IDS, requires_grad=False)
+    for embedding, ids in ((with_hook(), TOKEN_IDS), (plain, parameter), (plain, TOKEN_IDS[:, :0])):
+        found = late_or_now(embedding, embedding.forward, ids)
+        assert torch.equal(found, embedding.forward(ids))
+        assert not isinstance(found, LateEmbeddings)
+
+
+def test_a_wrong_id_is_refused_on_all_ranks_alike() -> None:
+    embedding = nn.Embedding(COUNT, WIDTH)
+    with pytest.raises(IndexError):
+        late_or_now(embedding, embedding.forward, TOKEN_IDS + COUNT)
+
+
+IMAGES = ("several images", "text only")
+
+
+@pytest.mark.parametrize("family", ["Gemma 3", "Qwen2.5-VL", "SmolVLM"])
+@on_ranks(2)
+def test_a_rank_looks_up_its_tokens_only(family: str) -> None:
+    model = under_plan(image_model(family), "contiguous")
+    for case in IMAGES:
+        with patch.object(late_embeddings.LateEmbeddings, "looked_up", autospec=True) as select:
+            select.side_effect = lambda self, tokens: self.embed(self.ids[:, tokens])
+            model(**batch_of(family, case))
+        count = sum(len(call.args[1]) for call in select.call_args_list)
+        length, of_each = batch_of(family, case)["input_ids"].shape[1], [0, 0]
+        dist.all_gather_object(of_each, count)
+        assert (sum(of_each), max(of_each)) == (length, -(-length // 2)), case

@@ -1,24 +1,29 @@
-"""What layers with a state send, and what the plan makes of it."""
+"""Messages and scans of layers with a state."""
 
 from __future__ import annotations
 
 import logging
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.models.granitemoehybrid import modeling_granitemoehybrid
+from transformers.models.qwen3_next import modeling_qwen3_next
 
-from dtensor_ring import Mask
+from dtensor_ring import Mask, StateMap
 from dtensor_ring.all_to_all.op import all_to_all_op
 from dtensor_ring.ops.axis_ops import receive_op, send_op
 from dtensor_ring.states.hybrid import HybridCost, compare_hybrid_layouts
 from dtensor_ring.states.op import scan_op
 from dtensor_ring.transport.transport import ProcessGroupTransport
 from parallel_plans.huggingface.states.default_layout import hybrid_of
+from parallel_plans.huggingface.states.scans import SCANS
 from parallel_plans.huggingface.states.state_passing import specs_of
 from tests.families import VOCABULARY
 from tests.huggingface.states.hybrids import LAYOUT, planned
@@ -165,3 +170,78 @@ def test_the_plan_picks_a_layout_by_bytes(longest: int, layout: str) -> None:
     assert len(said) == 1
     assert f"1 layers with a state, 1 with attention: {longest} tokens on 2 ranks" in said[0]
     assert f"least: {layout}" in said[0]
+
+
+SHARDS = 4
+LENGTHS = (2048, pytest.param(1 << 16, marks=pytest.mark.repeats))
+NAMES = {
+    "torch_chunk_gated_delta_rule": modeling_qwen3_next,
+    "mamba2_chunk_scan": modeling_granitemoehybrid,
+}
+
+
+def inputs(name: str, length: int) -> list[Tensor]:
+    """Tensors by token, with decays so slow that all tokens matter."""
+    torch.manual_seed(0)
+    if name == "mamba2_chunk_scan":
+        x, steps = torch.randn(1, length, 2, 4), torch.rand(1, length, 2) * 1e-2
+        return [x, steps, *torch.randn(2, 1, length, 1, 8).unbind()]
+    query, key, value = torch.randn(3, 1, length, 2, 8).unbind()
+    query, key = (nn.functional.normalize(x, dim=-1) for x in (query, key))
+    return [query, key, value, -torch.rand(1, length, 2) * 1e-3, torch.rand(1, length, 2)]
+
+
+A = -torch.tensor([0.1, 1.0])
+
+
+def called(name: str, scan: Callable[..., Any], given: list[Tensor]) -> Tensor:
+    if name == "mamba2_chunk_scan":
+        x, steps, b, c = given
+        return scan(x, steps, A, b, c, chunk_size=64, return_final_states=True)[0]
+    query, key, value, g, beta = given
+    return scan(query, key, value, g=g, beta=beta, output_final_state=True)[0]
+
+
+def exact(name: str, given: list[Tensor]) -> Tensor:
+    """One token after another, in float64."""
+    outs, by_token = [], zip(*(x[0].double() for x in given), strict=True)
+    if name == "mamba2_chunk_scan":
+        state = torch.zeros(2, 4, 8, dtype=torch.float64)
+        for value, step, own, read in by_token:
+            state = state * (A * step).exp()[:, None, None]
+            state = state + (value * step[:, None])[:, :, None] * own[:, None]
+            outs.append((state @ read[0][:, None])[:, :, 0])
+        return torch.stack(outs)[None]
+    state = torch.zeros(2, 8, 8, dtype=torch.float64)
+    for q, k, v, decay, rate in by_token:
+        state = state * decay.exp()[:, None, None]
+        delta = (v - (k[:, None] @ state)[:, 0]) * rate[:, None]
+        state = state + k[:, :, None] * delta[:, None]
+        outs.append((q[:, None] @ state)[:, 0] * q.shape[-1] ** -0.5)
+    return torch.stack(outs)[None]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("name", NAMES)
+def test_error_of_shards(name: str, length: int) -> None:
+    """Is not larger than 1.5 times that of one process."""
+    given, plain = inputs(name, length), getattr(NAMES[name], name)
+    states: list[Tensor] = []
+
+    def pass_on(own: StateMap) -> Tensor | None:
+        before = states[-1] if states else None
+        states.append(own.state if before is None else own.after(before))
+        return before
+
+    parts = zip(*(x.chunk(SHARDS, 1) for x in given), strict=True)
+    outs = [
+        called(name, SCANS[name](plain, pass_on, number > 0), [*part])
+        for number, part in enumerate(parts)
+    ]
+    expected = exact(name, given)
+    whole, sharded = (
+        (x.double() - expected).norm() / expected.norm()
+        for x in (called(name, plain, given), torch.cat(outs, 1))
+    )
+    assert sharded <= 1.5 * whole, (sharded, whole)

@@ -24,17 +24,12 @@ from parallel_plans.huggingface.trainers import trainer_options
 from tests.families import small_model
 from tests.huggingface.planned import under_plan
 from tests.huggingface.trainers.test_trainer import BATCH, arguments, packed_rows, under_torchrun
-from tests.huggingface.trainers.test_trainer_steps import HARMLESS
+from tests.huggingface.trainers.test_trainer_steps import HARMLESS, losses
 from tests.pool import Pool, on_ranks
 
 RING_CONFIG = {"dp_shard_size": 2, "cp_size": 2}
 LAUNCHED = {f"PARALLELISM_CONFIG_{name.upper()}": str(x) for name, x in RING_CONFIG.items()}
 LAUNCHED |= {"ACCELERATE_USE_PARALLELISM_CONFIG": "true"}
-
-
-def losses(trainer: Any) -> list[float]:
-    trainer.train()
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.autograd.function import _SingleLevelFunction
 
 from dtensor_ring.agreement.call_record import MAX_BYTES, CallRecord
 from dtensor_ring.agreement.checked_transport import TransportContext, checked_transport
@@ -391,7 +390,7 @@ def _all_to_all_record(
     return CallRecord({name: str(value) for name, value in fields.items()})
 
 
-class _AllToAllFunction(_SingleLevelFunction):
+class _AllToAllFunction(nodes.Node):
     """The autograd node of an exchange. It is linear: its backward is the reverse exchange.
 
     Gradients pass straight through the rounding to eight bits.

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.autograd.function import _SingleLevelFunction
 from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import _resolve_process_group
 
@@ -209,7 +208,7 @@ def _fake_sum_ranks(
     return local.new_empty((1, *local.shape)).sum(0)
 
 
-class _SumFunction(_SingleLevelFunction):
+class _SumFunction(nodes.Node):
     """The autograd node of a sum over ranks.
 
     Autograd passes zeros where it has no gradient, and backward must run: DDP gives no gradient to

@@ -21,6 +21,11 @@ from torch.utils.flop_counter import register_flop_formula
 from dtensor_ring.ops.options import Leaf
 
 ONCE = "ring attention is differentiable once, not twice"
+UNTRACED = (
+    "compiled autograd cannot trace the backward of what ran eagerly over an axis: compile the "
+    "forward, too, by torch.compile, or run this backward without compiled autograd "
+    "(torch._dynamo.config.compiled_autograd = False)"
+)
 
 T = TypeVar("T")
 
@@ -87,12 +92,21 @@ def register_op(
 # the next lower level. So a kernel records a node for that one level only, a
 # `_SingleLevelFunction`. The user-facing `torch.autograd.Function` would start again at the first
 # level.
+class Node(_SingleLevelFunction):
+    """An autograd node of an op, for one level."""
+
+    @staticmethod
+    def _compiled_autograd_key(ctx: Any) -> None:
+        # It would trace messages as they are sent: what is in a graph are the ops.
+        raise NotImplementedError(UNTRACED)
+
+
 def _gradient_kernel(
     op: Any, backward: Callable[..., Any], setup_context: Callable[..., None]
 ) -> Callable[..., Any]:
     """Return the autograd kernel of an op; `torch.library.register_autograd` has no levels."""
 
-    class Node(_SingleLevelFunction):
+    class OpNode(Node):
         @staticmethod
         def forward(ctx: Any, *inputs: Any) -> Any:
             # Autograd looks for tensors among the arguments only, so lists come one by one.
@@ -111,11 +125,11 @@ def _gradient_kernel(
         leaves, lengths = _flat(arguments)
         tensors = [x for x in leaves if isinstance(x, Tensor)]
         if torch.is_grad_enabled() and torch._C._any_requires_grad(*tensors):
-            return recorded(Node, *leaves, keyset, lengths)
+            return recorded(OpNode, *leaves, keyset, lengths)
         with torch._C._AutoDispatchBelowAutograd():
             return op.redispatch(keyset & torch._C._after_autograd_keyset, *arguments)
 
-    Node.__name__ = Node.__qualname__ = op._opname
+    OpNode.__name__ = OpNode.__qualname__ = op._opname
     return run
 
 
@@ -185,7 +199,7 @@ def recorded(node: Any, *inputs: Any) -> Any:
     """Return `node.apply(*inputs)`, for the kernel of an op at any level.
 
     Args:
-        node: a `_SingleLevelFunction`.
+        node: a `Node`.
         inputs: all arguments of its `forward`.
     """
     if not torch._C._are_functorch_transforms_active():

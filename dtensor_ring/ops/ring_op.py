@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
-from torch.autograd.function import _SingleLevelFunction
 from torch.distributed import ProcessGroup
 
 from dtensor_ring.agreement.call_record import MAX_BYTES, CallRecord
@@ -234,7 +233,7 @@ def ring_record(
 _SINKS = nodes.place_of_sinks(LEAVES)
 
 
-class _RingFunction(_SingleLevelFunction):
+class _RingFunction(nodes.Node):
     """The autograd node of a call.
 
     We do not use `torch.library.register_autograd`: it compares every argument of the schema with
@@ -284,7 +283,7 @@ class _RingFunction(_SingleLevelFunction):
             return *run_backward(bound, saved, query, key, value), None, None
 
 
-class _BoundFunction(_SingleLevelFunction):
+class _BoundFunction(nodes.Node):
     """The autograd node of a bound call of plain tensors: autograd looks at four arguments only."""
 
     @staticmethod
@@ -365,7 +364,7 @@ def _autograd(
     return nodes.below_autograd(ring_op, forward, keyset, query, key, value, *options)
 
 
-class _BackwardFunction(_SingleLevelFunction):
+class _BackwardFunction(nodes.Node):
     """The autograd node of a backward call, which has no gradient."""
 
     @staticmethod

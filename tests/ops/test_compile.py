@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from operator import getitem
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from expecttest import assert_expected_inline
 from functorch.compile import make_boxed_func
 from torch import Tensor, nn
+from torch._dynamo import compiled_autograd
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import init_device_mesh
@@ -27,6 +29,7 @@ from dtensor_ring import (
     sequence_runs,
     sequence_slices,
     shard_sequence,
+    sum_over_sequence,
     unshard_sequence,
 )
 from dtensor_ring.compute.kernels import Scores
@@ -34,6 +37,7 @@ from dtensor_ring.ops.options import Batch, Call, Place, default_scale, flatten
 from dtensor_ring.ops.ring_op import ring_op
 from dtensor_ring.transport.transport import DEFAULT_POLICY
 from tests.dense import dense_attention, largest
+from tests.ops.test_transforms import Whole, close
 from tests.pool import Pool, on_ranks
 from tests.rings import Case, Ring, fake_group
 from tests.slices import shown
@@ -218,3 +222,30 @@ def test_slices_that_are_no_tensor_do_not_compile() -> None:
     )
     with pytest.raises(torch._dynamo.exc.Unsupported, match=reported):
         compiled(x, x, x, slices=BLOCK)
+
+
+@pytest.mark.parametrize("strategy", ["ring", "ulysses"])
+@on_ranks(2)
+def test_compiled_autograd(strategy: str) -> None:
+    """It takes a graph of our ops. It would trace messages of what ran eagerly, and is refused."""
+    case = Whole(strategy)
+    inputs = [x.requires_grad_() for x in (case.query, case.key, case.value)]
+    compiled = torch.compile(case.loss, backend="aot_eager")
+    for attend, refused in ((case.loss, True), (compiled, False)):
+        loss = attend(*inputs, case.weight)
+        if refused:
+            for result in (loss, sum_over_sequence(case.query, case.mesh).sum()):
+                with pytest.raises(NotImplementedError, match=r"eagerly .* torch\.compile"):
+                    backward(result)
+            loss.backward()  # nothing was sent
+        else:
+            backward(loss)
+        close([x.grad for x in inputs], case.dense()[1])
+        for x in inputs:
+            x.grad = None
+
+
+def backward(loss: Tensor) -> None:
+    """By compiled autograd."""
+    with compiled_autograd._enable(partial(torch.compile, backend="eager")):
+        loss.backward()

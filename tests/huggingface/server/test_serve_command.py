@@ -17,8 +17,7 @@ import httpx
 
 from dtensor_ring.command.main import main
 from parallel_plans.huggingface.server.rank import bound_socket
-from parallel_plans.models import load, read_config
-from parallel_plans.served import serve
+from parallel_plans.models import load, read_config, serve
 from tests.huggingface.server.servers import until
 from tests.huggingface.server.tiny import Stock, write_tiny
 from tests.pool import Pool, starting

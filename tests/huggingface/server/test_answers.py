@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parallel_plans.huggingface.server.stream_text import StreamText
+from parallel_plans.huggingface.server.answers import StreamText
 from tests.huggingface.server.tiny import byte_tokenizer
 
 TOKENIZER = byte_tokenizer()

@@ -26,29 +26,10 @@ from dtensor_ring.agreement.call_record import (
 )
 from dtensor_ring.transport.transport import LATE_TAG, ProcessGroupTransport
 
-# The time limit to connect once all ranks are there, in seconds.
-CONNECT_TIMEOUT = 30.0
-
-# A rank that cannot take part adds this number instead of 1.
-_FAILED = 1 << 20
-
 _LOG = logging.getLogger("dtensor_ring")
-
 
 # Whether the text follows, and the last message of a rank that ends, or destroys its group.
 _HASH, _TEXT, _GOODBYE = 0, 1, 2
-
-# The fields of `Header`, and their size in bytes.
-_HEADER, _HEADER_BYTES = "<BQQQIII", 37
-
-# How many kinds of calls a rank keeps; each takes at most 2 KiB.
-MAX_KINDS = 256
-
-# Gloo has no wait without a limit, so a receive that may stand for long has this one, in days.
-_FOREVER = 365
-
-# How long a rank that ends waits for its last message to leave, and for a thread, in seconds.
-GOODBYE_TIMEOUT = 1.0
 
 
 class PostedCall(NamedTuple):
@@ -135,6 +116,16 @@ class Failed(NamedTuple):
     text: str
     direction: str
     peer: int
+
+
+# The fields of `Header`, and their size in bytes.
+_HEADER, _HEADER_BYTES = "<BQQQIII", 37
+
+# Gloo has no wait without a limit, so a receive that may stand for long has this one, in days.
+_FOREVER = 365
+
+# How long a rank that ends waits for its last message to leave, and for a thread, in seconds.
+GOODBYE_TIMEOUT = 1.0
 
 
 # Note [Late records]: on a GPU the host runs ahead of the device, so it must not wait for another
@@ -354,6 +345,10 @@ class LateRecords:
         self._fail(Failed(text, direction, self._ranks[self._previous]))
 
 
+# How many kinds of calls a rank keeps; each takes at most 2 KiB.
+MAX_KINDS = 256
+
+
 def _keep(kinds: dict[tuple[int, ...], Any], kind: tuple[int, ...], value: Any) -> None:
     """Add a kind, and drop the oldest if there are too many."""
     kinds[kind] = value
@@ -391,6 +386,10 @@ def time_limit_of(group: dist.ProcessGroup) -> timedelta:
         except (RuntimeError, AttributeError):  # no backend, or one without options
             continue
     return dist.constants.default_pg_timeout
+
+
+# The time limit to connect once all ranks are there, in seconds.
+CONNECT_TIMEOUT = 30.0
 
 
 # Note [Record group]: NCCL moves tensors of GPUs only, and ignores tags. So the ranks of such a
@@ -435,6 +434,10 @@ def make_record_group(
     assert made is not None, "this rank counts as well"
     made._set_default_timeout(limit)
     return made
+
+
+# A rank that cannot take part adds this number instead of 1.
+_FAILED = 1 << 20
 
 
 def _all_are_well(

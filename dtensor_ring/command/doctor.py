@@ -39,11 +39,6 @@ from dtensor_ring.transport.transport import (
 # How long a failed rank leaves the one that reports.
 REPORT_SECONDS = 10
 
-# Shape of a rank's query, key and value where time is measured, (B, N, L, H).
-SHAPE = 1, 8, 2048, 64
-
-REPEATS = 5
-
 
 def doctor(kernel: str | None = None, as_json: bool = False) -> int:
     """Print what is installed, which kernels run, and whether a ring of all ranks is right.
@@ -89,6 +84,12 @@ class RepeatTransport(Transport):
         for receives, sends in self._hops:
             for work in self._transport.start(receives, sends):
                 work.wait()
+
+
+# Shape of a rank's query, key and value where time is measured, (B, N, L, H).
+SHAPE = 1, 8, 2048, 64
+
+REPEATS = 5
 
 
 def overlap(ranks: Ranks, kernel: str | None, layout: str) -> Finding:

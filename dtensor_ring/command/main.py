@@ -30,9 +30,6 @@ from dtensor_ring.lab.training.simulate import ReadConfig, config_file, drawn_by
 from dtensor_ring.planning.strategy import AUTO
 from dtensor_ring.states.hybrid import Hybrid, HybridComparison, compare_hybrid_layouts
 
-# Bytes of a number between layers, and of one in a map.
-BFLOAT16, FLOAT32 = 2, 4
-
 
 def main(
     load: LoadModel,
@@ -105,6 +102,10 @@ def _printed(
         entries |= {"layouts": [asdict(row) for row in layouts.rows]}
     print(json.dumps(entries))
     return 0
+
+
+# Bytes of a number between layers, and of one in a map.
+BFLOAT16, FLOAT32 = 2, 4
 
 
 def _layouts(

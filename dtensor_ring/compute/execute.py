@@ -36,12 +36,6 @@ from dtensor_ring.planning.plan import Step
 from dtensor_ring.planning.ranges import Span, length
 from dtensor_ring.planning.tile import CAUSAL, FULL, Tile
 
-# Tokens of a block.
-BLOCK = 128
-
-# Cost of a launch, in blocks of one head. An estimate: with 32 heads about 10 us.
-LAUNCH = 512
-
 
 def forward_step(
     step: Step,
@@ -82,6 +76,10 @@ def forward_step(
         running.add(launch.rows, out, lse)
 
 
+# Cost of a launch, in blocks of one head. An estimate: with 32 heads about 10 us.
+LAUNCH = 512
+
+
 @dataclass(frozen=True, slots=True)
 class Group:
     """Segments that form one launch.
@@ -108,6 +106,10 @@ class Group:
             self.num_segments + gap[0] + other.num_segments,
             max(self.longest, gap[1], other.longest),
         )
+
+
+# Tokens of a block.
+BLOCK = 128
 
 
 def num_blocks(num_tokens: int) -> int:

@@ -26,9 +26,6 @@ from dtensor_ring.compute.kernels.kernel import Problem, Saved, gpu_limits
 from dtensor_ring.compute.memory import empty, in_order, order_of
 from dtensor_ring.planning.ranges import Span
 
-# Numbers that a chunk gathers, on CPUs and on GPUs; each is at least one query.
-CHUNK, CHUNK_ON_GPUS = 1 << 21, 1 << 26
-
 
 class Residents(NamedTuple):
     """The keys that are resident on a rank, and where each position of the sequence is among them.
@@ -149,6 +146,10 @@ def _chunks(residents: Residents, selected: Tensor, wide: torch.dtype) -> Iterat
             rows = torch.cat((rows, _at(residents.apart, where)), -1)
         # Widened after the gather, so that wide numbers are those of one chunk only.
         yield Chunk(tokens, where, is_none, rows.to(wide))
+
+
+# Numbers that a chunk gathers, on CPUs and on GPUs; each is at least one query.
+CHUNK, CHUNK_ON_GPUS = 1 << 21, 1 << 26
 
 
 def queries_at_once(selected: Tensor, rows: Tensor) -> int:

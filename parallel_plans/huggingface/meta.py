@@ -16,9 +16,6 @@ from dtensor_ring.extension import MetaModel, ModelRequest
 from parallel_plans.huggingface.core.versions import cache_name
 from parallel_plans.huggingface.plan import context_parallel_plan
 
-# Auto classes; the first one that knows the config builds the model.
-KINDS = ("AutoModelForCausalLM", "AutoModelForMaskedLM")
-
 
 def model_of_config(path: Path, mesh: DeviceMesh, asked: ModelRequest) -> MetaModel:
     """Return the model of a `config.json`, with its sequence sharded over a mesh.
@@ -107,6 +104,10 @@ def _config(path: Path) -> Any:
             f"{path} is not the config.json of a model of transformers "
             f"({type(error).__name__}: {error})"
         ) from error
+
+
+# Auto classes; the first one that knows the config builds the model.
+KINDS = ("AutoModelForCausalLM", "AutoModelForMaskedLM")
 
 
 def _model(config: Any) -> Any:

@@ -28,9 +28,6 @@ from parallel_plans.torchtitan.inner_attention import (
 )
 from parallel_plans.torchtitan.multi_token import Ahead, check_heads, give_ahead, num_heads_of
 
-OWN_TOKENS, AHEAD = "own_tokens", "ahead"
-PARTIAL = "partial_dtensor"
-
 
 def ring_layout(config: Any) -> str:
     """Return the layout of the ring attention in a model's config.
@@ -87,6 +84,10 @@ class RingValidator(Validator):
         inputs, labels, extra = found
         documents = give_ahead(own.documents, ahead, labels, self.loss_fn)
         return inputs, labels, extra | {"attention_masks": documents}
+
+
+OWN_TOKENS, AHEAD = "own_tokens", "ahead"
+PARTIAL = "partial_dtensor"
 
 
 # Note [Shards before torchtitan's]: torchtitan cuts a batch into equal slices, so a batch would

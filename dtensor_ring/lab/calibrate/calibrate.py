@@ -19,10 +19,6 @@ from dtensor_ring.lab.presets import as_machine, is_machine_file
 from dtensor_ring.lab.ranks import connected, mesh_of_ranks
 from dtensor_ring.lab.report import print_table, tracked, untracked
 
-# What is measured on a CPU and on a GPU unless options say otherwise: heads, and head dim.
-HEADS = (8, 2), (32, 8)
-HEAD_DIM = 64, 128
-
 
 def calibrate(
     path: Path | None, show: bool, compare: tuple[str, str] | None, quick: bool, **asked: Any
@@ -64,6 +60,11 @@ def _of_kernel(machine: Machine, kernel: str | None) -> Machine:
         known = ", ".join(sorted({x.kernel for x in machine.kernels}))
         raise ValueError(f"machine {machine.name} has no kernel {kernel!r}, only {known}")
     return replace(machine, kernels=rows)
+
+
+# What is measured on a CPU and on a GPU unless options say otherwise: heads, and head dim.
+HEADS = (8, 2), (32, 8)
+HEAD_DIM = 64, 128
 
 
 def _measure(

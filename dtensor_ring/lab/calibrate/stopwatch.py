@@ -23,9 +23,6 @@ Call = Callable[[], object]
 # Sizes and their calls.
 Points = Iterable[tuple[float, Call]]
 
-# Returns the seconds of a call that is repeated.
-Timer = Callable[[Call, int], float]
-
 
 class Effort(NamedTuple):
     """How long to measure.
@@ -78,6 +75,10 @@ class Series:
         kept = [x for at, x in enumerate(pairs) if all(x[1] < y[1] for y in pairs[at + 1 :])]
         line = kept if len(kept) > 1 else [(0.0, 0.0), *kept]
         return Curve(tuple(size for size, _ in line), tuple(seconds for _, seconds in line))
+
+
+# Returns the seconds of a call that is repeated.
+Timer = Callable[[Call, int], float]
 
 
 class Stopwatch:

@@ -31,9 +31,6 @@ from parallel_plans.huggingface.activations.token_tiles import (
 from parallel_plans.huggingface.core.modules import language_model_of
 from parallel_plans.huggingface.probing.proxy_model import needs_proxy, small_proxy
 
-# The output that has the logits of routers.
-OF_ROUTER = "router_logits"
-
 
 class KeptForBackward(NamedTuple):
     """What a model keeps for its backward.
@@ -78,6 +75,10 @@ class KeptForBackward(NamedTuple):
             run_in_tiles(decoder.get_submodule(name), name, num_tokens)
         if decoder.base_model is not decoder:  # below a head, which may compute with these logits
             decoder.base_model.register_forward_hook(_join_router_logits)
+
+
+# The output that has the logits of routers.
+OF_ROUTER = "router_logits"
 
 
 def _join_router_logits(model: Any, args: tuple[Any, ...], output: Any) -> None:

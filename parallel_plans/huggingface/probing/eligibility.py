@@ -26,8 +26,6 @@ from parallel_plans.huggingface.selecting.compressed import compressing_layers
 from parallel_plans.huggingface.selecting.indexers import INDEXED_KIND, indexers_of
 from parallel_plans.huggingface.states.stateful import stateful_layers
 
-# Types of layers that mix tokens in attention, or not at all.
-WITHOUT_STATE = re.compile(r"(\w+_)?(full|sliding|chunked)_attention|moe|mlp|dense|sparse")
 # In a description from `_stateful_layers`: layers whose keys are windows of tokens.
 COMPRESSES = re.compile(r"\((\w*_)?compressed\w*\)")
 COMPRESSED = (
@@ -173,6 +171,10 @@ def _reasons_of_parts(model: Any) -> Iterator[str]:
 def _has_known_head(model: Any) -> bool:
     name = type(model).__name__
     return name.endswith(HEADS[1:]) or (not takes_labels(model) and name.endswith(HEADS[0]))
+
+
+# Types of layers that mix tokens in attention, or not at all.
+WITHOUT_STATE = re.compile(r"(\w+_)?(full|sliding|chunked)_attention|moe|mlp|dense|sparse")
 
 
 def _stateful_layers(model: Any, config: Any) -> list[str]:

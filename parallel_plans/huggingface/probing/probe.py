@@ -33,8 +33,6 @@ from parallel_plans.huggingface.states.state_passing import LocalStatePassing, S
 from parallel_plans.huggingface.states.stateful import passing_states, stateful_layers
 
 NUM_TOKENS = 8
-# What files of transformers call their own attention function.
-EAGER = "eager_attention_forward"
 # Windows up to nearly this many tokens are found in a layer's own attention function.
 NUM_KEYS = 2**15
 ROUTER_LOGITS = "output_router_logits"
@@ -231,6 +229,10 @@ def _hides_keys(module: nn.Module, query: Tensor, key: Tensor, options: dict[str
     except Exception:  # model code may want other shapes
         return False
     return not torch.allclose(mean, index.mean().expand_as(mean), rtol=TOLERANCE)
+
+
+# What files of transformers call their own attention function.
+EAGER = "eager_attention_forward"
 
 
 def _own_function(module: nn.Module) -> Callable[..., Any] | None:

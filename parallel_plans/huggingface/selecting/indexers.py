@@ -40,14 +40,16 @@ UPDATE, UPDATE_LAYER = "update_indexer", "update_index"
 # The type, in a config, of layers whose attention gets what an indexer chooses.
 INDEXED_KIND = "indexed_attention"
 MASK, POSITIONS = "attention_mask", "position_ids"
-# Where a layer of a stock cache keeps the positions of all tokens, by three axes.
-POSITIONS_OF_INDEX = "indexer_position_ids"
 
 
 def indexers_of(model: nn.Module) -> list[Any]:
     """Return the modules whose forward gives keys of an index to a cache."""
     updates = {UPDATE, UPDATE_LAYER}
     return [x for x in model.modules() if updates.intersection(names_in_forward(x))]
+
+
+# Where a layer of a stock cache keeps the positions of all tokens, by three axes.
+POSITIONS_OF_INDEX = "indexer_position_ids"
 
 
 def give_index(indexer: Any, layer: Any, keys: Tensor, padding: Tensor | None = None) -> None:

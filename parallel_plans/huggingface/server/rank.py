@@ -34,10 +34,6 @@ from parallel_plans.huggingface.serving.continuous_batch import ContinuousBatch
 # Seconds after which groups fail, once clients were told that a rank hangs: what notices it first
 # may end the process, as NCCL's watchdog does.
 SPARE_SECONDS = 5
-# Seconds between two checks of the engine.
-WATCH_EVERY = 0.5
-# Minutes that ranks wait for the one that is the last to have loaded its weights.
-LOADING_MINUTES = 60
 
 
 @dataclass(frozen=True)
@@ -157,6 +153,10 @@ def announced(first: FirstRank) -> None:
     print(f"listening on {first.url}", flush=True)
 
 
+# Minutes that ranks wait for the one that is the last to have loaded its weights.
+LOADING_MINUTES = 60
+
+
 def loaded(options: ServerOptions) -> tuple[Any, Any]:
     """Return the model under its plan, and its tokenizer, once all ranks have loaded them."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -228,6 +228,10 @@ def taken_stops(model: Any) -> tuple[str, ...]:
     config = model.generation_config
     found, config.stop_strings = getattr(config, "stop_strings", None), None
     return (found,) if isinstance(found, str) else tuple(found or ())
+
+
+# Seconds between two checks of the engine.
+WATCH_EVERY = 0.5
 
 
 class FirstRank:

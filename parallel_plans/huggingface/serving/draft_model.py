@@ -25,11 +25,6 @@ from parallel_plans.huggingface.serving.verify import Draft
 from parallel_plans.huggingface.sharding.agreement import facts
 from parallel_plans.huggingface.sharding.sharding import shardings_of
 
-# Missing tokens up to so many are computed in the first step of a draft.
-MOST_MISSING = 32
-
-SAME_DRAFTS = "have the same assistant_model (loaded, or seeded before it is made)"
-
 
 class Drafters:
     """What proposes tokens for the requests of a batch: one for all requests with the same options.
@@ -134,6 +129,10 @@ class BegunDraft:
     def draft(self) -> Draft:
         """Return the proposed tokens, with their scores if they have any."""
         return Draft(self.tokens, torch.cat(self.rows) if self.rows else None)
+
+
+# Missing tokens up to so many are computed in the first step of a draft.
+MOST_MISSING = 32
 
 
 class ModelDrafter(Drafter):
@@ -244,6 +243,9 @@ class ModelDrafter(Drafter):
             x.tokens.append(token)
             if confidence < self._confidence:
                 x.limit = len(x.tokens)
+
+
+SAME_DRAFTS = "have the same assistant_model (loaded, or seeded before it is made)"
 
 
 def checked_assistant(

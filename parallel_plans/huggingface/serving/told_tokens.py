@@ -15,8 +15,6 @@ from torch import Tensor
 from parallel_plans.huggingface.serving.served_request import ServedRequest
 from parallel_plans.huggingface.serving.verify import Draft
 
-NOTHING = -1  # no token has this number
-
 
 class ToldTokens:
     """The message about the requests that decode in a step; made before their tokens are chosen.
@@ -75,6 +73,9 @@ def _longest_draft(request: ServedRequest, share: int) -> int:
     if request.choice.drafter is None:
         return 0
     return max(0, min(request.num_drafts + 2, share - 1))  # it may learn to ask for two more
+
+
+NOTHING = -1  # no token has this number
 
 
 def _filled(numbers: Sequence[int], num: int) -> list[int]:

@@ -35,9 +35,6 @@ SAME_BATCH = (
     f"rank only) {SAME_WEIGHTS}"
 )
 
-# By key, for the op: an argument of a graph cannot be a model.
-_AGREEMENTS: WeakValueDictionary[str, Agreement] = WeakValueDictionary()
-
 
 def described(batch: Mapping[str, Any]) -> dict[str, str]:
     """Describe the batch, so that ranks can compare theirs."""
@@ -101,6 +98,10 @@ class Parts(NamedTuple):
             dict(zip(of_numbers.split(","), numbers, strict=False)),
             {name: x for name, _, x in named},
         )
+
+
+# By key, for the op: an argument of a graph cannot be a model.
+_AGREEMENTS: WeakValueDictionary[str, Agreement] = WeakValueDictionary()
 
 
 # Note [Compared batches]: each forward sends a checksum of its batch, in one small message to all

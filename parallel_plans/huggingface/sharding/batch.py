@@ -38,10 +38,6 @@ DOCUMENT_NUMBERS = "seq_idx"
 POSITIONS, NUM_AXES = "position_ids", (1, 3, 4)
 SHAPES = {"inputs_embeds": "(B, S, H)", "per_layer_inputs": "(B, S, num_layers, H)"}
 LOGITS_TO_KEEP = "logits_to_keep"
-# Numbers that are read one by one faster than all at once.
-FEW = 64
-# Which tokens belong to images, `(B, S)`, and what early layers add to these, by layer, `(T, H)`.
-IS_IMAGE, FEATURES = "visual_pos_masks", "deepstack_visual_embeds"
 
 
 @dataclass(frozen=True)
@@ -183,6 +179,10 @@ def num_labels(batch: ModelBatch) -> Tensor:
     assert batch.labels is not None
     labels = batch.labels[:, batch.label_shift :]
     return torch.stack([(x != IGNORE_INDEX).sum() for x in blocks(labels)]).sum()
+
+
+# Which tokens belong to images, `(B, S)`, and what early layers add to these, by layer, `(T, H)`.
+IS_IMAGE, FEATURES = "visual_pos_masks", "deepstack_visual_embeds"
 
 
 def shard(batch: ModelBatch, indices: Tensor, sharded_length: int, past: int = 0) -> ModelBatch:
@@ -359,6 +359,10 @@ def _check_range(model: Any, batch: dict[str, Any]) -> None:
                     f"{name} must be from 0 to {count - 1}, as the model has {count} of them, got "
                     f"{wrong[0].item()}"
                 )
+
+
+# Numbers that are read one by one faster than all at once.
+FEW = 64
 
 
 def _is_within(part: Tensor, count: int) -> bool:

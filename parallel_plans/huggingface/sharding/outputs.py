@@ -20,9 +20,6 @@ from parallel_plans.huggingface.losses.loss import (
 )
 from parallel_plans.huggingface.sharding.batch import BatchPlan
 
-Made = list[tuple[Tensor, Any]]
-"""Outputs that were joined already: a graph cannot give two DTensors of one tensor."""
-
 
 class OutputSpec(NamedTuple):
     """What joining the outputs of a batch needs.
@@ -46,6 +43,10 @@ class OutputSpec(NamedTuple):
     router: RouterSpec | None
     kept: LastTokens | None = None
     of_tokens: frozenset[str] | None = None
+
+
+Made = list[tuple[Tensor, Any]]
+"""Outputs that were joined already: a graph cannot give two DTensors of one tensor."""
 
 
 class Outputs:

@@ -275,6 +275,10 @@ class GroupState:
                 peer=None if peer < 0 else peer,
             )
 
+    def failure_store(self, group: dist.ProcessGroup) -> FailureStore:
+        """Return the store by which the ranks of the group of this state tell that they failed."""
+        return FailureStore(group, self.epoch)
+
     def shut_down(self, text: str, group: dist.ProcessGroup, *transports: Transport) -> str:
         """Note the first cause, end the waits of all ranks for this one, and return the cause.
 
@@ -283,7 +287,7 @@ class GroupState:
             group: the group of this state.
             transports: what moves messages and call records.
         """
-        self.cause = FailureStore(group, self.epoch).first_cause(text)
+        self.cause = self.failure_store(group).first_cause(text)
         with self._abort_lock:
             # A thread of `late` may be here, too, and NCCL is aborted once.
             if self.late is None or not self._is_aborted:

@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from dtensor_ring.compute.kernels import Scores, available_kernels, kernel_for, missing_kernel
 from dtensor_ring.dtensor.attention import ring_attention
@@ -189,7 +188,7 @@ def _largest_error(ranks: Ranks, mask: Mask) -> float:
     return max(_distance(sharded.detach(), x.detach()) for sharded, x in pairs)
 
 
-def _tensors(mesh: DeviceMesh, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
+def _tensors(mesh: dist.DeviceMesh, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
     """Return a whole query, key, value and output gradient, the same on every rank."""
     generator = torch.Generator().manual_seed(0)
     shape = 1, HEADS, TOKENS * mesh.size(), HEAD_DIM

@@ -18,15 +18,7 @@ from torch import Tensor
 from dtensor_ring.compute.accumulate import Partials, RunningOutput
 from dtensor_ring.compute.changing import changing_launches
 from dtensor_ring.compute.dropout import Dropout
-from dtensor_ring.compute.kernels.kernel import (
-    Gradients,
-    Kernel,
-    Launch,
-    Result,
-    Saved,
-    Scores,
-    Segments,
-)
+from dtensor_ring.compute.kernels.kernel import Gradients, Kernel, Launch, Saved, Scores, Segments
 from dtensor_ring.compute.lags import Lags
 from dtensor_ring.compute.memory import Region, box_region, cols_of, part_of, parts_of, rows_of
 from dtensor_ring.compute.trace import Label
@@ -437,7 +429,9 @@ def _biased(launch: Launch, lags: Lags) -> Launch:
     return replace(launch, lags=lags.of_regions(launch.rows, launch.cols))
 
 
-def _forward(launch: Launch, query: Tensor, kv: Pair, kernel: Kernel, scores: Scores) -> Result:
+def _forward(
+    launch: Launch, query: Tensor, kv: Pair, kernel: Kernel, scores: Scores
+) -> tuple[Tensor, Tensor]:
     """Return `out` `(B, N, R, Hv)` and `lse` `(B, N, R)` of a launch."""
     q, (k, v) = part_of(query, launch.rows), parts_of(launch.cols, kv)
     if launch.segments is None:

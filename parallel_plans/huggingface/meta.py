@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import parallelize_module
 
@@ -53,7 +52,7 @@ def model_of_config(path: Path, mesh: DeviceMesh, asked: ModelRequest) -> MetaMo
 
 
 @torch.no_grad()
-def _cached(module: Any, tokens: Tensor) -> Sequence[int]:
+def _cached(module: Any, tokens: torch.Tensor) -> Sequence[int]:
     """Return the bytes that each rank keeps of a prompt."""
     module.eval()
     output = module(input_ids=tokens, use_cache=True, logits_to_keep=1)

@@ -13,7 +13,6 @@ import torch.distributed as dist
 from accelerate import PartialState
 from accelerate.utils import DistributedType, recursively_apply
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.parallel import DistributedDataParallel
@@ -78,7 +77,7 @@ class ContextParallelTrainer(Trainer):
     def __init__(
         self,
         *args: Any,
-        mesh: DeviceMesh | None = None,
+        mesh: dist.DeviceMesh | None = None,
         plan: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:

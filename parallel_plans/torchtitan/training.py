@@ -11,7 +11,6 @@ from typing import Annotated, Any
 import torch.distributed as dist
 import tyro
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torchtitan.components.validate import Validator
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.activation_checkpoint import ActivationCheckpointingConfig
@@ -177,11 +176,11 @@ class _AloneOnRing:
     def __init__(self, dims: ParallelDims) -> None:
         self._dims = dims
 
-    def get_mesh(self, dims: str | list[str]) -> DeviceMesh:
+    def get_mesh(self, dims: str | list[str]) -> dist.DeviceMesh:
         if dims != "cp":
             return self._dims.get_mesh(dims)
         # No message is sent over it, so it needs no group.
-        return DeviceMesh(device_type, [dist.get_rank()], _init_backend=False)
+        return dist.DeviceMesh(device_type, [dist.get_rank()], _init_backend=False)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._dims, name)

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
 from dtensor_ring.lab.calibrate.calibrate_kernels import CalibratedProblem
 from dtensor_ring.lab.calibrate.calibrate_machine import BETWEEN, INSIDE, measure_machine
@@ -111,7 +110,7 @@ def _check_writable(path: Path) -> None:
         )
 
 
-def mesh_of_hosts(device_type: str) -> DeviceMesh:
+def mesh_of_hosts(device_type: str) -> dist.DeviceMesh:
     """Return the mesh of hosts, and of the ranks of each, by what launchers say of local ranks.
 
     Raises:

@@ -14,7 +14,6 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from dtensor_ring.lab.calibrate.calibrate_kernels import (
     CalibratedProblem,
@@ -44,7 +43,7 @@ BETWEEN, INSIDE = "between", "inside"
 def measure_machine(
     name: str,
     watch: Stopwatch,
-    mesh: DeviceMesh,
+    mesh: dist.DeviceMesh,
     problem: CalibratedProblem,
     others: Sequence[CalibratedProblem] = (),
 ) -> Machine:

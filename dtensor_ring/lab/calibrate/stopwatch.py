@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from dtensor_ring.lab.machine import Curve
 from dtensor_ring.lab.report import Track, untracked
@@ -185,7 +184,7 @@ class Stopwatch:
             torch.cuda.synchronize(self.device)
 
     @cached_property
-    def _passed(self) -> Tensor:
+    def _passed(self) -> torch.Tensor:
         return torch.zeros(PASSED // 4)
 
     def _timed_cold(self, call: Call, count: int) -> float:

@@ -7,7 +7,6 @@ import sys
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 HEADS, HEAD_DIM, WIDTH, VOCABULARY = 4, 8, 32, 64
@@ -56,7 +55,7 @@ def small_config(config: Any, num_of_kind: int = 1, **changes: Any) -> Any:
     return type(config).from_dict(small | parts | changes)
 
 
-def needs_proxy(model: nn.Module) -> bool:
+def needs_proxy(model: torch.nn.Module) -> bool:
     """Return whether a model cannot run tokens yet: it has no weights, or FSDP2 has sharded it.
 
     The first forward of FSDP2 decides which module is its root, and it is not to be a part.

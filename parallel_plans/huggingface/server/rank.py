@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 
 from parallel_plans.huggingface.plan import context_parallel_plan
@@ -171,7 +170,7 @@ def loaded(options: ServerOptions) -> tuple[Any, Any]:
     tokenizer = AutoTokenizer.from_pretrained(options.model)
     dist.barrier(loading)
     dist.destroy_process_group(loading)
-    mesh = init_device_mesh(kind, (options.num_ranks,), mesh_dim_names=("cp",))
+    mesh = dist.init_device_mesh(kind, (options.num_ranks,), mesh_dim_names=("cp",))
     plan = context_parallel_plan(model, options.layout, cache_dtype=options.cache_dtype)
     return parallelize_module(model, mesh, plan), tokenizer
 

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import parallelize_module
 
 from dtensor_ring import BlockPool, OutOfBlocks, SequenceAxis
@@ -314,5 +313,5 @@ def _alone(assistant: Any, device_type: str, plan_of: Callable[[Any], Any]) -> A
     # What is in the memo is not copied.
     made = deepcopy(assistant, {id(x): x for x in shared})
     group: Any = dist.new_group([dist.get_rank()], use_local_synchronization=True)
-    mesh = DeviceMesh.from_group(group, device_type, mesh_dim_names=("assistant",))
+    mesh = dist.DeviceMesh.from_group(group, device_type, mesh_dim_names=("assistant",))
     return parallelize_module(made, mesh, plan_of(made))

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
 from parallel_plans.huggingface.serving.served_request import ServedRequest
 from parallel_plans.huggingface.serving.verify import Draft
@@ -82,5 +81,5 @@ def _filled(numbers: Sequence[int], num: int) -> list[int]:
     return [*numbers, *[NOTHING] * (num - len(numbers))]
 
 
-def _told(tokens: Tensor) -> list[int]:
+def _told(tokens: torch.Tensor) -> list[int]:
     return tokens[tokens != NOTHING].tolist()

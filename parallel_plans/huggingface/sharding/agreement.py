@@ -13,7 +13,6 @@ from zlib import crc32
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from dtensor_ring import SequenceAxis
@@ -293,7 +292,7 @@ def _are_close(one: tuple[float, float], other: tuple[float, float]) -> bool:
     return all(isclose(x, y, abs_tol=limit) or (isnan(x) and isnan(y)) for x, y in pairs)
 
 
-def facts(model: nn.Module, group: ProcessGroup) -> dict[str, str]:
+def facts(model: nn.Module, group: dist.ProcessGroup) -> dict[str, str]:
     """Return the facts that the ranks' models must have in common, for `check_agreement`."""
     buffers = [x for x in model.buffers() if _is_plain(x)]
     numbers = {"config": numbers_of_config(model), "modules": numbers_of_modules(model)}
@@ -342,12 +341,12 @@ def checksum(tensors: Iterable[Tensor]) -> str:
     return f"checksum {crc32(repr(numbers).encode()):08x}"
 
 
-def checksum_of_weights(model: nn.Module, group: ProcessGroup) -> str:
+def checksum_of_weights(model: nn.Module, group: dist.ProcessGroup) -> str:
     """Return the checksum of the weights that are not sharded over the ranks of a group."""
     return checksum(_comparable(model, group))
 
 
-def _comparable(model: nn.Module, group: ProcessGroup) -> list[Tensor]:
+def _comparable(model: nn.Module, group: dist.ProcessGroup) -> list[Tensor]:
     """Return this rank's weights that should be equal on each rank of the group."""
     others, weights = set(dist.get_process_group_ranks(group)) - {dist.get_rank()}, []
     for x in model.parameters():

@@ -16,14 +16,7 @@ from zlib import crc32
 
 import torch.distributed as dist
 
-from dtensor_ring.agreement.call_record import (
-    MAX_BYTES,
-    CallRecord,
-    difference_text,
-    flat,
-    reason_of,
-    renumbered,
-)
+from dtensor_ring.agreement import call_record
 from dtensor_ring.transport.transport import LATE_TAG, ProcessGroupTransport
 
 _LOG = logging.getLogger("dtensor_ring")
@@ -44,7 +37,7 @@ class PostedCall(NamedTuple):
         since: when it began, by `time.monotonic`.
     """
 
-    record: CallRecord
+    record: call_record.CallRecord
     number: int
     forward_call: int
     call_site: tuple[str, str, str]
@@ -258,7 +251,7 @@ class LateRecords:
         # Gloo takes a limit of 0 seconds for that of the group.
         limit = timedelta(seconds=seconds)
         # The thread keeps the message until it has left. The host does not wait for this.
-        self._group.send([flat(bytearray(message))], self._next, LATE_TAG).wait(limit)
+        self._group.send([call_record.flat(bytearray(message))], self._next, LATE_TAG).wait(limit)
 
     def _message(self, call: PostedCall) -> bytes:
         header = call.header
@@ -269,8 +262,8 @@ class LateRecords:
         return struct.pack(_HEADER, *header) + text
 
     def _receive_all(self) -> None:
-        buffer = bytearray(_HEADER_BYTES + MAX_BYTES)
-        memory = flat(buffer)
+        buffer = bytearray(_HEADER_BYTES + call_record.MAX_BYTES)
+        memory = call_record.flat(buffer)
         while True:
             try:
                 self._group.recv([memory], self._previous, LATE_TAG).wait(timedelta(days=_FOREVER))
@@ -305,8 +298,8 @@ class LateRecords:
         text = self._texts.get(theirs.kind, b"")
         here, there = self._ranks[self._rank], self._ranks[self._previous]
         # The text is of an earlier call of its kind, so its numbers are replaced.
-        theirs_text = renumbered(text, theirs.number, theirs.forward_call)
-        listed = difference_text(call.text, theirs_text, here, there)
+        theirs_text = call_record.renumbered(text, theirs.number, theirs.forward_call)
+        listed = call_record.difference_text(call.text, theirs_text, here, there)
         self._end(f"{listed}, {call}", call)
 
     def _leave(self, last: int) -> None:
@@ -332,7 +325,7 @@ class LateRecords:
         where = f"after call {self._num_posted:,} of the group" if call is None else str(call)
         waited = 0.0 if call is None else time.monotonic() - call.since
         text = f"rank {here} got no answer of rank {there} within {waited:.2f} s, {where}: "
-        self._end(text + reason_of(error), call)
+        self._end(text + call_record.reason_of(error), call)
 
     def _end(self, text: str, call: PostedCall | None) -> None:
         """Report the first failure; those that follow from it are none."""

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from dtensor_ring.dtensor.annotation import axis_group
 from dtensor_ring.dtensor.call_check import check_agreement
@@ -24,7 +25,7 @@ SAME_TENSORS = "hand over the same tensors"
 
 
 def copy_whole(
-    tensors: Sequence[Tensor] | None, gets: bool, mesh: dist.DeviceMesh
+    tensors: Sequence[Tensor] | None, gets: bool, mesh: DeviceMesh
 ) -> list[Tensor] | None:
     """Give tensors that some ranks have alike to other ranks.
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor.parallel import parallelize_module
 
@@ -180,7 +181,7 @@ def _check_experts(
         )
 
 
-def reduce_by_sums(model: torch.nn.Module) -> None:
+def reduce_by_sums(model: nn.Module) -> None:
     """Let FSDP2 sum gradients and divide them itself: gloo, the backend of CPUs, has no means."""
     for module in model.modules():
         # Transformers has chosen for experts, whose gradients it divides otherwise.

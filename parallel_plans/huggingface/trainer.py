@@ -13,6 +13,7 @@ import torch.distributed as dist
 from accelerate import PartialState
 from accelerate.utils import DistributedType, recursively_apply
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.parallel import DistributedDataParallel
@@ -77,7 +78,7 @@ class ContextParallelTrainer(Trainer):
     def __init__(
         self,
         *args: Any,
-        mesh: dist.DeviceMesh | None = None,
+        mesh: DeviceMesh | None = None,
         plan: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:

@@ -3,8 +3,7 @@
 import sys
 
 from dtensor_ring.command.main import main
-from parallel_plans.models import load, read_config
-from parallel_plans.served import serve
+from parallel_plans.models import load, read_config, serve
 
 if __name__ == "__main__":
     sys.exit(main(load, read=read_config, serve=serve))

@@ -23,13 +23,7 @@ from dtensor_ring.agreement.call_record import (
     flat,
     reason_of,
 )
-from dtensor_ring.agreement.group_state import (
-    RENEW,
-    WATCH,
-    FailureStore,
-    GroupState,
-    group_state_of,
-)
+from dtensor_ring.agreement.group_state import RENEW, WATCH, GroupState, group_state_of
 from dtensor_ring.agreement.late_records import LateRecords, PostedCall, time_limit_of
 from dtensor_ring.compute.trace import Label
 from dtensor_ring.transport.transport import (
@@ -393,7 +387,7 @@ class CheckedTransport(Transport):
         # If all ranks raise, as for a wrong argument, the group is sound, and a user who catches
         # the error goes on with it. If only some do, the others wait for what never comes.
         # An interrupt is no `Exception`: it may come at any point, and must not wait.
-        if isinstance(error, Exception) and self._failure_store().all_raised(
+        if isinstance(error, Exception) and self._state.failure_store(self._group).all_raised(
             f"call {self._number}, {self._phase}"
         ):
             # All ranks have started the same messages, so these arrive and the group stays usable.
@@ -409,9 +403,6 @@ class CheckedTransport(Transport):
     def _shut_down(self, text: str) -> str:
         """Close the group, so no rank waits for this one, and return the first cause."""
         return self._state.shut_down(text, self._group, self._transport, self._record_transport)
-
-    def _failure_store(self) -> FailureStore:
-        return FailureStore(self._group, self._state.epoch)
 
     def _here(self) -> str:
         return f"rank {self._state.ranks[self._group.rank()]}"

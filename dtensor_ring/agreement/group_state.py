@@ -35,13 +35,6 @@ T = TypeVar("T")
 # The time limit for an answer of the store, whose host may be gone, in seconds.
 STORE_TIMEOUT = 0.25
 
-# The time limit for its first answer, when nothing has failed yet, in seconds.
-FIRST_TIMEOUT = 5.0
-
-# How long a rank waits for the others to raise, in seconds. It delays the report of each
-# failure, and all ranks shall know within a second.
-OTHERS_TIMEOUT = 0.5
-
 
 def group_state_of(group: dist.ProcessGroup) -> GroupState:
     """Return the state of a group; the first call creates it.
@@ -54,6 +47,11 @@ def group_state_of(group: dist.ProcessGroup) -> GroupState:
         WATCH.start()
         found = _GROUP_STATES.setdefault(group, _new_state(group))
     return found
+
+
+# How long a rank waits for the others to raise, in seconds. It delays the report of each
+# failure, and all ranks shall know within a second.
+OTHERS_TIMEOUT = 0.5
 
 
 class FailureStore:
@@ -93,6 +91,10 @@ class FailureStore:
         # The first rank to decide publishes the verdict; later ranks must use it.
         mine = "all" if num_raised >= self._size else "some"
         return self._store.compare_set(f"{key}/verdict", "", mine) == b"all"
+
+
+# The time limit for the first answer of the store, when nothing has failed yet, in seconds.
+FIRST_TIMEOUT = 5.0
 
 
 def epoch_of(group: dist.ProcessGroup) -> int:
@@ -273,6 +275,10 @@ class GroupState:
                 peer=None if peer < 0 else peer,
             )
 
+    def failure_store(self, group: dist.ProcessGroup) -> FailureStore:
+        """Return the store by which the ranks of the group of this state tell that they failed."""
+        return FailureStore(group, self.epoch)
+
     def shut_down(self, text: str, group: dist.ProcessGroup, *transports: Transport) -> str:
         """Note the first cause, end the waits of all ranks for this one, and return the cause.
 
@@ -281,7 +287,7 @@ class GroupState:
             group: the group of this state.
             transports: what moves messages and call records.
         """
-        self.cause = FailureStore(group, self.epoch).first_cause(text)
+        self.cause = self.failure_store(group).first_cause(text)
         with self._abort_lock:
             # A thread of `late` may be here, too, and NCCL is aborted once.
             if self.late is None or not self._is_aborted:

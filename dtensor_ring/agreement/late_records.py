@@ -16,39 +16,13 @@ from zlib import crc32
 
 import torch.distributed as dist
 
-from dtensor_ring.agreement.call_record import (
-    MAX_BYTES,
-    CallRecord,
-    difference_text,
-    flat,
-    reason_of,
-    renumbered,
-)
+from dtensor_ring.agreement import call_record
 from dtensor_ring.transport.transport import LATE_TAG, ProcessGroupTransport
-
-# The time limit to connect once all ranks are there, in seconds.
-CONNECT_TIMEOUT = 30.0
-
-# A rank that cannot take part adds this number instead of 1.
-_FAILED = 1 << 20
 
 _LOG = logging.getLogger("dtensor_ring")
 
-
 # Whether the text follows, and the last message of a rank that ends, or destroys its group.
 _HASH, _TEXT, _GOODBYE = 0, 1, 2
-
-# The fields of `Header`, and their size in bytes.
-_HEADER, _HEADER_BYTES = "<BQQQIII", 37
-
-# How many kinds of calls a rank keeps; each takes at most 2 KiB.
-MAX_KINDS = 256
-
-# Gloo has no wait without a limit, so a receive that may stand for long has this one, in days.
-_FOREVER = 365
-
-# How long a rank that ends waits for its last message to leave, and for a thread, in seconds.
-GOODBYE_TIMEOUT = 1.0
 
 
 class PostedCall(NamedTuple):
@@ -63,7 +37,7 @@ class PostedCall(NamedTuple):
         since: when it began, by `time.monotonic`.
     """
 
-    record: CallRecord
+    record: call_record.CallRecord
     number: int
     forward_call: int
     call_site: tuple[str, str, str]
@@ -135,6 +109,16 @@ class Failed(NamedTuple):
     text: str
     direction: str
     peer: int
+
+
+# The fields of `Header`, and their size in bytes.
+_HEADER, _HEADER_BYTES = "<BQQQIII", 37
+
+# Gloo has no wait without a limit, so a receive that may stand for long has this one, in days.
+_FOREVER = 365
+
+# How long a rank that ends waits for its last message to leave, and for a thread, in seconds.
+GOODBYE_TIMEOUT = 1.0
 
 
 # Note [Late records]: on a GPU the host runs ahead of the device, so it must not wait for another
@@ -267,7 +251,7 @@ class LateRecords:
         # Gloo takes a limit of 0 seconds for that of the group.
         limit = timedelta(seconds=seconds)
         # The thread keeps the message until it has left. The host does not wait for this.
-        self._group.send([flat(bytearray(message))], self._next, LATE_TAG).wait(limit)
+        self._group.send([call_record.flat(bytearray(message))], self._next, LATE_TAG).wait(limit)
 
     def _message(self, call: PostedCall) -> bytes:
         header = call.header
@@ -278,8 +262,8 @@ class LateRecords:
         return struct.pack(_HEADER, *header) + text
 
     def _receive_all(self) -> None:
-        buffer = bytearray(_HEADER_BYTES + MAX_BYTES)
-        memory = flat(buffer)
+        buffer = bytearray(_HEADER_BYTES + call_record.MAX_BYTES)
+        memory = call_record.flat(buffer)
         while True:
             try:
                 self._group.recv([memory], self._previous, LATE_TAG).wait(timedelta(days=_FOREVER))
@@ -314,8 +298,8 @@ class LateRecords:
         text = self._texts.get(theirs.kind, b"")
         here, there = self._ranks[self._rank], self._ranks[self._previous]
         # The text is of an earlier call of its kind, so its numbers are replaced.
-        theirs_text = renumbered(text, theirs.number, theirs.forward_call)
-        listed = difference_text(call.text, theirs_text, here, there)
+        theirs_text = call_record.renumbered(text, theirs.number, theirs.forward_call)
+        listed = call_record.difference_text(call.text, theirs_text, here, there)
         self._end(f"{listed}, {call}", call)
 
     def _leave(self, last: int) -> None:
@@ -341,7 +325,7 @@ class LateRecords:
         where = f"after call {self._num_posted:,} of the group" if call is None else str(call)
         waited = 0.0 if call is None else time.monotonic() - call.since
         text = f"rank {here} got no answer of rank {there} within {waited:.2f} s, {where}: "
-        self._end(text + reason_of(error), call)
+        self._end(text + call_record.reason_of(error), call)
 
     def _end(self, text: str, call: PostedCall | None) -> None:
         """Report the first failure; those that follow from it are none."""
@@ -352,6 +336,10 @@ class LateRecords:
             self._changed.notify_all()
         direction = "" if call is None else call.direction
         self._fail(Failed(text, direction, self._ranks[self._previous]))
+
+
+# How many kinds of calls a rank keeps; each takes at most 2 KiB.
+MAX_KINDS = 256
 
 
 def _keep(kinds: dict[tuple[int, ...], Any], kind: tuple[int, ...], value: Any) -> None:
@@ -391,6 +379,10 @@ def time_limit_of(group: dist.ProcessGroup) -> timedelta:
         except (RuntimeError, AttributeError):  # no backend, or one without options
             continue
     return dist.constants.default_pg_timeout
+
+
+# The time limit to connect once all ranks are there, in seconds.
+CONNECT_TIMEOUT = 30.0
 
 
 # Note [Record group]: NCCL moves tensors of GPUs only, and ignores tags. So the ranks of such a
@@ -435,6 +427,10 @@ def make_record_group(
     assert made is not None, "this rank counts as well"
     made._set_default_timeout(limit)
     return made
+
+
+# A rank that cannot take part adds this number instead of 1.
+_FAILED = 1 << 20
 
 
 def _all_are_well(

@@ -17,10 +17,6 @@ from dtensor_ring.planning.ranges import MAX_RANKS, as_count, expanded
 from dtensor_ring.planning.run_table import LAYOUTS, as_layout
 from dtensor_ring.planning.slices import Slices
 
-# The largest number of pairs of pieces for which steps are simulated, in about 0.2 s. With more,
-# the cost does not count waiting.
-MAX_PAIRS = 2**20
-
 # Pairs that a rank computes while the key and value of one token travel. With 32 query heads and 8
 # key heads of 128 in 16 bits: 16 Kflop and 4 KiB, at 500 Tflop/s and 50 GB/s.
 TOKEN = 2048
@@ -42,6 +38,11 @@ def cost(work: AttentionWork, partition: Partition, world_size: int) -> int:
 def cost_of(work: AttentionWork, makespan: int, num_received: int, world_size: int) -> int:
     """Return the cost of a partition whose `ring_cost` is known."""
     return world_size * makespan + TOKEN * work.num_rows * num_received
+
+
+# The largest number of pairs of pieces for which steps are simulated, in about 0.2 s. With more,
+# the cost does not count waiting.
+MAX_PAIRS = 2**20
 
 
 def ring_cost(work: AttentionWork, partition: Partition, world_size: int) -> tuple[int, int]:

@@ -11,15 +11,16 @@ from dtensor_ring.planning.ranges import Span, expanded
 from dtensor_ring.planning.slice_tables import stacked
 from dtensor_ring.planning.slices import Slices
 
-# Below this number of pairs, sums, 16 times sums, and terms of the closed form are exact in int64.
-EXACT = 2**58
-
 
 def visible_pairs(slices: Slices, queries: Span) -> int:
     """Return the number of pairs that a range of queries sees, summed over the batch rows."""
     table = exact_table(slices)
     begins, ends = (np.full(len(table), x, dtype=table.dtype) for x in queries)
     return int(areas(table, begins, ends).sum())
+
+
+# Below this number of pairs, sums, 16 times sums, and terms of the closed form are exact in int64.
+EXACT = 2**58
 
 
 def exact_table(slices: Slices) -> np.ndarray:

@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from dtensor_ring.compute.kernels import Scores, available_kernels, kernel_for, missing_kernel
 from dtensor_ring.dtensor.attention import ring_attention
@@ -38,11 +37,6 @@ from dtensor_ring.transport.transport import (
 
 # How long a failed rank leaves the one that reports.
 REPORT_SECONDS = 10
-
-# Shape of a rank's query, key and value where time is measured, (B, N, L, H).
-SHAPE = 1, 8, 2048, 64
-
-REPEATS = 5
 
 
 def doctor(kernel: str | None = None, as_json: bool = False) -> int:
@@ -89,6 +83,12 @@ class RepeatTransport(Transport):
         for receives, sends in self._hops:
             for work in self._transport.start(receives, sends):
                 work.wait()
+
+
+# Shape of a rank's query, key and value where time is measured, (B, N, L, H).
+SHAPE = 1, 8, 2048, 64
+
+REPEATS = 5
 
 
 def overlap(ranks: Ranks, kernel: str | None, layout: str) -> Finding:
@@ -188,7 +188,7 @@ def _largest_error(ranks: Ranks, mask: Mask) -> float:
     return max(_distance(sharded.detach(), x.detach()) for sharded, x in pairs)
 
 
-def _tensors(mesh: DeviceMesh, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
+def _tensors(mesh: dist.DeviceMesh, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
     """Return a whole query, key, value and output gradient, the same on every rank."""
     generator = torch.Generator().manual_seed(0)
     shape = 1, HEADS, TOKENS * mesh.size(), HEAD_DIM

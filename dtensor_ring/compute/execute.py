@@ -18,15 +18,7 @@ from torch import Tensor
 from dtensor_ring.compute.accumulate import Partials, RunningOutput
 from dtensor_ring.compute.changing import changing_launches
 from dtensor_ring.compute.dropout import Dropout
-from dtensor_ring.compute.kernels.kernel import (
-    Gradients,
-    Kernel,
-    Launch,
-    Result,
-    Saved,
-    Scores,
-    Segments,
-)
+from dtensor_ring.compute.kernels.kernel import Gradients, Kernel, Launch, Saved, Scores, Segments
 from dtensor_ring.compute.lags import Lags
 from dtensor_ring.compute.memory import Region, box_region, cols_of, part_of, parts_of, rows_of
 from dtensor_ring.compute.trace import Label
@@ -35,12 +27,6 @@ from dtensor_ring.planning.mask import Mask
 from dtensor_ring.planning.plan import Step
 from dtensor_ring.planning.ranges import Span, length
 from dtensor_ring.planning.tile import CAUSAL, FULL, Tile
-
-# Tokens of a block.
-BLOCK = 128
-
-# Cost of a launch, in blocks of one head. An estimate: with 32 heads about 10 us.
-LAUNCH = 512
 
 
 def forward_step(
@@ -82,6 +68,10 @@ def forward_step(
         running.add(launch.rows, out, lse)
 
 
+# Cost of a launch, in blocks of one head. An estimate: with 32 heads about 10 us.
+LAUNCH = 512
+
+
 @dataclass(frozen=True, slots=True)
 class Group:
     """Segments that form one launch.
@@ -108,6 +98,10 @@ class Group:
             self.num_segments + gap[0] + other.num_segments,
             max(self.longest, gap[1], other.longest),
         )
+
+
+# Tokens of a block.
+BLOCK = 128
 
 
 def num_blocks(num_tokens: int) -> int:
@@ -435,7 +429,9 @@ def _biased(launch: Launch, lags: Lags) -> Launch:
     return replace(launch, lags=lags.of_regions(launch.rows, launch.cols))
 
 
-def _forward(launch: Launch, query: Tensor, kv: Pair, kernel: Kernel, scores: Scores) -> Result:
+def _forward(
+    launch: Launch, query: Tensor, kv: Pair, kernel: Kernel, scores: Scores
+) -> tuple[Tensor, Tensor]:
     """Return `out` `(B, N, R, Hv)` and `lse` `(B, N, R)` of a launch."""
     q, (k, v) = part_of(query, launch.rows), parts_of(launch.cols, kv)
     if launch.segments is None:

@@ -14,18 +14,6 @@ import triton.language as tl
 
 from dtensor_ring.compute.memory import Accumulation, Partial, Region
 
-# The most rows of a program, and the most numbers of its result: 32 of each of its 128 threads.
-MAX_ROWS = 32
-MAX_NUMBERS = 4096
-
-# Registers that the partials and the result may fill, in bytes: 128 of 255 in each thread. The
-# others hold offsets and weights. With more, too few threads fit a multiprocessor: 8 partials are
-# merged at 3.1 TB/s on an H200, and at 3.7 TB/s within this bound.
-REGISTER_BYTES = 64 * 1024
-
-# The most numbers that a thread loads at once: 16 bytes of a 16-bit dtype.
-MAX_UNIT = 8
-
 Strides = tuple[int, ...]
 NOTHING: Region = (slice(0), slice(0), slice(0))
 NO_POINTERS = (), (), tl.constexpr(0), (), (), None, ()
@@ -75,6 +63,16 @@ def _tensors(one: Accumulation) -> tuple[torch.Tensor, ...]:
     return one.target, *(partial.x for partial in one.partials)
 
 
+# The most rows of a program, and the most numbers of its result: 32 of each of its 128 threads.
+MAX_ROWS = 32
+MAX_NUMBERS = 4096
+
+# Registers that the partials and the result may fill, in bytes: 128 of 255 in each thread. The
+# others hold offsets and weights. With more, too few threads fit a multiprocessor: 8 partials are
+# merged at 3.1 TB/s on an H200, and at 3.7 TB/s within this bound.
+REGISTER_BYTES = 64 * 1024
+
+
 def _block(sums: Sequence[Accumulation]) -> tuple[int, int]:
     """Return the rows and head dim of a program, powers of two. Registers bound the rows."""
     dims = max([1, *(triton.next_power_of_2(one.target.shape[3]) for one in sums)])
@@ -82,6 +80,10 @@ def _block(sums: Sequence[Accumulation]) -> tuple[int, int]:
     each = max(one.wide.itemsize + sum(x.x.itemsize for x in one.partials) for one in sums)
     rows = max(1, min(MAX_ROWS, MAX_NUMBERS // dims, REGISTER_BYTES // (dims * each)))
     return 1 << rows.bit_length() - 1, dims
+
+
+# The most numbers that a thread loads at once: 16 bytes of a 16-bit dtype.
+MAX_UNIT = 8
 
 
 def _unit(sums: Sequence[Accumulation], strides: Sequence[Sequence[Strides]]) -> int:

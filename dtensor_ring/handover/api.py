@@ -21,8 +21,6 @@ from dtensor_ring.handover.run import Incoming, MovedPart, Outgoing, Posts, copy
 from dtensor_ring.handover.sides import HandOverPlan, Kept, Told, Wanted, planned
 from dtensor_ring.quantised.kept_tokens import KINDS
 
-SAME_HAND_OVER = "hand over the same cache"
-
 
 def hand_over(
     source: ShardedCache | None,
@@ -62,6 +60,9 @@ def hand_over(
     """
     with HandOver(source, target, mesh, heads=heads):
         pass
+
+
+SAME_HAND_OVER = "hand over the same cache"
 
 
 class HandOver:

@@ -9,8 +9,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
-from torch.distributed import ProcessGroup
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed import DeviceMesh, ProcessGroup
 
 from dtensor_ring.agreement.call_record import CallRecord, RingError
 from dtensor_ring.agreement.checked_transport import checked_transport

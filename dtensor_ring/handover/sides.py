@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from dtensor_ring.decode.cache import CacheLayer, ShardedCache
 from dtensor_ring.decode.plan import CacheTable
@@ -89,7 +88,7 @@ class Wanted(NamedTuple):
     seq_len: int
 
     @classmethod
-    def of(cls, cache: ShardedCache, heads: DeviceMesh | None) -> Wanted:
+    def of(cls, cache: ShardedCache, heads: dist.DeviceMesh | None) -> Wanted:
         """Return those of a cache whose heads are sharded over a mesh."""
         ranks = tuple(dist.get_process_group_ranks(axis_group(cache.mesh)))
         size = 1 if heads is None else axis_group(heads).size()

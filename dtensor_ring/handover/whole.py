@@ -15,12 +15,13 @@ from dtensor_ring.dtensor.call_check import check_agreement
 from dtensor_ring.handover.call import device_of, handing_over
 from dtensor_ring.handover.run import Content, Incoming, Outgoing
 
-SAME_TENSORS = "hand over the same tensors"
-
 
 class _Told(NamedTuple):
     contents: tuple[Content, ...] | None
     gets: bool
+
+
+SAME_TENSORS = "hand over the same tensors"
 
 
 def copy_whole(

@@ -25,9 +25,6 @@ from dtensor_ring.selected.run import IndexQueries, KeyChoice, ring_select
 # The route that brings each rank the keys that its queries see, and no more.
 SEEN = "direct"
 
-# What a config calls the keys of a query, the numbers of an index key, and the parts of a latent.
-IN_CONFIG = "index_topk", "index_head_dim", "kv_lora_rank", "qk_rope_head_dim"
-
 
 class ChosenKeys(NamedTuple):
     """How many keys a query chooses, and how large keys are.
@@ -70,6 +67,10 @@ def chosen_keys(given: Any) -> ChosenKeys:
         index_dim=as_count("numbers of a key", index_dim, 1),
         token_dim=as_count("numbers of a key", token_dim, 1),
     )
+
+
+# What a config calls the keys of a query, the numbers of an index key, and the parts of a latent.
+IN_CONFIG = "index_topk", "index_head_dim", "kv_lora_rank", "qk_rope_head_dim"
 
 
 def _of_config(config: Any) -> tuple[int, int, int]:

@@ -15,15 +15,6 @@ import numpy as np
 from dtensor_ring.lab.fields import Range, check_ranges, checked, parsed_json
 from dtensor_ring.planning.ranges import MAX_RANKS
 
-# Numbers and their ranges, which are checked.
-AtLeast0 = Annotated[float, Range(0)]
-AtLeast1 = Annotated[float, Range(1)]
-NumRanks = Annotated[int, Range(1, MAX_RANKS)]
-NumBytes = Annotated[int, Range(1, 2**60)]
-
-# The version of the fields below, which a file has as `schema`.
-SCHEMA = 2
-
 # The shapes of tiles; a machine without one is asked for the next.
 FORMS = ("window", "causal", "full")
 
@@ -135,6 +126,16 @@ class Links:
     all_to_all: Curve
     all_gather: Curve
     reduce_scatter: Curve
+
+
+# Numbers and their ranges, which are checked.
+AtLeast0 = Annotated[float, Range(0)]
+AtLeast1 = Annotated[float, Range(1)]
+NumRanks = Annotated[int, Range(1, MAX_RANKS)]
+NumBytes = Annotated[int, Range(1, 2**60)]
+
+# The version of the fields below, which a file has as `schema`.
+SCHEMA = 2
 
 
 @dataclass(frozen=True)

@@ -18,13 +18,8 @@ from dtensor_ring.planning.run_table import shard_table
 from dtensor_ring.planning.strategy import Strategy
 from dtensor_ring.planning.tile import Tile
 
-# The largest number of queries, and of keys, in a picture of the mask. It is prime, so that evenly
-# spaced positions fall on all ranks, whatever the stride of the layout is.
-MAX_SIDE = 127
-
 # Colours of the ranks, cyclic; colour-blind readers can distinguish them (Tol, 2021).
 COLORS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#bbbbbb", "#332288")
-
 
 LIGHT = "#e8e8e8"
 STYLE = (
@@ -124,6 +119,11 @@ class SeenPairs(NamedTuple):
     positions: np.ndarray
     owners: np.ndarray
     steps: np.ndarray
+
+
+# The largest number of queries, and of keys, in a picture of the mask. It is prime, so that evenly
+# spaced positions fall on all ranks, whatever the stride of the layout is.
+MAX_SIDE = 127
 
 
 def seen_pairs(schedule: Schedule) -> SeenPairs:

@@ -10,9 +10,6 @@ from dtensor_ring.compute.kernels.registry import follow_rates
 from dtensor_ring.lab.machine import FORMS, Machine
 from dtensor_ring.lab.presets import as_machine
 
-# FLOPs of a forward that rates are compared at: a causal tile of 8,192 tokens has half of them.
-FLOPS = 2.0**40
-
 
 def prefer_measured(*machines: Machine | str | PathLike[str]) -> None:
     """Prefer attention kernels by the speed that machine files have of them.
@@ -37,6 +34,10 @@ def prefer_measured(*machines: Machine | str | PathLike[str]) -> None:
     """
     found = tuple(map(as_machine, machines))
     follow_rates(partial(_rate, found) if found else None)
+
+
+# FLOPs of a forward that rates are compared at: a causal tile of 8,192 tokens has half of them.
+FLOPS = 2.0**40
 
 
 def _rate(machines: tuple[Machine, ...], kernel: str, problem: Problem) -> float | None:

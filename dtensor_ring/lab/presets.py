@@ -11,8 +11,6 @@ from typing import Any
 from dtensor_ring.lab.fields import read_json
 from dtensor_ring.lab.machine import Curve, KernelSpeed, Links, Machine
 
-MICRO, GIGA, TERA = 1e-6, 1e9, 1e12
-
 
 def as_machine(given: Machine | str | PathLike[str]) -> Machine:
     """Return a machine: one of the presets by its name, such as "h100", or that of a file.
@@ -49,6 +47,9 @@ def is_machine_file(path: Path) -> bool:
     except ValueError:
         return False
     return isinstance(content, dict) and {"schema", "ranks_per_host", "gemm"} <= content.keys()
+
+
+MICRO, GIGA, TERA = 1e-6, 1e9, 1e12
 
 
 class _Figures:

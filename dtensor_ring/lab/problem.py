@@ -23,9 +23,6 @@ from dtensor_ring.planning.strategy import Strategy, as_strategy, why_not
 from dtensor_ring.planning.tile import FULL
 from dtensor_ring.transport.transport import DEFAULT_POLICY, TransferPolicy
 
-# Pairs of query and key of a rank, over all heads, whose number fits 64 bits.
-MAX_PAIRS = 2**62
-
 
 class SimulatedProblem(NamedTuple):
     """An attention over the ranks of an axis. It is hashable.
@@ -228,6 +225,10 @@ def checked_attention(
     length = as_count("seq_len", seq_len)
     check_documents(num_ranks, length, documents)
     return length, num_ranks, documents
+
+
+# Pairs of query and key of a rank, over all heads, whose number fits 64 bits.
+MAX_PAIRS = 2**62
 
 
 def problem_of(

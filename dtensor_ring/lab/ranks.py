@@ -14,9 +14,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from dtensor_ring.transport.transport import axis_group_options
 
-# Timeout: after it, a missing rank is reported.
-SECONDS = 60
-
 
 class Ranks(NamedTuple):
     """A mesh of all ranks of the launcher, with the device and dtype of this rank."""
@@ -24,6 +21,10 @@ class Ranks(NamedTuple):
     mesh: DeviceMesh
     device: torch.device
     dtype: torch.dtype
+
+
+# Timeout: after it, a missing rank is reported.
+SECONDS = 60
 
 
 @contextmanager

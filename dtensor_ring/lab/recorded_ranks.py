@@ -21,9 +21,6 @@ from dtensor_ring.planning.route import Transfer
 from dtensor_ring.planning.strategy import Strategy
 from dtensor_ring.planning.tile import FULL
 
-# The most steps that these ranks have together; at least `FEWEST` ranks are recorded.
-MAX_STEPS, FEWEST = 4096, 4
-
 
 class StandIns(NamedTuple):
     """The ranks of an axis, and who stands for each of them.
@@ -157,6 +154,10 @@ def _exchange(problem: SimulatedProblem, strategy: Strategy, rank: int) -> AllTo
         return None
     layout, size = problem.layout, problem.world_size
     return all_to_all_plan(layout, layout, strategy.heads, rank, size, problem.seq_len)
+
+
+# The most steps that these ranks have together; at least `FEWEST` ranks are recorded.
+MAX_STEPS, FEWEST = 4096, 4
 
 
 def looked_at(world_size: int, heads: int) -> np.ndarray:

@@ -19,12 +19,6 @@ from dtensor_ring.lab.recorded import EXCHANGE, MERGE, PACK, PACKET, TILE, UNPAC
 from dtensor_ring.lab.recorded_ranks import RecordedRanks, StandIns
 from dtensor_ring.planning.ranges import differing
 
-# What labels call what a rank does; sums that arrived are added by a merge.
-_NAMES = "tile", "pack", "pack", "unpack", "merge", "merge"
-
-# No message is under way.
-_NEVER = -np.inf
-
 
 class Direction(NamedTuple):
     """The forward or the backward of an attention: arrays over ranks, `(W,)`.
@@ -271,6 +265,13 @@ class _Sends:
             most = np.maximum(sent, received)
             found = np.maximum(found, np.where(most > 0, links.all_to_all(most), 0.0))
         return found
+
+
+# What labels call what a rank does; sums that arrived are added by a merge.
+_NAMES = "tile", "pack", "pack", "unpack", "merge", "merge"
+
+# No message is under way.
+_NEVER = -np.inf
 
 
 class _Replay:

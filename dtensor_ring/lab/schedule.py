@@ -15,9 +15,6 @@ from dtensor_ring.planning.plan import FULL, Plan, plan
 from dtensor_ring.planning.slices import Slices
 from dtensor_ring.planning.strategy import Strategy, as_strategy
 
-# The largest number of steps over all ranks: describing them takes a minute and 1 GB.
-MAX_STEPS = 2**20
-
 
 @dataclass(frozen=True)
 class Schedule:
@@ -120,6 +117,10 @@ class LayoutComparison:
     def __str__(self) -> str:
         listed = ", ".join(f"{name} {value:.3f}" for name, value in self.imbalances.items())
         return f"busiest rank over mean: {listed}"
+
+
+# The largest number of steps over all ranks: describing them takes a minute and 1 GB.
+MAX_STEPS = 2**20
 
 
 def describe_schedule(

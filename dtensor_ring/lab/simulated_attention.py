@@ -22,9 +22,6 @@ from dtensor_ring.planning.mask import Boundaries, Mask
 from dtensor_ring.planning.strategy import Strategy
 from dtensor_ring.transport.transport import TransferPolicy
 
-# The rows of a rank in a picture, in this order.
-STREAMS = ("host", "compute", "send", "receive")
-
 
 def timeline_of(
     problem: SimulatedProblem, strategy: Strategy, machine: Machine, keeps_spans: bool = False
@@ -48,6 +45,10 @@ class Span(NamedTuple):
     label: str
     begin: float
     end: float
+
+
+# The rows of a rank in a picture, in this order.
+STREAMS = ("host", "compute", "send", "receive")
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,6 @@ from dtensor_ring.planning.mask import Documents, Mask
 from dtensor_ring.planning.run_table import MARKED, RunTable
 from dtensor_ring.planning.slices import Slices
 
-MAX_NUMBERS = 24
-
 
 class AttentionFacts(NamedTuple):
     """The fields that all attention calls have in their records."""
@@ -138,6 +136,9 @@ def runs_text(layout: Layout | None) -> str:
     if not layout.mark:
         return text
     return f"{text}, sequences selected or kv_dtype ({layout.mark - MARKED:x})"
+
+
+MAX_NUMBERS = 24
 
 
 def numbers_text(listed: np.ndarray) -> str:

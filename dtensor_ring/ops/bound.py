@@ -23,9 +23,6 @@ from dtensor_ring.ops.options import LEAVES, unflatten
 from dtensor_ring.planning.plan import Plan
 from dtensor_ring.transport.transport import QUANTISED
 
-# The most calls that are kept; a model has a few.
-MAX_BOUND = 256
-
 # Places of tensors among the arguments of the op.
 TENSORS = tuple(i for i, leaf in enumerate(LEAVES) if leaf.schema_type == "Tensor?")
 
@@ -119,6 +116,10 @@ class BoundCall:
 
 # By options, shapes and dtypes. Each call knows whether its group is still there.
 _BOUND: dict[Any, BoundCall] = {}
+
+
+# The most calls that are kept; a model has a few.
+MAX_BOUND = 256
 
 
 def bound_call(

@@ -30,19 +30,6 @@ from dtensor_ring.transport.transport import DEFAULT_POLICY, TransferPolicy
 
 T = TypeVar("T")
 
-_SCHEMA_TYPES = {
-    "Tensor | None": "Tensor?",
-    "int | None": "int?",
-    "Length | None": "SymInt?",
-    "str | None": "str?",
-    "int": "int",
-    "tuple[int, ...]": "int[]",
-    "tuple[int, ...] | None": "int[]?",
-    "bool": "bool",
-    "float": "float",
-    "torch.dtype | None": "ScalarType?",
-}
-
 
 class Call(NamedTuple):
     """The options of a ring call: all arguments but query, key and value.
@@ -230,6 +217,20 @@ class Leaf(NamedTuple):
         for name in self.path.split("."):
             value = getattr(value, name)
         return value
+
+
+_SCHEMA_TYPES = {
+    "Tensor | None": "Tensor?",
+    "int | None": "int?",
+    "Length | None": "SymInt?",
+    "str | None": "str?",
+    "int": "int",
+    "tuple[int, ...]": "int[]",
+    "tuple[int, ...] | None": "int[]?",
+    "bool": "bool",
+    "float": "float",
+    "torch.dtype | None": "ScalarType?",
+}
 
 
 class Arguments(Generic[T]):

@@ -35,10 +35,6 @@ from dtensor_ring.paged.paged_flashinfer import PagedFlashInfer
 from dtensor_ring.planning.ranges import Span
 from dtensor_ring.planning.tile import FULL
 
-# Blocks between those that are read are computed, too, unless most of a range is not read: that
-# costs less than a copy of the others.
-MOST_COMPUTED = 2
-
 
 @lru_cache(maxsize=256)
 def paged_kernel(name: str | None, problem: Problem, block: int) -> PagedKernel:
@@ -132,6 +128,11 @@ def launches_of(pages: Pages) -> BlockLaunches:
 
 # The launches of each table of blocks. The keys are weak, so launches live as long as their plan.
 _MADE: WeakKeyDictionary[Pages, BlockLaunches] = WeakKeyDictionary()
+
+
+# Blocks between those that are read are computed, too, unless most of a range is not read: that
+# costs less than a copy of the others.
+MOST_COMPUTED = 2
 
 
 def _launches(tables: np.ndarray, counts: np.ndarray) -> BlockLaunches:

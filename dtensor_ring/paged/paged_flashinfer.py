@@ -27,19 +27,8 @@ from dtensor_ring.compute.kernels.kernel import (
 from dtensor_ring.compute.kernels.packages import missing_package, too_old
 from dtensor_ring.planning.lru import ByteStore
 
-# The package, the oldest version whose sources were read, and what its functions must take.
-PACKAGE, OLDEST = "flashinfer-python", (0, 7)
-SIZES = ("num_qo_heads", "num_kv_heads", "head_dim_qk", "page_size")
-PLANNED = (*SIZES, "causal", "sm_scale", "logits_soft_cap", "q_data_type")
-
 # Head dims that kernels are built for.
 HEAD_DIMS = (64, 128, 256)
-
-# Bytes of a wrapper for the splits of keys, which the package recommends, and for its plan.
-WORKSPACE, OF_PLAN = 2**27, 2**23
-
-# Wrappers of one kind: layers with windows and layers without take turns at two plans or more.
-WRAPPERS = 4
 
 
 # Note [FlashInfer's plans]. This is read from the sources of version 0.7.4; no GPU has run it here.
@@ -110,6 +99,13 @@ class _Wrapper:
             self._copied.record(torch.cuda.current_stream(device))
 
 
+# Bytes of a wrapper for the splits of keys, which the package recommends, and for its plan.
+WORKSPACE, OF_PLAN = 2**27, 2**23
+
+# Wrappers of one kind: layers with windows and layers without take turns at two plans or more.
+WRAPPERS = 4
+
+
 class _Wrappers:
     """Wrappers for calls that differ in their blocks only, the last used one at the end.
 
@@ -178,6 +174,12 @@ def _table(pages: Pages, num_rows: int) -> tuple[Tensor, ...]:
     arrays = (rows, blocks, read, last)
     rows, blocks, read, last = (torch.from_numpy(x.astype(np.int32)) for x in arrays)
     return rows, blocks, read, last
+
+
+# The package, the oldest version whose sources were read, and what its functions must take.
+PACKAGE, OLDEST = "flashinfer-python", (0, 7)
+SIZES = ("num_qo_heads", "num_kv_heads", "head_dim_qk", "page_size")
+PLANNED = (*SIZES, "causal", "sm_scale", "logits_soft_cap", "q_data_type")
 
 
 def _missing_package() -> str | None:

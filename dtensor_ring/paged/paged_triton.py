@@ -28,28 +28,6 @@ PROGRAMS_AT_ONCE = 2
 # Splits may take so much longer than the best number of them, if they are fewer.
 NEARLY_BEST = 1.1
 
-# Numbers of the keys of one step of a program, and of its values. Two steps are in shared memory,
-# 64 KiB: an A100 has room for two programs, an MI300 for one. Products of float32 are not those of
-# tensor cores, and need registers.
-STEP_NUMBERS, STEP_NUMBERS_OF_FLOAT32 = 8192, 2048
-MOST_KEYS = 128
-
-# The most rows of a program. With more rows, or results of more than half the numbers of a step,
-# registers are spilled.
-MOST_ROWS = 32
-
-# The fewest rows or keys that `tl.dot` takes.
-FEWEST = 16
-
-# Splits that are merged at once.
-MERGED_AT_ONCE = 16
-
-# The most numbers of a query that a thread loads at once: 16 bytes of 16-bit dtypes.
-MAX_UNIT = 8
-
-# Numbers of a partial result beside its values: the lse, padded to 16 bytes, so rows are aligned.
-LSE_NUMBERS = 4
-
 
 @lru_cache(maxsize=256)
 def num_splits(num_keys: int, longest: int, heads: int, multiprocessors: int) -> int:
@@ -74,6 +52,20 @@ def num_splits(num_keys: int, longest: int, heads: int, multiprocessors: int) ->
     waves = -(-heads * -(-num_keys // keys) // at_once)
     times = waves * keys
     return int(splits[np.argmax(times <= NEARLY_BEST * times.min())])
+
+
+# Numbers of the keys of one step of a program, and of its values. Two steps are in shared memory,
+# 64 KiB: an A100 has room for two programs, an MI300 for one. Products of float32 are not those of
+# tensor cores, and need registers.
+STEP_NUMBERS, STEP_NUMBERS_OF_FLOAT32 = 8192, 2048
+MOST_KEYS = 128
+
+# The most rows of a program. With more rows, or results of more than half the numbers of a step,
+# registers are spilled.
+MOST_ROWS = 32
+
+# The fewest rows or keys that `tl.dot` takes.
+FEWEST = 16
 
 
 @lru_cache(maxsize=256)
@@ -110,6 +102,16 @@ def constants_of(
         **{"DIMS": dims, "VALUE_DIMS": value_dims, "UNIT": unit, "SOFTCAP": float(softcap)},
         "num_stages": 3,  # while two steps are loaded, one is computed
     }
+
+
+# Splits that are merged at once.
+MERGED_AT_ONCE = 16
+
+# The most numbers of a query that a thread loads at once: 16 bytes of 16-bit dtypes.
+MAX_UNIT = 8
+
+# Numbers of a partial result beside its values: the lse, padded to 16 bytes, so rows are aligned.
+LSE_NUMBERS = 4
 
 
 def attend(

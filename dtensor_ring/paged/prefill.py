@@ -27,8 +27,6 @@ from dtensor_ring.planning.run_table import RunTable
 from dtensor_ring.planning.slice_tables import UNBOUNDED, stacked
 from dtensor_ring.planning.slices import Slices, slices_of
 
-Chunk = tuple[PooledSequence, int]
-
 
 class PromptPiece(NamedTuple):
     """Tokens of a prompt that are neighbours in the sequence, too.
@@ -67,6 +65,9 @@ class CachedBlock(NamedTuple):
     rank: int
     index: int
     num_tokens: int
+
+
+Chunk = tuple[PooledSequence, int]
 
 
 class PackedPrompts:

@@ -24,12 +24,6 @@ from dtensor_ring.planning.lru import cached_bytes
 from dtensor_ring.planning.ranges import FrozenArrays
 from dtensor_ring.planning.slice_tables import LARGEST
 
-# Python adds up to this many numbers faster than numpy does.
-FEW = 64
-
-# Memory of a `Run`, its integers, and its row in the arrays.
-BYTES_PER_RUN = 200
-
 
 def as_layout(layout: Layout | str) -> Layout:
     """Return a layout, given as a layout or its spec.
@@ -83,6 +77,10 @@ class ShardTable:
     def num_local(self, rank: int) -> int:
         """Return the number of tokens of a rank."""
         return sum(run.length for run in self.shards[rank])
+
+
+# Memory of a `Run`, its integers, and its row in the arrays.
+BYTES_PER_RUN = 200
 
 
 @cached_bytes(2**26, lambda sharding: BYTES_PER_RUN * len(sharding.starts) + 64)
@@ -169,6 +167,10 @@ Rows = np.ndarray | Sequence[Sequence[tuple[int, int]]]
 
 # The smallest mark. No empty run starts here by chance.
 MARKED = 1 << 30
+
+
+# Python adds up to this many numbers faster than numpy does.
+FEW = 64
 
 
 class RunTable(FrozenArrays, Layout):

@@ -31,12 +31,6 @@ from dtensor_ring.planning.slice_tables import (
     masked_table,
 )
 
-# The largest number of pairs of slices that are compared at once.
-CHUNK = 2**18
-
-# The largest number of pairs of slices that are compared in all; they take a few seconds.
-MAX_PAIRS = 2**25
-
 
 class Overlap(NamedTuple):
     """Two slices, as rows of a table, and a query and a key that are in both."""
@@ -86,6 +80,13 @@ def _pair(lowest: np.ndarray) -> tuple[int, int]:
     lag = int(lowest[2])
     query = max(int(lowest[0]), int(lowest[1]) + lag)
     return query, query - lag
+
+
+# The largest number of pairs of slices that are compared at once.
+CHUNK = 2**18
+
+# The largest number of pairs of slices that are compared in all; they take a few seconds.
+MAX_PAIRS = 2**25
 
 
 def _near(table: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:

@@ -21,19 +21,10 @@ from dtensor_ring.compute.merge_triton import offset_of, plain
 # The most numbers of a program that quantises a block: 64 of each of its 512 threads.
 MAX_NUMBERS = 1 << 15
 
-# The most numbers and tokens of a program that dequantises, whose tokens need not be a block.
-MAX_TILE, MAX_TOKENS = 8192, 64
-
 # Numbers of a warp, as long as there are warps. With 64 numbers a thread in place of 32, an H200
 # took 0.7 to 1.0 of the time where threads exchange numbers, and 1.1 to 1.3 where they do not:
 # values that are dequantised.
 NUMBERS_OF_WARP, OF_WARP_WITHOUT_EXCHANGE, MAX_WARPS = 2048, 1024, 16
-
-# The most numbers that a thread loads or stores at once: 16 bytes of a dtype of 8 bits.
-MAX_UNIT = 16
-
-# Before the names of sizes in launches of both.
-PREFIXES = "KEY_", "VALUE_"
 
 EightBits = tuple[Tensor, Tensor, Tensor | None]
 """Data, scales and means of a `Quantised`; keys have no means."""
@@ -58,6 +49,10 @@ def quantise(x: Tensor, into: EightBits, largest: float, block_size: int) -> Non
     """
     side = _to_quantise(x, into, block_size)
     _launch(_quantise, {"": side}, block_size, LARGEST=tl.constexpr(largest))
+
+
+# Before the names of sizes in launches of keys and values.
+PREFIXES = "KEY_", "VALUE_"
 
 
 def quantise_pair(
@@ -94,6 +89,10 @@ def dequantise_pair(
     """Write keys and values in the user's basis by one launch, see `dequantise`."""
     sides = (_to_dequantise(parts, x) for parts, x in zip(source, out, strict=True))
     _launch(_dequantise_pair, dict(zip(PREFIXES, sides, strict=True)), block_size)
+
+
+# The most numbers and tokens of a program that dequantises, whose tokens need not be a block.
+MAX_TILE, MAX_TOKENS = 8192, 64
 
 
 def _to_dequantise(source: EightBits, out: Tensor) -> _LaunchSide:
@@ -168,6 +167,10 @@ def _launch(kernel: Any, sides: dict[str, _LaunchSide], block_size: int, **how: 
             enable_fp_fusion=False,
             num_warps=max(x.num_warps for x in sides.values()),
         )
+
+
+# The most numbers that a thread loads or stores at once: 16 bytes of a dtype of 8 bits.
+MAX_UNIT = 16
 
 
 def _in_units(tensors: Sequence[Tensor], head_dim: int) -> tuple[int, tuple[tuple[int, ...], ...]]:

@@ -16,18 +16,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from dtensor_ring.compute.accumulate import add_sinks
-from dtensor_ring.compute.kernels.flash_attn4 import (
-    Latents,
-    attend_to_latents,
-    attend_to_latents_backward,
-    missing_latents,
-)
+from dtensor_ring.compute.kernels import flash_attn4
 from dtensor_ring.compute.kernels.kernel import Problem, Saved, gpu_limits
 from dtensor_ring.compute.memory import empty, in_order, order_of
 from dtensor_ring.planning.ranges import Span
-
-# Numbers that a chunk gathers, on CPUs and on GPUs; each is at least one query.
-CHUNK, CHUNK_ON_GPUS = 1 << 21, 1 << 26
 
 
 class Residents(NamedTuple):
@@ -149,6 +141,10 @@ def _chunks(residents: Residents, selected: Tensor, wide: torch.dtype) -> Iterat
             rows = torch.cat((rows, _at(residents.apart, where)), -1)
         # Widened after the gather, so that wide numbers are those of one chunk only.
         yield Chunk(tokens, where, is_none, rows.to(wide))
+
+
+# Numbers that a chunk gathers, on CPUs and on GPUs; each is at least one query.
+CHUNK, CHUNK_ON_GPUS = 1 << 21, 1 << 26
 
 
 def queries_at_once(selected: Tensor, rows: Tensor) -> int:
@@ -279,7 +275,7 @@ class LatentLists:
 
     def missing(self) -> str | None:
         """Return why this machine's current GPU cannot run it, or `None`."""
-        return missing_latents()
+        return flash_attn4.missing_latents()
 
     def supports(self, lists: Lists) -> str | None:
         """Return why it cannot compute such a call, or `None`."""
@@ -310,7 +306,7 @@ class LatentLists:
     ) -> tuple[Tensor, Tensor]:
         """Return `(out, lse)`, as `gathered_forward` does."""
         sinks = None if sinks is None else sinks.float()
-        out, lse = attend_to_latents(_latents(query, residents, selected), scale, sinks)
+        out, lse = flash_attn4.attend_to_latents(_latents(query, residents, selected), scale, sinks)
         out = in_order(out.transpose(1, 2), order_of(query), query.dtype)
         return out, lse.transpose(1, 2).contiguous()
 
@@ -322,7 +318,9 @@ class LatentLists:
         of_queries = []
         for batch, row in enumerate(_latents(query, residents, selected).batch_rows()):
             # One row of the batch at a time: of several, the package keeps all scores at once.
-            dq, dk, dv, dqv = attend_to_latents_backward(_by_token(saved, batch), row, scale)
+            dq, dk, dv, dqv = flash_attn4.attend_to_latents_backward(
+                _by_token(saved, batch), row, scale
+            )
             of_queries.append(torch.cat((dqv, dq), -1))
             grad_rows[:, batch] = torch.cat((dv, dk), -1)[0]
         grad_query = torch.cat(of_queries).transpose(1, 2)
@@ -362,7 +360,7 @@ def listed_backward(
     return backward(saved, query, residents, selected, scale)
 
 
-def _latents(query: Tensor, residents: Residents, selected: Tensor) -> Latents:
+def _latents(query: Tensor, residents: Residents, selected: Tensor) -> flash_attn4.Latents:
     """Return queries, rows and lists as the package takes them, without copies of the rows."""
     by_token, rows = query.transpose(1, 2), residents.rows.transpose(0, 1)
     lists = selected[:, 0]
@@ -370,7 +368,7 @@ def _latents(query: Tensor, residents: Residents, selected: Tensor) -> Latents:
         lists = residents.places[lists.long()]
     # Lists are padded to the width that the package reads at once; -1 is no key.
     lists = pad(lists, (0, -lists.shape[-1] % WIDTH), value=-1)
-    return Latents(
+    return flash_attn4.Latents(
         q=by_token[..., VALUE:],
         k=rows[..., VALUE:],
         v=rows[..., :VALUE],

@@ -17,9 +17,6 @@ from dtensor_ring.planning.lru import cached_bytes
 from dtensor_ring.planning.ranges import Span, as_count
 from dtensor_ring.planning.run_table import RunTable, shard_table
 
-# A call that selects at least this part of the keys moves all of them: its requests save nothing.
-NEARLY_ALL = 7 / 8
-
 # The largest number of keys that a query may select; models select 2,048.
 MAX_SELECTED = 1 << 16
 
@@ -226,6 +223,10 @@ def _pools_of(run: Run, seq_len: int, size: int) -> list[Run]:
     has_any = ends > begins
     pairs = zip(begins[has_any].tolist(), (ends - begins)[has_any].tolist(), strict=True)
     return [Run(start, length) for start, length in pairs]
+
+
+# A call that selects at least this part of the keys moves all of them: its requests save nothing.
+NEARLY_ALL = 7 / 8
 
 
 def key_route(route: str | None, num_selected: int, seq_len: int) -> str:

@@ -22,9 +22,6 @@ from dtensor_ring.planning.run_table import as_layout
 from dtensor_ring.planning.strategy import Strategy, as_strategy
 from dtensor_ring.states.plan import num_sent, owners_of
 
-# Bytes that travel while a rank computes one pair, per number in its query; see `TOKEN`.
-PAIR = 4096 / TOKEN / (32 * 128)
-
 
 class Hybrid(NamedTuple):
     """A model with both kinds of layers.
@@ -190,6 +187,10 @@ def _of_maps(hybrid: Hybrid, owners: Sequence[int]) -> int:
     """Return the bytes of maps that ranks send, given the rank of each."""
     recurrences, columns = hybrid.maps or (0, 0)
     return recurrences * num_sent(owners, False) + columns * num_sent(owners, True)
+
+
+# Bytes that travel while a rank computes one pair, per number in its query; see `TOKEN`.
+PAIR = 4096 / TOKEN / (32 * 128)
 
 
 def _cost(

@@ -16,12 +16,6 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from dtensor_ring.compute.capture import RUN_ONCE, refuse_capture
 from dtensor_ring.transport.transport import P2P, Transport, Work, set_transport, transport_of
 
-# The bytes of a slot. Smaller ones take less memory and more signals, of about 10 us a chunk.
-CHUNK_BYTES = 1 << 24
-
-# Slots for each peer: one is filled while the other is read.
-NUM_SLOTS = 2
-
 
 def use_symmetric(group: dist.ProcessGroup) -> None:
     """Make symmetric memory the transport of a group, if it is not already.
@@ -70,6 +64,10 @@ class SymmetricMemory(Protocol):
         Returns:
             What makes later kernels wait until these operations are done.
         """
+
+
+# Slots for each peer: one is filled while the other is read.
+NUM_SLOTS = 2
 
 
 # Note [Order of chunks]: all copies and signals of a rank run in one order, on one stream. A hop
@@ -182,6 +180,10 @@ class MovedHop:
             self._end()
             self._in_flight.remove(self)
             self._messages = []
+
+
+# The bytes of a slot. Smaller ones take less memory and more signals, of about 10 us a chunk.
+CHUNK_BYTES = 1 << 24
 
 
 # Note [Outboxes]: each rank registers one buffer, its outbox, of the same size on all ranks. It has

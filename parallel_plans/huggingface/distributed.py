@@ -19,21 +19,6 @@ from parallel_plans.huggingface.plan import context_parallel_plan
 if TYPE_CHECKING:
     from transformers.distributed import DistributedConfig
 
-# What a config says of experts, and what `from_pretrained` needs to find it.
-NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-OF_CONFIG = ("cache_dir", "local_files_only", "revision", "subfolder", "token", "trust_remote_code")
-REFUSED = (
-    (
-        "pp_size",
-        "its stages hand over hidden states beside the plan's forward; torchtitan trains pipeline "
-        "stages over a ring, see docs/torchtitan.md",
-    ),
-    (
-        "enable_sequence_parallel",
-        "transformers reserves it and does nothing; cp_size shards the sequence",
-    ),
-)
-
 
 def context_parallel_model(
     model_class: Any,
@@ -130,6 +115,22 @@ def _start() -> None:
             "a sharded model needs a process group; start the script by torchrun, with one process "
             "for each device"
         ) from error
+
+
+# What a config says of experts, and what `from_pretrained` needs to find it.
+NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+OF_CONFIG = ("cache_dir", "local_files_only", "revision", "subfolder", "token", "trust_remote_code")
+REFUSED = (
+    (
+        "pp_size",
+        "its stages hand over hidden states beside the plan's forward; torchtitan trains pipeline "
+        "stages over a ring, see docs/torchtitan.md",
+    ),
+    (
+        "enable_sequence_parallel",
+        "transformers reserves it and does nothing; cp_size shards the sequence",
+    ),
+)
 
 
 def _sizes(asked: dict[str, Any], cp_size: int, known: set[str]) -> dict[str, int]:

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accelerate.utils import is_peft_model
-from torch import Tensor
 
 from parallel_plans.huggingface.trl import ContextParallelMixin
 
@@ -142,7 +141,7 @@ class ContextParallelGRPOMixin(ContextParallelMixin):
         torch.set_rng_state(self._share(torch.get_rng_state))
         return batch
 
-    def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Tensor:
+    def _calculate_rewards(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Return the rewards of each axis's first rank: user functions may differ between ranks."""
         parent: Any = super()
         rewards = parent._calculate_rewards(*args, **kwargs)

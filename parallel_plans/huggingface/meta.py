@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import parallelize_module
 
@@ -15,9 +14,6 @@ from dtensor_ring import TransferPolicy
 from dtensor_ring.extension import MetaModel, ModelRequest
 from parallel_plans.huggingface.core.versions import cache_name
 from parallel_plans.huggingface.plan import context_parallel_plan
-
-# Auto classes; the first one that knows the config builds the model.
-KINDS = ("AutoModelForCausalLM", "AutoModelForMaskedLM")
 
 
 def model_of_config(path: Path, mesh: DeviceMesh, asked: ModelRequest) -> MetaModel:
@@ -56,7 +52,7 @@ def model_of_config(path: Path, mesh: DeviceMesh, asked: ModelRequest) -> MetaMo
 
 
 @torch.no_grad()
-def _cached(module: Any, tokens: Tensor) -> Sequence[int]:
+def _cached(module: Any, tokens: torch.Tensor) -> Sequence[int]:
     """Return the bytes that each rank keeps of a prompt."""
     module.eval()
     output = module(input_ids=tokens, use_cache=True, logits_to_keep=1)
@@ -107,6 +103,10 @@ def _config(path: Path) -> Any:
             f"{path} is not the config.json of a model of transformers "
             f"({type(error).__name__}: {error})"
         ) from error
+
+
+# Auto classes; the first one that knows the config builds the model.
+KINDS = ("AutoModelForCausalLM", "AutoModelForMaskedLM")
 
 
 def _model(config: Any) -> Any:

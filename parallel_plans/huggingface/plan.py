@@ -56,12 +56,7 @@ from parallel_plans.huggingface.losses.loss import (
 from parallel_plans.huggingface.probing.eligibility import check_model, without_adapters
 from parallel_plans.huggingface.probing.probe import check_attention, check_head, check_token_mixing
 from parallel_plans.huggingface.probing.proxy_model import needs_proxy, small_proxy, without_weights
-from parallel_plans.huggingface.selecting.indexers import (
-    choose_pools,
-    count_places,
-    describing_scores,
-    select_keys_of,
-)
+from parallel_plans.huggingface.selecting import indexers
 from parallel_plans.huggingface.serving.two_groups import install_batches
 from parallel_plans.huggingface.sharding.local_batch import refuse_local, why_whole
 from parallel_plans.huggingface.sharding.sharding import Sharding, forward_by_name, shardings_of
@@ -257,8 +252,8 @@ class ShardedModel(ParallelStyle):
             states = state_passing.specs_of(without_weights(decoder))
         if is_proxy and by_layer(layer_masks):  # the proxy lacks most layers
             whole = language_model_of(small_proxy(backbone, every_layer=True))
-            with describing_scores(whole):
-                layer_masks = read_patterns(whole, sees_by_place=choose_pools(whole))
+            with indexers.describing_scores(whole):
+                layer_masks = read_patterns(whole, sees_by_place=indexers.choose_pools(whole))
         layer_masks = with_strategies(layer_masks, self.strategies, device_mesh.size())
         axis = self._axis(decoder, layer_masks, states, device_mesh)
         self.kept.install(backbone)
@@ -284,11 +279,11 @@ class ShardedModel(ParallelStyle):
             local_batch=self.local_batch,
             why_whole=why_whole(model),
             drops=drops,
-            counts_places=count_places(decoder),
+            counts_places=indexers.count_places(decoder),
         )
         if passing is not None:
             stateful.pass_states(stateful.stateful_layers(decoder), passing)
-        select_keys_of(decoder)
+        indexers.select_keys_of(decoder)
         pass_on(decoder)
         make_tables(decoder)
         keep_local_attention(decoder)
@@ -355,11 +350,11 @@ def _examine(
     decoder = language_model_of(model)
     before = decoder.config._attn_implementation
     try:
-        with describing_scores(decoder):
+        with indexers.describing_scores(decoder):
             layer_masks: LayerMasks = {}
             drops = False
             if stateful.attention_layers(decoder) or not stateful.stateful_layers(decoder):
-                layer_masks = read_patterns(decoder, sees_by_place=choose_pools(decoder))
+                layer_masks = read_patterns(decoder, sees_by_place=indexers.choose_pools(decoder))
                 check_attention(decoder)
                 drops = attention_dropout(decoder) > 0
             states = check_token_mixing(decoder)

@@ -11,8 +11,6 @@ from torch.distributed.tensor import DTensor
 from dtensor_ring import sum_over_sequence
 from dtensor_ring.extension import positions_of, tokens_of
 
-POOLINGS = ("last", "mean")
-
 
 class DocumentSpans(NamedTuple):
     """Where documents are: of each its row, its first position, and that after its last one."""
@@ -20,6 +18,9 @@ class DocumentSpans(NamedTuple):
     rows: Tensor
     begins: Tensor
     ends: Tensor
+
+
+POOLINGS = ("last", "mean")
 
 
 def pool_documents(

@@ -31,8 +31,6 @@ from parallel_plans.torchtitan.inner_attention import (
 )
 from parallel_plans.torchtitan.multi_token import PredictsAhead, is_several_headed, updated_alone
 
-REPLACED = (FlexAttention.Config, VarlenAttention.Config, RingAttention.Config)
-
 
 def use_ring(
     config: Decoder.Config,
@@ -93,6 +91,9 @@ def use_ring(
             machine=machine,
         )
     config.__class__ = _with_documents(type(config))
+
+
+REPLACED = (FlexAttention.Config, VarlenAttention.Config, RingAttention.Config)
 
 
 def _check(config: Decoder.Config, layer: Any) -> None:

@@ -32,9 +32,6 @@ from dtensor_ring.extension import (
 )
 from parallel_plans.sequences import SequenceOrder, boundaries, filled_boundaries
 
-# Names of a batch's tensors besides its labels; all are `(B, S)`.
-TENSORS_OF_BATCH = {"input", "positions"}
-
 # Why a CUDA graph is refused, and what to give instead.
 CUDA_GRAPHS = (
     "its replays would have the documents of one batch for all others",
@@ -73,6 +70,10 @@ class OwnTokens:
     def of(self, x: Tensor) -> Tensor:
         """Return this rank's part of a tensor `(B, S)`, in new memory."""
         return x.index_select(1, self.indices.to(x.device))
+
+
+# Names of a batch's tensors besides its labels; all are `(B, S)`.
+TENSORS_OF_BATCH = {"input", "positions"}
 
 
 def own_tokens(batch: dict[str, Any], layout: str, rank: int, world_size: int) -> OwnTokens:

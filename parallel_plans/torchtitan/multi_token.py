@@ -19,12 +19,6 @@ from torchtitan.protocols.module import Module
 
 from parallel_plans.torchtitan.inner_attention import Documents, OwnTokens, RingAttention
 
-NOT_AHEAD = (
-    "multi-token prediction over a ring reads tokens ahead, which lie on other ranks, and only "
-    "RingTrainer and RingValidator take them from the whole batch: start from a config of "
-    "parallel_plans.torchtitan, or put the ring into yours by with_ring"
-)
-
 
 # Note [Ahead of the whole batch]: head number k reads the token k ahead, and predicts the one after
 # it. torchtitan shifts the tokens and labels that a rank has, where the next token may be on
@@ -136,6 +130,13 @@ def check_heads(config: Any, tp: int) -> None:
             "ranks, where a head gets the tokens that a rank of tensor parallelism has: set "
             "--parallelism.tensor_parallel_degree 1, or take a config without MTP"
         )
+
+
+NOT_AHEAD = (
+    "multi-token prediction over a ring reads tokens ahead, which lie on other ranks, and only "
+    "RingTrainer and RingValidator take them from the whole batch: start from a config of "
+    "parallel_plans.torchtitan, or put the ring into yours by with_ring"
+)
 
 
 class PredictsAhead(Module):

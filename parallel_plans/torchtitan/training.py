@@ -11,7 +11,6 @@ from typing import Annotated, Any
 import torch.distributed as dist
 import tyro
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torchtitan.components.validate import Validator
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.activation_checkpoint import ActivationCheckpointingConfig
@@ -27,9 +26,6 @@ from parallel_plans.torchtitan.inner_attention import (
     own_tokens,
 )
 from parallel_plans.torchtitan.multi_token import Ahead, check_heads, give_ahead, num_heads_of
-
-OWN_TOKENS, AHEAD = "own_tokens", "ahead"
-PARTIAL = "partial_dtensor"
 
 
 def ring_layout(config: Any) -> str:
@@ -87,6 +83,10 @@ class RingValidator(Validator):
         inputs, labels, extra = found
         documents = give_ahead(own.documents, ahead, labels, self.loss_fn)
         return inputs, labels, extra | {"attention_masks": documents}
+
+
+OWN_TOKENS, AHEAD = "own_tokens", "ahead"
+PARTIAL = "partial_dtensor"
 
 
 # Note [Shards before torchtitan's]: torchtitan cuts a batch into equal slices, so a batch would
@@ -176,11 +176,11 @@ class _AloneOnRing:
     def __init__(self, dims: ParallelDims) -> None:
         self._dims = dims
 
-    def get_mesh(self, dims: str | list[str]) -> DeviceMesh:
+    def get_mesh(self, dims: str | list[str]) -> dist.DeviceMesh:
         if dims != "cp":
             return self._dims.get_mesh(dims)
         # No message is sent over it, so it needs no group.
-        return DeviceMesh(device_type, [dist.get_rank()], _init_backend=False)
+        return dist.DeviceMesh(device_type, [dist.get_rank()], _init_backend=False)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._dims, name)

@@ -26,10 +26,6 @@ from dtensor_ring.compute.kernels.varlen import Band, VarlenKernel, sizes
 
 aten = torch.ops.aten
 
-# Compute capabilities whose shared memory is too small for some gradients. The list is from
-# PyTorch's `sdp_utils.cpp`, whose checks a direct call of the operator skips.
-SMALL = ((8, 6), (8, 9), (12, 0), (12, 1))
-
 
 class VarlenAttn(PagedKernel):
     """Calls `torch.nn.attention.varlen.varlen_attn` with block tables, from PyTorch 2.13 on."""
@@ -72,6 +68,11 @@ class VarlenAttn(PagedKernel):
         )
         lse = lse.unflatten(1, (entries, num_rows)).transpose(0, 1)
         return out.unflatten(0, (entries, num_rows)), lse
+
+
+# Compute capabilities whose shared memory is too small for some gradients. The list is from
+# PyTorch's `sdp_utils.cpp`, whose checks a direct call of the operator skips.
+SMALL = ((8, 6), (8, 9), (12, 0), (12, 1))
 
 
 class CudaFlash(VarlenKernel):

@@ -34,22 +34,8 @@ from dtensor_ring.planning.tile import Tile
 
 EXECUTION, BUILDER = "cudnn.flex_attention.execution", "cudnn.flex_attention.plan.builder"
 
-# What we call, and an argument that it needs.
-NEEDED = (
-    (BUILDER, "create_mask_plan", "build_backward"),
-    (EXECUTION, "_flex_attention_forward", "return_lse"),
-    (EXECUTION, "_flex_attention_backward", "dlse_tensor"),
-    (EXECUTION, "_plan_tensors", "deterministic"),
-)
-
-# The package, and the oldest version whose sources were read.
-PACKAGE, OLDEST = "nvidia-cudnn-frontend", (1, 32)
-
 # Head dims of query and value in multi-head latent attention, and the largest ones.
 LATENT, LARGEST = (192, 128), (256, 256)
-
-# A tile of at most this many queries is not worth a plan: those of a cache differ by token.
-THIN = 64
 
 
 # Note [cuDNN's intervals]. This is read from the sources of version 1.32.0; no GPU has run it here.
@@ -124,6 +110,10 @@ class CudnnFlex(Kernel):
             grads = _flex_attention_backward(q, k, v, out, grad_out, lse, **options)
         dq, dk, dv = (x.transpose(1, 2) for x in grads)
         return dq, dk, dv
+
+
+# A tile of at most this many queries is not worth a plan: those of a cache differ by token.
+THIN = 64
 
 
 def _is_thin(launch: Launch, query: Tensor) -> bool:
@@ -221,8 +211,21 @@ def _made(seen: Intervals, q: Tensor, k: Tensor, v: Tensor, with_backward: bool)
     return plan
 
 
+# The package, and the oldest version whose sources were read.
+PACKAGE, OLDEST = "nvidia-cudnn-frontend", (1, 32)
+
+
 def _missing_package() -> str | None:
     return missing_package(PACKAGE, _lacks)
+
+
+# What we call, and an argument that it needs.
+NEEDED = (
+    (BUILDER, "create_mask_plan", "build_backward"),
+    (EXECUTION, "_flex_attention_forward", "return_lse"),
+    (EXECUTION, "_flex_attention_backward", "dlse_tensor"),
+    (EXECUTION, "_plan_tensors", "deterministic"),
+)
 
 
 def _lacks(found: str) -> str | None:

@@ -25,14 +25,6 @@ from dtensor_ring.compute.kernels.kernel import (
 from dtensor_ring.compute.kernels.packages import missing_package, too_old
 from dtensor_ring.compute.kernels.varlen import clear_empty_rows, sizes, without_partners
 
-# The module that registers the ops, and what it must have.
-OPS, PADDED = "cudnn.sdpa.fwd.torch_op", "thd_lse_to_padded"
-NEEDED = (("sdpa_fwd", "window_right"), ("sdpa_bwd", "cu_seqlens_kv"))
-
-# The oldest version of the package whose sources were read. Earlier versions of cuDNN have windows
-# that the package works around, or refuses.
-PACKAGE, OLDEST, OLDEST_CUDNN = "nvidia-cudnn-frontend", (1, 32), 91500
-
 cudnn = torch.ops.cudnn
 
 
@@ -165,8 +157,18 @@ def _clear(x: Tensor, own: Tensor, other: Tensor) -> None:
     x.masked_fill_(without_partners(own, other, len(x)).view(-1, 1, 1), 0)
 
 
+# The oldest version of the package whose sources were read. Earlier versions of cuDNN have windows
+# that the package works around, or refuses.
+PACKAGE, OLDEST, OLDEST_CUDNN = "nvidia-cudnn-frontend", (1, 32), 91500
+
+
 def _missing_package() -> str | None:
     return missing_package(PACKAGE, _lacks)
+
+
+# The module that registers the ops, and what it must have.
+OPS, PADDED = "cudnn.sdpa.fwd.torch_op", "thd_lse_to_padded"
+NEEDED = (("sdpa_fwd", "window_right"), ("sdpa_bwd", "cu_seqlens_kv"))
 
 
 def _lacks(found: str) -> str | None:

@@ -25,15 +25,6 @@ from dtensor_ring.compute.kernels.varlen import Band, VarlenKernel, lengths
 
 flash = torch.ops.flash_attn_3
 
-# Multiprocessors that a forward leaves to messages in flight. A forward runs one block on each of
-# the others until the tile is done, and NCCL's kernels cannot share a multiprocessor with it. So
-# without a margin, a message that starts after the tile waits for its end. Backward needs no
-# margin, as its blocks end one by one. Eight of an H100's 132 is a guess that was not measured.
-SM_MARGIN = 8
-
-# Head dims that kernels are built for.
-HEAD_DIMS = (64, 96, 128, 192, 256)
-
 
 class PagedFlashAttn3(PagedKernel):
     """The forward operator, which reads keys through page tables; pages may have any size."""
@@ -64,6 +55,13 @@ class PagedFlashAttn3(PagedKernel):
             num_splits=0,
         )
         return out, lse
+
+
+# Multiprocessors that a forward leaves to messages in flight. A forward runs one block on each of
+# the others until the tile is done, and NCCL's kernels cannot share a multiprocessor with it. So
+# without a margin, a message that starts after the tile waits for its end. Backward needs no
+# margin, as its blocks end one by one. Eight of an H100's 132 is a guess that was not measured.
+SM_MARGIN = 8
 
 
 class FlashAttn3(VarlenKernel):
@@ -158,6 +156,10 @@ def _left_out(flags: dict[str, bool], features: list[str]) -> str | None:
         if flags.get(f"FLASHATTENTION_DISABLE_{feature}"):
             return f"it was built with FLASH_ATTENTION_DISABLE_{feature}; build it without"
     return None
+
+
+# Head dims that kernels are built for.
+HEAD_DIMS = (64, 96, 128, 192, 256)
 
 
 def _left_out_of(flags: dict[str, bool], problem: Problem) -> str | None:

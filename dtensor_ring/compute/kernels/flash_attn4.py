@@ -24,24 +24,11 @@ from dtensor_ring.compute.kernels.kernel import (
 from dtensor_ring.compute.kernels.packages import missing_package
 from dtensor_ring.compute.kernels.varlen import Band, VarlenKernel, lengths
 
-# Arguments that the older function in flash-attn's own `flash_attn/cute` does not have.
-NEEDED = "return_lse", "max_seqlen_q"
-
 # The smallest head dim whose gradients were found right.
 SMALLEST = 32
 
-# The oldest beta of version 4.0.0 that has the gradient of a softcap.
-OLDEST_BETA = 28
-
 # Head dims of query and value in multi-head latent attention, which has separate kernels.
 LATENT = (192, 128)
-
-# What attention to lists of latents takes, and its gradient; older betas have neither.
-LISTS_NEEDED = "gather_kv_indices", "gather_bwd_recompute_p"
-LISTS_BACKWARD = "_flash_attn_bwd_sparse_mla"
-
-# Gradients of scores that its backward pass keeps at once, in 16 bits: 512 MiB.
-LIST_SCORES = 1 << 28
 
 
 class FlashAttn4(VarlenKernel):
@@ -112,6 +99,11 @@ class Latents(NamedTuple):
             yield Latents._make(x[row : row + 1] for x in self)
 
 
+# What attention to lists of latents takes, and its gradient; older betas have neither.
+LISTS_NEEDED = "gather_kv_indices", "gather_bwd_recompute_p"
+LISTS_BACKWARD = "_flash_attn_bwd_sparse_mla"
+
+
 def missing_latents() -> str | None:
     """Return why attention to lists of latents cannot run here, or `None`."""
     if reason := no_gpu(10, 11) or _missing_package():
@@ -139,6 +131,10 @@ def attend_to_latents(latents: Latents, scale: float, sinks: Tensor | None) -> R
     return out, lse
 
 
+# Gradients of scores that the backward pass of lists keeps at once, in 16 bits: 512 MiB.
+LIST_SCORES = 1 << 28
+
+
 def attend_to_latents_backward(
     saved: Saved, latents: Latents, scale: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -160,6 +156,13 @@ def attend_to_latents_backward(
 
 def _missing_package() -> str | None:
     return missing_package("flash-attn-4", _lacks)
+
+
+# Arguments that the older function in flash-attn's own `flash_attn/cute` does not have.
+NEEDED = "return_lse", "max_seqlen_q"
+
+# The oldest beta of version 4.0.0 that has the gradient of a softcap.
+OLDEST_BETA = 28
 
 
 def _lacks(found: str) -> str | None:

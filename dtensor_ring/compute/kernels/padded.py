@@ -8,12 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Tokens and head dims are padded to multiples of this many numbers: a cache line of 16 bits.
-MULTIPLE = 32
-
-# Bytes of a cache line.
-LINE = 64
-
 Tensors = tuple[Tensor, ...]
 
 
@@ -82,9 +76,17 @@ def padded_backward(
     return dq, dk, dv
 
 
+# Tokens and head dims are padded to multiples of this many numbers: a cache line of 16 bits.
+MULTIPLE = 32
+
+
 def up(size: int) -> int:
     """Return the smallest multiple of `MULTIPLE` from a size on."""
     return -(-size // MULTIPLE) * MULTIPLE
+
+
+# Bytes of a cache line.
+LINE = 64
 
 
 def aligned(x: Tensor) -> Tensor:

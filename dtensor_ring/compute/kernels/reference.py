@@ -26,9 +26,6 @@ from dtensor_ring.planning.mask import Mask
 # What queries see: a band, or the numbers of `Intervals`.
 Seen = Mask | Tensor
 
-# Queries per block; this bounds the scores in memory to `B * N * BLOCK_ROWS * C`.
-BLOCK_ROWS = 128
-
 
 class Reference(Kernel):
     """Plain softmax attention, computed in float32, or in float64 for float64 inputs."""
@@ -299,6 +296,10 @@ def _scored(
     # The derivative of softcap * tanh(x / softcap) is 1 - tanh**2.
     saturation = (scored / softcap).tanh_()
     return saturation * softcap, (1 - saturation.square()) * scale
+
+
+# Queries per block; this bounds the scores in memory to `B * N * BLOCK_ROWS * C`.
+BLOCK_ROWS = 128
 
 
 def _blocks(num_rows: int, num_cols: int, mask: Seen) -> list[Block]:

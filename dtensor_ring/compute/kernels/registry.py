@@ -40,8 +40,6 @@ from dtensor_ring.compute.kernels.kernel import (
 )
 from dtensor_ring.compute.kernels.reference import Reference
 
-AnyKernel = TypeVar("AnyKernel", Kernel, PagedKernel)
-
 
 def kernel_for(name: str | None, device_type: str, *facts: Any) -> Kernel:
     """Return the choice of `select_kernel` for `Problem(device_type, *facts)`, cached by facts."""
@@ -345,6 +343,9 @@ def follow_rates(rate: Rate | None) -> None:
     """
     _RATES[:] = [] if rate is None else [rate]
     clear_kernel_cache()
+
+
+AnyKernel = TypeVar("AnyKernel", Kernel, PagedKernel)
 
 
 def first_able(

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
 from dtensor_ring.lab.calibrate.calibrate_kernels import CalibratedProblem
 from dtensor_ring.lab.calibrate.calibrate_machine import BETWEEN, INSIDE, measure_machine
@@ -18,10 +17,6 @@ from dtensor_ring.lab.machine import Curve, Machine
 from dtensor_ring.lab.presets import as_machine, is_machine_file
 from dtensor_ring.lab.ranks import connected, mesh_of_ranks
 from dtensor_ring.lab.report import print_table, tracked, untracked
-
-# What is measured on a CPU and on a GPU unless options say otherwise: heads, and head dim.
-HEADS = (8, 2), (32, 8)
-HEAD_DIM = 64, 128
 
 
 def calibrate(
@@ -64,6 +59,11 @@ def _of_kernel(machine: Machine, kernel: str | None) -> Machine:
         known = ", ".join(sorted({x.kernel for x in machine.kernels}))
         raise ValueError(f"machine {machine.name} has no kernel {kernel!r}, only {known}")
     return replace(machine, kernels=rows)
+
+
+# What is measured on a CPU and on a GPU unless options say otherwise: heads, and head dim.
+HEADS = (8, 2), (32, 8)
+HEAD_DIM = 64, 128
 
 
 def _measure(
@@ -110,7 +110,7 @@ def _check_writable(path: Path) -> None:
         )
 
 
-def mesh_of_hosts(device_type: str) -> DeviceMesh:
+def mesh_of_hosts(device_type: str) -> dist.DeviceMesh:
     """Return the mesh of hosts, and of the ranks of each, by what launchers say of local ranks.
 
     Raises:

@@ -25,11 +25,6 @@ from dtensor_ring.planning.tile import Tile
 ROWS = (16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 FEW_ROWS = 8
 
-# FLOPs of a visible pair, for each number of a head: two products forward, five backward (Dao,
-# 2023, arXiv 2307.08691).
-FORWARD_FLOPS, BACKWARD_FLOPS = 4, 10
-DIRECTIONS = "forward", "backward"
-
 # Head dims of models, of queries and keys and of values; 192 and 128 are those of latent attention
 # (DeepSeek-AI, 2024, arXiv 2405.04434).
 HEAD_DIMS = (64, 64), (96, 96), (128, 128), (192, 128), (256, 256)
@@ -136,6 +131,12 @@ def mask_of_form(form: str, num_rows: int) -> Mask:
     """
     windowed = Mask.sliding(num_rows // 2 - 1)
     return {"full": Mask.full(), "causal": Mask.causal(), "window": windowed}[form]
+
+
+# FLOPs of a visible pair, for each number of a head: two products forward, five backward (Dao,
+# 2023, arXiv 2307.08691).
+FORWARD_FLOPS, BACKWARD_FLOPS = 4, 10
+DIRECTIONS = "forward", "backward"
 
 
 class TileSeries(NamedTuple):

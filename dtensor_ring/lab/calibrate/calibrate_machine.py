@@ -14,7 +14,6 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from dtensor_ring.lab.calibrate.calibrate_kernels import (
     CalibratedProblem,
@@ -37,24 +36,14 @@ from dtensor_ring.transport.transport import P2P, ProcessGroupTransport, Work
 # Bytes of a message, or of all messages of a rank.
 BYTES = (2**10, *(4**n for n in range(7, 15)))
 
-# Starts the messages of a hop.
-Start = Callable[[], Sequence[Work]]
-
 # The axes of the mesh: hosts, and the ranks of each host.
 BETWEEN, INSIDE = "between", "inside"
-
-# The largest slowdown of a transfer; a kernel that stops it makes the quotient infinite.
-MOST = 100.0
-
-# The longest transfer that kernels run beside, in seconds, and rows of the tiles of these kernels,
-# on a CPU and on a GPU.
-BESIDE_SECONDS, BESIDE_ROWS = 0.1, (512, 4096)
 
 
 def measure_machine(
     name: str,
     watch: Stopwatch,
-    mesh: DeviceMesh,
+    mesh: dist.DeviceMesh,
     problem: CalibratedProblem,
     others: Sequence[CalibratedProblem] = (),
 ) -> Machine:
@@ -121,6 +110,10 @@ def measure_machine(
         versions={x.what: x.found for x in versions()},
         samples=json.loads(json.dumps(facts, default=asdict)),
     )
+
+
+# Starts the messages of a hop.
+Start = Callable[[], Sequence[Work]]
 
 
 class TimedMessages:
@@ -194,6 +187,10 @@ def wait(works: Sequence[Work]) -> None:
         work.wait()
 
 
+# The largest slowdown of a transfer; a kernel that stops it makes the quotient infinite.
+MOST = 100.0
+
+
 class Beside(NamedTuple):
     """Times of kernels and of a transfer, in seconds.
 
@@ -232,6 +229,11 @@ class MeasuredLinks(NamedTuple):
     beside_kernel: float
     beside_transfer: float
     beside: list[Beside]
+
+
+# The longest transfer that kernels run beside, in seconds, and rows of the tiles of these kernels,
+# on a CPU and on a GPU.
+BESIDE_SECONDS, BESIDE_ROWS = 0.1, (512, 4096)
 
 
 def _measured_links(

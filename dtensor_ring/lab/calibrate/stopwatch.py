@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from dtensor_ring.lab.machine import Curve
 from dtensor_ring.lab.report import Track, untracked
@@ -22,9 +21,6 @@ Call = Callable[[], object]
 
 # Sizes and their calls.
 Points = Iterable[tuple[float, Call]]
-
-# Returns the seconds of a call that is repeated.
-Timer = Callable[[Call, int], float]
 
 
 class Effort(NamedTuple):
@@ -78,6 +74,10 @@ class Series:
         kept = [x for at, x in enumerate(pairs) if all(x[1] < y[1] for y in pairs[at + 1 :])]
         line = kept if len(kept) > 1 else [(0.0, 0.0), *kept]
         return Curve(tuple(size for size, _ in line), tuple(seconds for _, seconds in line))
+
+
+# Returns the seconds of a call that is repeated.
+Timer = Callable[[Call, int], float]
 
 
 class Stopwatch:
@@ -184,7 +184,7 @@ class Stopwatch:
             torch.cuda.synchronize(self.device)
 
     @cached_property
-    def _passed(self) -> Tensor:
+    def _passed(self) -> torch.Tensor:
         return torch.zeros(PASSED // 4)
 
     def _timed_cold(self, call: Call, count: int) -> float:

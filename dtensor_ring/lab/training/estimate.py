@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from dtensor_ring.dtensor.choice import DEFAULT_MACHINE
 from dtensor_ring.dtensor.meta_model import LoadModel, MetaModel, ModelRequest
@@ -288,7 +287,7 @@ def _size(module: nn.Module, trained: bool = False, least: int = 1) -> int:
 
 
 @contextmanager
-def alone(world_size: int) -> Iterator[DeviceMesh]:
+def alone(world_size: int) -> Iterator[dist.DeviceMesh]:
     """Make a mesh with this process as the last rank, and without the other ranks.
 
     With a causal mask, the last rank has the latest tokens and receives the most keys and values.
@@ -304,6 +303,6 @@ def alone(world_size: int) -> Iterator[DeviceMesh]:
         raise ValueError("this process is a rank of a group; start it without a launcher")
     dist.init_process_group("fake", store=FakeStore(), rank=world_size - 1, world_size=world_size)
     try:
-        yield init_device_mesh("cpu", (world_size,), mesh_dim_names=("cp",))
+        yield dist.init_device_mesh("cpu", (world_size,), mesh_dim_names=("cp",))
     finally:
         dist.destroy_process_group()

@@ -40,11 +40,7 @@ from dtensor_ring.planning.slices import Slices
 from dtensor_ring.planning.strategy import as_strategy
 from dtensor_ring.planning.tile import FULL, Tile
 from dtensor_ring.ring import ring_backward, ring_forward
-from dtensor_ring.selected.listed_attention import (
-    gathered_backward,
-    gathered_forward,
-    queries_at_once,
-)
+from dtensor_ring.selected import listed_attention
 from dtensor_ring.selected.moved_keys import Moved, SelectedKeys
 from dtensor_ring.selected.op import (
     Listed,
@@ -396,11 +392,11 @@ def _forward_loop(query: Tensor, rows: Tensor, listed: Listed, call: Call) -> Co
     """Bring all keys, and attend to them with a chunk of queries; messages are those of `moved`."""
     keys, moved = _all_keys(query, rows, listed, call, "forward")
     residents, selected, scores = moved.residents, listed.selected, call.scores
-    few = slice(min(query.shape[2], queries_at_once(selected, residents.rows)))
+    few = slice(min(query.shape[2], listed_attention.queries_at_once(selected, residents.rows)))
     value_dim = listed.value_end - listed.value_begin
     results = empty(query, (*query.shape[:3], value_dim), order_of(query))
     some, lists = query[:, :, few], selected[:, :, few]
-    gathered_forward(some, residents, lists, scores.scale, scores.sinks)
+    listed_attention.gathered_forward(some, residents, lists, scores.scale, scores.sinks)
     del results, keys
     return Cost()
 
@@ -409,11 +405,11 @@ def _backward_loop(saved: Saved, query: Tensor, rows: Tensor, listed: Listed, ca
     """Bring all keys, and send their gradients home; messages are those of `moved`."""
     keys, moved = _all_keys(query, rows, listed, call, "backward")
     residents, selected = moved.residents, listed.selected
-    few = slice(min(query.shape[2], queries_at_once(selected, residents.rows)))
+    few = slice(min(query.shape[2], listed_attention.queries_at_once(selected, residents.rows)))
     grad_query = empty(query, query.shape, order_of(query))
     some = saved.region(region(None, (0, few.stop)))
     lists, scale = selected[:, :, few], call.scores.scale
-    _, grad = gathered_backward(some, query[:, :, few], residents, lists, scale)
+    _, grad = listed_attention.gathered_backward(some, query[:, :, few], residents, lists, scale)
     keys.summed(moved, grad, call.place.policy.sum_dtype(rows.dtype))
     del grad_query
     return Cost()

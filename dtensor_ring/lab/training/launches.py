@@ -27,17 +27,6 @@ from torch.utils.flop_counter import flop_registry
 from dtensor_ring.lab.training.footprint import Storages
 
 ATTENTION, STATE = "attention", "state"
-ALLOCATIONS = (
-    *("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"),
-    *("detach", "lift_fresh", "_unsafe_view", "set_data"),
-)
-REDUCTIONS = "sum", "mean", "amax"
-SELECTIONS = "gather", "index", "index_select", "embedding"  # they read what they return
-SCATTERS = ("scatter_add_",)  # they change as much as they are given
-COPIES = "copy_", "_to_copy", "clone", "cat", "slice_backward"
-POINTWISE = torch.Tag.pointwise
-
-GROUPED = "_grouped_mm"  # products of experts, each of its tokens; PyTorch does not count its FLOPs
 
 # Tensors that a launch reads or writes: a number of the storage, and bytes.
 Touched = tuple[tuple[int, int], ...]
@@ -68,6 +57,18 @@ class OpLaunch(NamedTuple):
     def num_bytes(self) -> int:
         """Bytes that it reads and writes."""
         return sum(size for _, size in self.reads + self.writes)
+
+
+ALLOCATIONS = (
+    *("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"),
+    *("detach", "lift_fresh", "_unsafe_view", "set_data"),
+)
+REDUCTIONS = "sum", "mean", "amax"
+SELECTIONS = "gather", "index", "index_select", "embedding"  # they read what they return
+SCATTERS = ("scatter_add_",)  # they change as much as they are given
+COPIES = "copy_", "_to_copy", "clone", "cat", "slice_backward"
+POINTWISE = torch.Tag.pointwise
+GROUPED = "_grouped_mm"  # products of experts, each of its tokens; PyTorch does not count its FLOPs
 
 
 class LaunchRecorder(Storages):

@@ -22,9 +22,6 @@ from dtensor_ring.lab.training.step_request import AUTO, StepRequest
 from dtensor_ring.planning.mask import Mask
 from dtensor_ring.planning.strategy import Strategy
 
-# The largest number of ranks of which spans are kept: more are not drawn.
-MAX_SPANNED = 64
-
 
 class AttentionKind(NamedTuple):
     """What equal attentions have in common.
@@ -113,6 +110,10 @@ def attention_kinds(asked: StepRequest) -> list[AttentionKind]:
     """Return the kinds of attention of a model, each once."""
     with_attention = (layer for layer in asked.model.layers if layer.heads[0])
     return [*dict.fromkeys(map(AttentionKind.of, with_attention))]
+
+
+# The largest number of ranks of which spans are kept: more are not drawn.
+MAX_SPANNED = 64
 
 
 def _seconds(asked: StepRequest, kind: AttentionKind, documents: Any) -> AttentionSeconds:

@@ -24,22 +24,6 @@ from dtensor_ring.planning.layout import Layout
 from dtensor_ring.planning.ranges import as_count
 from dtensor_ring.transport.transport import TransferPolicy
 
-# Tokens of an MLP tile: their products are large enough for a GPU, and their memory does not count.
-MLP_TILE = 4096
-
-_PARTS = TransferPolicy(num_parts=1)
-
-# From what costs least to what costs most: first what computes again, then what moves to the host.
-SETTINGS = (
-    MemorySetting(),
-    MemorySetting("attention"),
-    MemorySetting("attention", MLP_TILE),
-    MemorySetting("attention", MLP_TILE, policy=_PARTS),
-    MemorySetting("full", MLP_TILE, policy=_PARTS),
-    MemorySetting("attention", MLP_TILE, ("checkpoints",), _PARTS),
-    MemorySetting("attention", MLP_TILE, ("checkpoints", "optimizer"), _PARTS),
-)
-
 # Of a device's memory, what is left for its context, for message buffers of the network, and for
 # holes between tensors.
 SPARE = 0.05
@@ -237,6 +221,23 @@ def longest_sequences(
         seq_len=seq_len,
         smallest=_smallest(asked, rows, seq_len, is_timed),
     )
+
+
+# Tokens of an MLP tile: their products are large enough for a GPU, and their memory does not count.
+MLP_TILE = 4096
+
+_PARTS = TransferPolicy(num_parts=1)
+
+# From what costs least to what costs most: first what computes again, then what moves to the host.
+SETTINGS = (
+    MemorySetting(),
+    MemorySetting("attention"),
+    MemorySetting("attention", MLP_TILE),
+    MemorySetting("attention", MLP_TILE, policy=_PARTS),
+    MemorySetting("full", MLP_TILE, policy=_PARTS),
+    MemorySetting("attention", MLP_TILE, ("checkpoints",), _PARTS),
+    MemorySetting("attention", MLP_TILE, ("checkpoints", "optimizer"), _PARTS),
+)
 
 
 def _settings(given: Sequence[MemorySetting] | None) -> Sequence[MemorySetting]:

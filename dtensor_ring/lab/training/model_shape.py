@@ -20,13 +20,6 @@ from dtensor_ring.lab.training.model_source import (
 from dtensor_ring.lab.training.state_shape import StateShape, state_of
 from dtensor_ring.planning.mask import Mask
 
-# Tokens of the run that sizes are read from, and its dtype.
-TOKENS, DTYPE = 64, "bfloat16"
-
-# Kinds of layers whose masks are known, and those that have a state.
-ATTENTIONS = "full_attention", "attention", "sliding_attention", "chunked_attention"
-STATES, MLPS = ("linear_attention", "mamba", "conv", "hybrid"), ("mlp", "moe")
-
 
 @dataclass(frozen=True)
 class LayerShape:
@@ -122,6 +115,10 @@ class ModelShape:
         return _layer_weights(self.source, tp)
 
 
+# Tokens of the run that sizes are read from, and its dtype.
+TOKENS, DTYPE = 64, "bfloat16"
+
+
 @lru_cache(maxsize=64)
 def _layer_weights(source: ModelSource, tp: int) -> tuple[int, ...]:
     return tuple(_weights(x, tp) for x in layers_of(meta_module(source, DTYPE, tp)))
@@ -144,6 +141,11 @@ def _shape(source: ModelSource) -> ModelShape:
         raise NotSimulated(f"{source.name} has no attention, so there is nothing to make parallel")
     tied = bool(getattr(module.config, "tie_word_embeddings", False))
     return ModelShape(source, embedding.shape[1], embedding.shape[0], tied, tuple(layers))
+
+
+# Kinds of layers whose masks are known, and those that have a state.
+ATTENTIONS = "full_attention", "attention", "sliding_attention", "chunked_attention"
+STATES, MLPS = ("linear_attention", "mamba", "conv", "hybrid"), ("mlp", "moe")
 
 
 def _layer(

@@ -19,19 +19,13 @@ from torch import nn
 
 from dtensor_ring.lab.problem import text_entries
 
-# Entries that tensor parallelism divides.
-DIVIDED = (
-    *("num_attention_heads", "num_key_value_heads", "n_head"),
-    *("intermediate_size", "ffn_dim", "n_inner", "shared_intermediate_size"),
-    *("intermediate_size_mlp", "moe_intermediate_size", "moe_shared_expert_intermediate_size"),
-    "shared_expert_intermediate_size",
-)
-
-# The largest size, as kernels count in int32, and number of layers: a time line has spans of each.
-MAX_SIZE, MAX_LAYERS = 2**31 - 1, 4096
-
 # Under this name the attentions of a model are those of a run.
 RECORDED = "dtensor_ring_recorded"
+
+
+class NotSimulated(ValueError):
+    """A model has a part that is not simulated."""
+
 
 # What configs without a model type are taken for, what reports call that, and what they must have.
 DEFAULT_TYPE, DEFAULT_NAME = "llama", "Llama by its sizes"
@@ -42,13 +36,6 @@ NEEDED = (
     "num_attention_heads",
     "vocab_size",
 )
-
-# Runs an attention in place of a model's own.
-Attend = Callable[..., Any]
-
-
-class NotSimulated(ValueError):
-    """A model has a part that is not simulated."""
 
 
 class ModelSource(NamedTuple):
@@ -97,6 +84,10 @@ class ModelSource(NamedTuple):
             _check_llama(entries, LlamaConfig().to_dict())
         with one_sentence(f"transformers reads no config of {self.name}"):
             return CONFIG_MAPPING[kind].from_dict(entries).get_text_config(decoder=True)
+
+
+# The largest size, as kernels count in int32, and number of layers: a time line has spans of each.
+MAX_SIZE, MAX_LAYERS = 2**31 - 1, 4096
 
 
 def check_sizes(entries: Mapping[str, Any]) -> None:
@@ -178,6 +169,15 @@ def dropped(parameter: torch.Tensor) -> None:
     parameter.grad = None
 
 
+# Entries that tensor parallelism divides.
+DIVIDED = (
+    *("num_attention_heads", "num_key_value_heads", "n_head"),
+    *("intermediate_size", "ffn_dim", "n_inner", "shared_intermediate_size"),
+    *("intermediate_size_mlp", "moe_intermediate_size", "moe_shared_expert_intermediate_size"),
+    "shared_expert_intermediate_size",
+)
+
+
 def _divided(source: ModelSource, tp: int) -> Any:
     """Return the config that a rank of tensor parallelism has a model of.
 
@@ -224,6 +224,10 @@ def forwards(changes: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
     finally:
         for module in changes:
             del module.__dict__["forward"]
+
+
+# Runs an attention in place of a model's own.
+Attend = Callable[..., Any]
 
 
 def run_module(source: ModelSource, module: Any, tokens: int, attend: Attend) -> None:

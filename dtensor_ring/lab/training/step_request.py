@@ -18,10 +18,6 @@ from dtensor_ring.planning.ranges import MAX_RANKS, as_count
 from dtensor_ring.planning.strategy import check_strategy
 from dtensor_ring.transport.transport import DEFAULT_POLICY, TransferPolicy
 
-# What may live on the host: what layers with checkpoints keep until their backward; parameters,
-# their gradients and the states of AdamW, as `CPUOffloadPolicy` of FSDP2 does it.
-OFFLOADS = ("checkpoints", "optimizer")
-
 
 class StepRequest(NamedTuple):
     """A training step, checked.
@@ -99,6 +95,11 @@ class MemorySetting(NamedTuple):
             "kv_dtype": None if kind is None else str(kind).removeprefix("torch."),
             "num_parts": self.policy.num_parts,
         }
+
+
+# What may live on the host: what layers with checkpoints keep until their backward; parameters,
+# their gradients and the states of AdamW, as `CPUOffloadPolicy` of FSDP2 does it.
+OFFLOADS = ("checkpoints", "optimizer")
 
 
 def memory_setting(

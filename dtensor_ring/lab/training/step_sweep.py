@@ -15,11 +15,6 @@ from dtensor_ring.lab.training.step import SimulatedStep, simulate_step
 from dtensor_ring.lab.training.step_request import MESH_AXES, StepMesh, StepRequest, step_request
 from dtensor_ring.planning.strategy import Strategy, every_strategy
 
-# What may be swept besides the axes of the mesh: arguments of `simulate_step`.
-NUMBERS = ("seq_len", "batch")
-WORDS = ("strategy", "layout", "machine", "dtype", "checkpoint")
-ALL = "all"
-
 
 class SweepRow(NamedTuple):
     """One point of a sweep.
@@ -78,6 +73,12 @@ def _cells(row: SweepRow) -> tuple[str, ...]:
         f"{step.memory['peak'] / 2**30:,.1f}",
         *reason,
     )
+
+
+# What may be swept besides the axes of the mesh: arguments of `simulate_step`.
+NUMBERS = ("seq_len", "batch")
+WORDS = ("strategy", "layout", "machine", "dtype", "checkpoint")
+ALL = "all"
 
 
 def parse_sweep(text: Sequence[str]) -> dict[str, list[Any]]:

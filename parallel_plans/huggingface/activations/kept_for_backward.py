@@ -22,17 +22,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
-from parallel_plans.huggingface.activations.token_tiles import (
-    join_tiles,
-    num_tokens_of,
-    run_in_tiles,
-    tokenwise_modules,
-)
+from parallel_plans.huggingface.activations import token_tiles
 from parallel_plans.huggingface.core.modules import language_model_of
 from parallel_plans.huggingface.probing.proxy_model import needs_proxy, small_proxy
-
-# The output that has the logits of routers.
-OF_ROUTER = "router_logits"
 
 
 class KeptForBackward(NamedTuple):
@@ -68,23 +60,27 @@ class KeptForBackward(NamedTuple):
         examined = decoder
         if needs_proxy(model):  # it has the same modules
             examined = language_model_of(small_proxy(model, every_layer=True))
-        names = tokenwise_modules(examined)
+        names = token_tiles.tokenwise_modules(examined)
         if not names:
             raise ValueError(
                 f"mlp_tile={num_tokens}: no module of {type(decoder).__name__} takes and returns a "
                 "tensor with all tokens and keeps more for backward; leave it out"
             )
         for name in names:
-            run_in_tiles(decoder.get_submodule(name), name, num_tokens)
+            token_tiles.run_in_tiles(decoder.get_submodule(name), name, num_tokens)
         if decoder.base_model is not decoder:  # below a head, which may compute with these logits
             decoder.base_model.register_forward_hook(_join_router_logits)
+
+
+# The output that has the logits of routers.
+OF_ROUTER = "router_logits"
 
 
 def _join_router_logits(model: Any, args: tuple[Any, ...], output: Any) -> None:
     """Join the router logits of tiles, if the output has any; see `join_tiles`."""
     if getattr(output, OF_ROUTER, None):
-        num_tokens = num_tokens_of(output.last_hidden_state)
-        setattr(output, OF_ROUTER, join_tiles(getattr(output, OF_ROUTER), num_tokens))
+        num_tokens = token_tiles.num_tokens_of(output.last_hidden_state)
+        setattr(output, OF_ROUTER, token_tiles.join_tiles(getattr(output, OF_ROUTER), num_tokens))
 
 
 OPS = torch.ops.dtensor_ring

@@ -10,8 +10,6 @@ from torch import Tensor
 
 from dtensor_ring.extension import IGNORE_INDEX, autocast_dtype, register_op
 
-# Size of the scores of a tile, which should fit into a cache.
-TILE_BYTES = 16 * 2**20
 # Large problems have larger tiles instead of more: narrow matrix products are slow.
 MAX_TILES = 64
 _HEAD = "Tensor hidden, Tensor weight, Tensor? bias, Tensor labels"
@@ -150,6 +148,10 @@ def _tiles(
         if softcap:
             scores.div_(softcap).tanh_().mul_(softcap)
         yield start, logits, scores
+
+
+# Size of the scores of a tile, which should fit into a cache.
+TILE_BYTES = 16 * 2**20
 
 
 def _entries_per_tile(num_tokens: int, num_entries: int) -> int:

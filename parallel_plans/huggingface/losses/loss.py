@@ -18,9 +18,6 @@ from parallel_plans.huggingface.core.patterns import frozen
 from parallel_plans.huggingface.losses.cross_entropy import projected_cross_entropy
 from parallel_plans.huggingface.probing.probe import NUM_TOKENS, ROUTER_LOGITS, probe
 
-# Divisor of a probe's loss. It differs from the number of labels, to tell the two apart.
-NUM_ITEMS = 5
-
 
 class LossFunction(NamedTuple):
     """The loss function of a model when the plan was applied.
@@ -58,6 +55,10 @@ def token_loss(logits: Tensor, labels: Tensor, count: Any) -> Tensor:
         logits.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum"
     )
     return total / count
+
+
+# Divisor of a probe's loss. It differs from the number of labels, to tell the two apart.
+NUM_ITEMS = 5
 
 
 def other_loss(model: Any) -> str | None:

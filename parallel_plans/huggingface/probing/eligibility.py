@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from parallel_plans.huggingface.core import positions
 from parallel_plans.huggingface.core.adapters import adapters_of, check_adapters
 from parallel_plans.huggingface.core.modules import (
     WHOLE_HEADS,
@@ -16,18 +17,10 @@ from parallel_plans.huggingface.core.modules import (
     parts_beside_text,
     takes_labels,
 )
-from parallel_plans.huggingface.core.positions import (
-    FROM_TOKENS,
-    LENGTH_DEPENDENT_ROPE,
-    counts_mask,
-    length_dependent,
-)
 from parallel_plans.huggingface.selecting.compressed import compressing_layers
 from parallel_plans.huggingface.selecting.indexers import INDEXED_KIND, indexers_of
 from parallel_plans.huggingface.states.stateful import stateful_layers
 
-# Types of layers that mix tokens in attention, or not at all.
-WITHOUT_STATE = re.compile(r"(\w+_)?(full|sliding|chunked)_attention|moe|mlp|dense|sparse")
 # In a description from `_stateful_layers`: layers whose keys are windows of tokens.
 COMPRESSES = re.compile(r"\((\w*_)?compressed\w*\)")
 COMPRESSED = (
@@ -119,8 +112,8 @@ def _reasons(model: Any, config: Any) -> Iterator[str]:
         name for name, x in model.named_modules() if type(x).__name__.endswith("Pooler")
     ]:
         yield f"{poolers[0]} pools one rank's tokens; make the model with add_pooling_layer=False"
-    types = _rope_types(config) & set(LENGTH_DEPENDENT_ROPE)
-    if types and not any(length_dependent(model)):
+    types = _rope_types(config) & set(positions.LENGTH_DEPENDENT_ROPE)
+    if types and not any(positions.length_dependent(model)):
         yield (
             f"rotary embeddings of type {types.pop()!r} depend on the largest position, and none "
             "of its modules has that rope_type, so the plan cannot pass it the one of the batch; "
@@ -132,8 +125,9 @@ def _reasons(model: Any, config: Any) -> Iterator[str]:
             if _counts_itself(module, owner):
                 yield (
                     f"{path} counts positions by itself, from the tokens it sees or from an "
-                    f"offset, and not by a method {FROM_TOKENS} of {type(owner).__name__} or an "
-                    "attention_mask, which would be called with the whole batch"
+                    f"offset, and not by a method {positions.FROM_TOKENS} of "
+                    f"{type(owner).__name__} or an attention_mask, which would be called with the "
+                    "whole batch"
                 )
     if getattr(config, "return_dict", True) is False:
         yield "it returns tuples, in which nothing has a name; set config.return_dict = True"
@@ -175,6 +169,10 @@ def _has_known_head(model: Any) -> bool:
     return name.endswith(HEADS[1:]) or (not takes_labels(model) and name.endswith(HEADS[0]))
 
 
+# Types of layers that mix tokens in attention, or not at all.
+WITHOUT_STATE = re.compile(r"(\w+_)?(full|sliding|chunked)_attention|moe|mlp|dense|sparse")
+
+
 def _stateful_layers(model: Any, config: Any) -> list[str]:
     """Return names of layers that carry state between tokens, found by their kind or modules."""
     modules = dict(model.named_modules())
@@ -213,6 +211,6 @@ def _rope_types(config: Any) -> set[str]:
 
 def _counts_itself(embedding: nn.Embedding, owner: nn.Module) -> bool:
     """Return whether an embedding may count positions in a way that the plan cannot replace."""
-    if hasattr(owner, FROM_TOKENS) or counts_mask(embedding):
+    if hasattr(owner, positions.FROM_TOKENS) or positions.counts_mask(embedding):
         return False
     return type(embedding) is not nn.Embedding or embedding.padding_idx is not None

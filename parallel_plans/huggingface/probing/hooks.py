@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from parallel_plans.huggingface.probing.by_token import is_by_token
+from parallel_plans.huggingface.probing.probe import is_by_token
 
 NOT_TRIED = "torch.distributed", "accelerate", "dtensor_ring", "parallel_plans"
 MIXES = (

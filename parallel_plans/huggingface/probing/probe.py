@@ -1,4 +1,7 @@
-"""Runs a model on a few tokens, to check that its tokens interact in attention only."""
+"""Runs a model on a few tokens, to check that its tokens interact in attention only.
+
+`is_by_token` runs one function, such as a layer or a hook, in which they must not interact.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from parallel_plans.huggingface.core.attention_function import at_positions, tokens_of
 from parallel_plans.huggingface.core.bias_tables import making_tables
@@ -29,8 +33,6 @@ from parallel_plans.huggingface.states.state_passing import LocalStatePassing, S
 from parallel_plans.huggingface.states.stateful import passing_states, stateful_layers
 
 NUM_TOKENS = 8
-# What files of transformers call their own attention function.
-EAGER = "eager_attention_forward"
 # Windows up to nearly this many tokens are found in a layer's own attention function.
 NUM_KEYS = 2**15
 ROUTER_LOGITS = "output_router_logits"
@@ -229,6 +231,10 @@ def _hides_keys(module: nn.Module, query: Tensor, key: Tensor, options: dict[str
     return not torch.allclose(mean, index.mean().expand_as(mean), rtol=TOLERANCE)
 
 
+# What files of transformers call their own attention function.
+EAGER = "eager_attention_forward"
+
+
 def _own_function(module: nn.Module) -> Callable[..., Any] | None:
     """Return the attention function in the file of a layer's class, or of one that it extends."""
     for kind in type(module).__mro__:
@@ -325,3 +331,38 @@ def _agree(found: Tensor, whole: Tensor | None, shard: tuple[int, ...]) -> bool:
         return True
     difference, scale = (found - expected).float_power(2), expected.float_power(2)
     return bool(difference.abs().sum() <= (TOLERANCE**2) * scale.abs().sum())
+
+
+# Kernels of eight bits want more than 16 tokens.
+NUM_TRIED = 32
+# The tokens of the second run: a shard with a gap, without the first and the last. It does not lie
+# evenly around the middle: a function that reverses tokens would give it what is right.
+TRIED_SHARD = (*range(2, 12), *range(19, 29))
+# How much larger a token of the first run is, which the second lacks: a mean over tokens follows
+# it, and a scale for all tokens rounds the others to zero.
+LARGER, LARGE = 1_000.0, 16
+
+
+@torch.no_grad()
+def is_by_token(run: Callable[[Tensor], Tensor], like: Any) -> bool:
+    """Return whether outputs of a shard are those of the whole, in which a token is larger.
+
+    Args:
+        run: takes `(..., L, H)`, and returns as many tokens.
+        like: what it gets in a forward, `(..., L, H)`; other things are not tried.
+    """
+    if not isinstance(like, Tensor) or isinstance(like, DTensor) or not like.is_floating_point():
+        return True
+    numbers = torch.arange(NUM_TRIED * like.shape[-1], device=like.device)
+    shape = *(1,) * (like.ndim - 2), NUM_TRIED, like.shape[-1]
+    whole = numbers.float().sin().view(shape).to(like.dtype)
+    whole[..., LARGE, :] *= LARGER
+    shard = whole[..., list(TRIED_SHARD), :]
+    try:
+        expected = run(whole)[..., list(TRIED_SHARD), :].float()
+        of_shard = run(shard).float()
+    except Exception:  # code of a model may want other shapes, or return no tensor, as a router
+        return True
+    if of_shard.shape != expected.shape or not expected.isfinite().all():
+        return True
+    return bool((of_shard - expected).norm() <= TOLERANCE * expected.norm())

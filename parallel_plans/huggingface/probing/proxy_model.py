@@ -7,50 +7,9 @@ import sys
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 HEADS, HEAD_DIM, WIDTH, VOCABULARY = 4, 8, 32, 64
-# Sizes by the name of an option: the first pattern that matches counts.
-SIZES: tuple[tuple[str, int], ...] = (
-    (r".*vocab\w*(size|base)\w*|\w*(^|_)num_embeddings|decoder_vocab_size|n_words", VOCABULARY),
-    (r"(num_|n_)?(local_|routed_|moe_num_)?experts|num_local_experts|n_routed_experts", 4),
-    (r"moe_num_experts|zero_expert_num|num_zero_experts", 4),
-    (r"num_experts_per_tok(en)?|moe_k|moe_top_?k|top_k_experts|experts_top_k|expert_top_k", 2),
-    (r"num_selected_experts|num_experts_per_token|moe_topk|router_top_k|top_k", 2),
-    (r"n_shared_experts|num_shared_experts|moe_num_shared_experts", 1),
-    (r"n_group|num_expert_groups?", 2),
-    (r"topk_group|num_limited_groups|first_k_dense_replace|num_dense_layers", 1),
-    (r"\w*lora_rank|\w*_rank|hc_lowrank|embedding_rank", 8),
-    (r"qk_rope_head_dim|rotary_dim|d_rel", 4),
-    (r"qk_head_dim", 12),
-    (r"\w*_layer_offset", 1),
-    (r"mamba_(d_head|head_dim|headdim)", 16),
-    (r"\w*(num_key_value|kv|key_value)_heads|num_query_groups", 2),
-    (r"index_n_heads", 16),  # with few, many scores of an index would be 0, and tie
-    (r"\w*(num_|n_)(\w+_)?(attention_)?heads?|\w*attention_heads|n_head", HEADS),
-    (r"\w*head_?dim|\w*head_size|kv_channels|dim_head|d_head|d_kv|\w*attention_head_dim", HEAD_DIM),
-    (r"moe_(shared_expert_)?intermediate_size|expert_ffn_hidden_size", 12),
-    (r"mamba_d_ssm|mamba_intermediate|ssm_intermediate_size", WIDTH),
-    (
-        r"\w*(intermediate|ffn|ff_|mlp|feed_forward)\w*(size|dim)?|\w*ffn_dim|d_inner|dff|dim_ff|d_ff",
-        48,
-    ),
-    (r"hidden_dim|n_inner|inner_size", 48),
-    (r"mamba_d_state|ssm_state_size|state_size|\w*_d_state", 8),
-    (r"\w*chunk_size|\w*_chunk_len\w*", 16),
-    (r"hidden_size_per_layer_input|index_topk\w*|ple_embed_dim|laurel_rank|compress\w*_dim", 8),
-    (r"\w*hidden_size\w*|d_model|n_embd|dim|\w*emb(ed)?(ding)?_(dim|size)|\w*_embed_dim", WIDTH),
-    (
-        r"word_embed_proj_dim|lru_width|prediction_head_size|\w*out_hidden_size|\w*projection_dim",
-        WIDTH,
-    ),
-    (r"\w*(period|interval|every_n_layers|layer_freq|sparse_step|_pattern)", 2),
-    (r"\w*time_step_rank|\w*dt_rank", 4),
-)
-
-# Options that the model derives from others if its config does not set them.
-FILLED = {"head_dim": HEAD_DIM, "num_key_value_heads": HEADS, "num_experts_per_tok": 2}
 
 # Options that the config derives from others if they are not given.
 COMPUTED = ("attention_hidden_size", "attention_head_dim", "hybrid_layer_ids")
@@ -96,7 +55,7 @@ def small_config(config: Any, num_of_kind: int = 1, **changes: Any) -> Any:
     return type(config).from_dict(small | parts | changes)
 
 
-def needs_proxy(model: nn.Module) -> bool:
+def needs_proxy(model: torch.nn.Module) -> bool:
     """Return whether a model cannot run tokens yet: it has no weights, or FSDP2 has sharded it.
 
     The first forward of FSDP2 decides which module is its root, and it is not to be a part.
@@ -172,6 +131,49 @@ def _kept_layers(config: Any, options: dict[str, Any], num_of_kind: int) -> Laye
     if options.get(SHARED):  # the last layers reuse keys and values of earlier ones
         kept += [number - 1 - index for index in range(len(kept))]
     return Layers(number, sorted(kept))
+
+
+# Options that the model derives from others if its config does not set them.
+FILLED = {"head_dim": HEAD_DIM, "num_key_value_heads": HEADS, "num_experts_per_tok": 2}
+
+
+# Sizes by the name of an option: the first pattern that matches counts.
+SIZES: tuple[tuple[str, int], ...] = (
+    (r".*vocab\w*(size|base)\w*|\w*(^|_)num_embeddings|decoder_vocab_size|n_words", VOCABULARY),
+    (r"(num_|n_)?(local_|routed_|moe_num_)?experts|num_local_experts|n_routed_experts", 4),
+    (r"moe_num_experts|zero_expert_num|num_zero_experts", 4),
+    (r"num_experts_per_tok(en)?|moe_k|moe_top_?k|top_k_experts|experts_top_k|expert_top_k", 2),
+    (r"num_selected_experts|num_experts_per_token|moe_topk|router_top_k|top_k", 2),
+    (r"n_shared_experts|num_shared_experts|moe_num_shared_experts", 1),
+    (r"n_group|num_expert_groups?", 2),
+    (r"topk_group|num_limited_groups|first_k_dense_replace|num_dense_layers", 1),
+    (r"\w*lora_rank|\w*_rank|hc_lowrank|embedding_rank", 8),
+    (r"qk_rope_head_dim|rotary_dim|d_rel", 4),
+    (r"qk_head_dim", 12),
+    (r"\w*_layer_offset", 1),
+    (r"mamba_(d_head|head_dim|headdim)", 16),
+    (r"\w*(num_key_value|kv|key_value)_heads|num_query_groups", 2),
+    (r"index_n_heads", 16),  # with few, many scores of an index would be 0, and tie
+    (r"\w*(num_|n_)(\w+_)?(attention_)?heads?|\w*attention_heads|n_head", HEADS),
+    (r"\w*head_?dim|\w*head_size|kv_channels|dim_head|d_head|d_kv|\w*attention_head_dim", HEAD_DIM),
+    (r"moe_(shared_expert_)?intermediate_size|expert_ffn_hidden_size", 12),
+    (r"mamba_d_ssm|mamba_intermediate|ssm_intermediate_size", WIDTH),
+    (
+        r"\w*(intermediate|ffn|ff_|mlp|feed_forward)\w*(size|dim)?|\w*ffn_dim|d_inner|dff|dim_ff|d_ff",
+        48,
+    ),
+    (r"hidden_dim|n_inner|inner_size", 48),
+    (r"mamba_d_state|ssm_state_size|state_size|\w*_d_state", 8),
+    (r"\w*chunk_size|\w*_chunk_len\w*", 16),
+    (r"hidden_size_per_layer_input|index_topk\w*|ple_embed_dim|laurel_rank|compress\w*_dim", 8),
+    (r"\w*hidden_size\w*|d_model|n_embd|dim|\w*emb(ed)?(ding)?_(dim|size)|\w*_embed_dim", WIDTH),
+    (
+        r"word_embed_proj_dim|lru_width|prediction_head_size|\w*out_hidden_size|\w*projection_dim",
+        WIDTH,
+    ),
+    (r"\w*(period|interval|every_n_layers|layer_freq|sparse_step|_pattern)", 2),
+    (r"\w*time_step_rank|\w*dt_rank", 4),
+)
 
 
 def _small(name: str, x: Any, options: dict[str, Any], layers: Layers) -> Any:

@@ -20,8 +20,8 @@ from torch.utils.hooks import RemovableHandle
 
 from parallel_plans.huggingface.core.modules import language_model_of
 from parallel_plans.huggingface.core.patterns import frozen
-from parallel_plans.huggingface.probing.by_token import is_by_token
 from parallel_plans.huggingface.probing.hooks import HookCheck
+from parallel_plans.huggingface.probing.probe import is_by_token
 from parallel_plans.huggingface.states.stateful import attention_layers, stateful_layers
 
 ONE_SCALE = (

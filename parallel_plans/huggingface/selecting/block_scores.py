@@ -19,12 +19,13 @@ from torch.overrides import TorchFunctionMode
 from parallel_plans.huggingface.core.key_index import KeyIndex
 from parallel_plans.huggingface.selecting.selection import Selection
 
-# Other ranks have more keys, so an indexer reads this as their number.
-ALL_KEYS = sys.maxsize
-
 
 class UnknownScoresError(ValueError):
     """An indexer does something else with its keys than to choose by products."""
+
+
+# Other ranks have more keys, so an indexer reads this as their number.
+ALL_KEYS = sys.maxsize
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,13 @@ from parallel_plans.huggingface.core.key_index import KeyIndex, KeyPools
 from parallel_plans.huggingface.core.layer_inputs import InputsWithPools
 from parallel_plans.huggingface.selecting.pools import random_input, rotation_of
 
+
+def compressing_layers(model: nn.Module) -> list[Any]:
+    """Return the attention modules that have a compressor of a known form."""
+    found = [x for x in model.modules() if isinstance(getattr(x, "compressor", None), nn.Module)]
+    return [x for x in found if _is_known(x.compressor)]
+
+
 # The parts of a compressor, and of the index that one may have.
 PARTS = (
     *("compress_rate", "head_dim", "kv_proj", "gate_proj", "position_bias", "kv_norm"),
@@ -22,12 +29,6 @@ PARTS = (
 )
 INDEX_PARTS = (*PARTS, "q_b_proj", "scorer", "num_heads", "index_topk")
 SCORER_PARTS = "softmax_scale", "weights_scaling", "weights_proj"
-
-
-def compressing_layers(model: nn.Module) -> list[Any]:
-    """Return the attention modules that have a compressor of a known form."""
-    found = [x for x in model.modules() if isinstance(getattr(x, "compressor", None), nn.Module)]
-    return [x for x in found if _is_known(x.compressor)]
 
 
 def _is_known(compressor: Any) -> bool:

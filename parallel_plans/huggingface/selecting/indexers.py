@@ -16,16 +16,12 @@ from torch import Tensor, nn
 from parallel_plans.huggingface.core.key_index import KeyIndex
 from parallel_plans.huggingface.core.versions import names_in_forward, parameter_of_cache
 from parallel_plans.huggingface.core.whole_rows import DOCUMENTS, ROW, TOKENS
+from parallel_plans.huggingface.selecting import compressed
 from parallel_plans.huggingface.selecting.block_scores import (
     BlockScores,
     CountedPlaces,
     Places,
     UnknownScoresError,
-)
-from parallel_plans.huggingface.selecting.compressed import (
-    check_compressors,
-    compressing_layers,
-    describe_pools,
 )
 from parallel_plans.huggingface.selecting.pools import (
     check_pools,
@@ -40,14 +36,16 @@ UPDATE, UPDATE_LAYER = "update_indexer", "update_index"
 # The type, in a config, of layers whose attention gets what an indexer chooses.
 INDEXED_KIND = "indexed_attention"
 MASK, POSITIONS = "attention_mask", "position_ids"
-# Where a layer of a stock cache keeps the positions of all tokens, by three axes.
-POSITIONS_OF_INDEX = "indexer_position_ids"
 
 
 def indexers_of(model: nn.Module) -> list[Any]:
     """Return the modules whose forward gives keys of an index to a cache."""
     updates = {UPDATE, UPDATE_LAYER}
     return [x for x in model.modules() if updates.intersection(names_in_forward(x))]
+
+
+# Where a layer of a stock cache keeps the positions of all tokens, by three axes.
+POSITIONS_OF_INDEX = "indexer_position_ids"
 
 
 def give_index(indexer: Any, layer: Any, keys: Tensor, padding: Tensor | None = None) -> None:
@@ -95,7 +93,7 @@ def count_places(model: nn.Module) -> str | None:
 
     `None` stands for a model without such layers.
     """
-    if choose_blocks(model) or compressing_layers(model):
+    if choose_blocks(model) or compressed.compressing_layers(model):
         return ROW
     found = {form.counted for x in indexers_of(model) if (form := form_of(x)) is not None}
     return next((x for x in (TOKENS, DOCUMENTS) if x in found), None)
@@ -117,9 +115,9 @@ def describing_scores(model: Any) -> Iterator[None]:
     """Open a context in which the indexers of a model describe their scores."""
     indexers = indexers_of(model)
     check_pools(indexers)
-    check_compressors(model)
+    compressed.check_compressors(model)
     describe_scores(indexers)
-    changed = hand_on_choice(model) + describe_pools(model)
+    changed = hand_on_choice(model) + compressed.describe_pools(model)
     try:
         yield
     finally:
@@ -139,7 +137,7 @@ def select_keys_of(model: Any) -> None:
     """Make the indexed layers of a model attend to the keys that they choose over all ranks."""
     describe_scores(indexers_of(model))
     hand_on_choice(model)
-    describe_pools(model)
+    compressed.describe_pools(model)
     keep_latents(selecting_layers(model))
 
 

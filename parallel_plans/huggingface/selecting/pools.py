@@ -23,8 +23,6 @@ from parallel_plans.huggingface.selecting.selection import Selection
 # How an attention module makes a mask of what its indexer chooses.
 MASK_OF_CHOICE = "build_attention_mask_from_topk"
 MASK = "attention_mask"
-# The function of a model's file that rotates heads by their positions.
-ROTATION = "apply_rotary_pos_emb"
 
 
 class PoolForm(NamedTuple):
@@ -99,6 +97,10 @@ def _mean_key(indexer: Any, rotary_dim: int, tokens: Tensor) -> Tensor:
     mean = indexer.k_layernorm(keys.float().mean(2).to(keys.dtype)).unsqueeze(2)
     first = {"cos": cos[:, :, 0], "sin": sin[:, :, 0]}
     return rotation_of(indexer)(mean, **first, unsqueeze_dim=2).squeeze(2)
+
+
+# The function of a model's file that rotates heads by their positions.
+ROTATION = "apply_rotary_pos_emb"
 
 
 def rotation_of(indexer: Any) -> Callable[..., Tensor]:

@@ -15,12 +15,11 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.exceptions import HTTPException
 
-from parallel_plans.huggingface.server.answers import DONE, AnswerChoice, AnswerForm, event
+from parallel_plans.huggingface.server.answers import AnswerChoice, AnswerForm, StreamText, event
 from parallel_plans.huggingface.server.asked import AskedChat, AskedCompletion, AskedText, refused
 from parallel_plans.huggingface.server.engine import AskedTokens
 from parallel_plans.huggingface.server.metrics import ServerMetrics
 from parallel_plans.huggingface.server.open_requests import HttpError, OpenRequests
-from parallel_plans.huggingface.server.stream_text import StreamText
 
 Asked = AskedCompletion | AskedChat
 
@@ -209,7 +208,7 @@ class Answer:
             return
         if self._asked.has_usage:
             yield self.form.last(self.choices)
-        yield DONE
+        yield self.form.DONE
 
 
 def _decoder(tokenizer: Any) -> Callable[[list[int]], str]:

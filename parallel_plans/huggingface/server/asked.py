@@ -8,19 +8,6 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from parallel_plans.huggingface.server.open_requests import HttpError
 
-# What OpenAI's clients may send though it asks for nothing.
-ASKS_NOTHING = (
-    ("best_of", 1),
-    ("echo", False),
-    ("frequency_penalty", 0),
-    ("logit_bias", {}),
-    ("logprobs", False),
-    ("presence_penalty", 0),
-    ("tools", []),
-)
-
-Text = Annotated[str, Field(min_length=1)]
-
 
 def _is(given: Any, value: Any) -> bool:
     """Return whether a value is given; 0 is not False."""
@@ -58,6 +45,9 @@ class TextPart(Strict):
     text: str
 
 
+Text = Annotated[str, Field(min_length=1)]
+
+
 class Message(Strict):
     """A message of a chat."""
 
@@ -72,6 +62,18 @@ class Message(Strict):
             content = "".join(part.text for part in content)
         given = {"role": self.role, "content": content}
         return given if self.name is None else given | {"name": self.name}
+
+
+# What OpenAI's clients may send though it asks for nothing.
+ASKS_NOTHING = (
+    ("best_of", 1),
+    ("echo", False),
+    ("frequency_penalty", 0),
+    ("logit_bias", {}),
+    ("logprobs", False),
+    ("presence_penalty", 0),
+    ("tools", []),
+)
 
 
 class AskedText(Strict):

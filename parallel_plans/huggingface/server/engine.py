@@ -18,11 +18,6 @@ from parallel_plans.huggingface.serving.continuous_batch import ContinuousBatch
 
 # Seconds between two messages to ranks that wait.
 HEARTBEAT = 1.0
-# Bytes of the first message of commands. What is longer takes a second one.
-FRAME = 4096
-NUM_LENGTH = 8
-# Seconds between two looks at the pool, for metrics.
-LOOK_EVERY = 0.5
 
 
 @dataclass(frozen=True)
@@ -105,6 +100,11 @@ class StepCommands:
         return cls([AskedTokens(**x) for x in found["adds"]], found["cancels"], found["is_end"])
 
 
+# Bytes of the first message of commands. What is longer takes a second one.
+FRAME = 4096
+NUM_LENGTH = 8
+
+
 def broadcast_bytes(group: dist.ProcessGroup, data: bytes) -> bytes:
     """Return the bytes that the first rank of a group of CPUs gives; other ranks give none."""
     # A frame, whose size all ranks know before they get it:
@@ -184,6 +184,10 @@ class Engine:
             with suppress(ValueError):  # on all ranks: it was refused, or ended
                 self._batch.cancel_request(name)
         return refused
+
+
+# Seconds between two looks at the pool, for metrics.
+LOOK_EVERY = 0.5
 
 
 class Frontend:

@@ -22,9 +22,6 @@ import torch.multiprocessing as mp
 
 from parallel_plans.huggingface.server.rank import ServerOptions, first_line, handled, run_rank
 
-# Seconds that the other ranks have to end after one that died.
-GRACE_SECONDS = 15
-
 
 def launch(options: ServerOptions) -> int:
     """Serve until a signal ends it, and return the exit status: 0, or 1 if a rank failed."""
@@ -91,6 +88,10 @@ def _served(options: ServerOptions) -> int:
         os._exit(1)
     dist.destroy_process_group()
     return 0
+
+
+# Seconds that the other ranks have to end after one that died.
+GRACE_SECONDS = 15
 
 
 def watched(ranks: list[Any]) -> int:

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 
 from parallel_plans.huggingface.plan import context_parallel_plan
@@ -34,10 +33,6 @@ from parallel_plans.huggingface.serving.continuous_batch import ContinuousBatch
 # Seconds after which groups fail, once clients were told that a rank hangs: what notices it first
 # may end the process, as NCCL's watchdog does.
 SPARE_SECONDS = 5
-# Seconds between two checks of the engine.
-WATCH_EVERY = 0.5
-# Minutes that ranks wait for the one that is the last to have loaded its weights.
-LOADING_MINUTES = 60
 
 
 @dataclass(frozen=True)
@@ -157,6 +152,10 @@ def announced(first: FirstRank) -> None:
     print(f"listening on {first.url}", flush=True)
 
 
+# Minutes that ranks wait for the one that is the last to have loaded its weights.
+LOADING_MINUTES = 60
+
+
 def loaded(options: ServerOptions) -> tuple[Any, Any]:
     """Return the model under its plan, and its tokenizer, once all ranks have loaded them."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -171,7 +170,7 @@ def loaded(options: ServerOptions) -> tuple[Any, Any]:
     tokenizer = AutoTokenizer.from_pretrained(options.model)
     dist.barrier(loading)
     dist.destroy_process_group(loading)
-    mesh = init_device_mesh(kind, (options.num_ranks,), mesh_dim_names=("cp",))
+    mesh = dist.init_device_mesh(kind, (options.num_ranks,), mesh_dim_names=("cp",))
     plan = context_parallel_plan(model, options.layout, cache_dtype=options.cache_dtype)
     return parallelize_module(model, mesh, plan), tokenizer
 
@@ -228,6 +227,10 @@ def taken_stops(model: Any) -> tuple[str, ...]:
     config = model.generation_config
     found, config.stop_strings = getattr(config, "stop_strings", None), None
     return (found,) if isinstance(found, str) else tuple(found or ())
+
+
+# Seconds between two checks of the engine.
+WATCH_EVERY = 0.5
 
 
 class FirstRank:

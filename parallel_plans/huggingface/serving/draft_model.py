@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import parallelize_module
 
 from dtensor_ring import BlockPool, OutOfBlocks, SequenceAxis
@@ -24,11 +23,6 @@ from parallel_plans.huggingface.serving.served_request import ServedRequest, pro
 from parallel_plans.huggingface.serving.verify import Draft
 from parallel_plans.huggingface.sharding.agreement import facts
 from parallel_plans.huggingface.sharding.sharding import shardings_of
-
-# Missing tokens up to so many are computed in the first step of a draft.
-MOST_MISSING = 32
-
-SAME_DRAFTS = "have the same assistant_model (loaded, or seeded before it is made)"
 
 
 class Drafters:
@@ -134,6 +128,10 @@ class BegunDraft:
     def draft(self) -> Draft:
         """Return the proposed tokens, with their scores if they have any."""
         return Draft(self.tokens, torch.cat(self.rows) if self.rows else None)
+
+
+# Missing tokens up to so many are computed in the first step of a draft.
+MOST_MISSING = 32
 
 
 class ModelDrafter(Drafter):
@@ -246,6 +244,9 @@ class ModelDrafter(Drafter):
                 x.limit = len(x.tokens)
 
 
+SAME_DRAFTS = "have the same assistant_model (loaded, or seeded before it is made)"
+
+
 def checked_assistant(
     assistant: Any, model: Any, axis: SequenceAxis, plan_of: Callable[[Any], Any]
 ) -> Any:
@@ -312,5 +313,5 @@ def _alone(assistant: Any, device_type: str, plan_of: Callable[[Any], Any]) -> A
     # What is in the memo is not copied.
     made = deepcopy(assistant, {id(x): x for x in shared})
     group: Any = dist.new_group([dist.get_rank()], use_local_synchronization=True)
-    mesh = DeviceMesh.from_group(group, device_type, mesh_dim_names=("assistant",))
+    mesh = dist.DeviceMesh.from_group(group, device_type, mesh_dim_names=("assistant",))
     return parallelize_module(made, mesh, plan_of(made))

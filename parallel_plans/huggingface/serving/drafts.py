@@ -15,9 +15,6 @@ from torch import nn
 from parallel_plans.huggingface.serving.served_request import ServedRequest
 from parallel_plans.huggingface.serving.verify import Draft
 
-Function = Callable[[Sequence[Sequence[int]], Sequence[int]], Sequence[Sequence[int]]]
-"""Gets the tokens of some requests, which it must not change, and how many to propose of each."""
-
 ADAPTIVE = ("heuristic", "heuristic_transient")
 SCHEDULES = (*ADAPTIVE, "constant")
 # Options of a GenerationConfig about drafts, of those that are not the model's.
@@ -181,6 +178,10 @@ def looked_up(tokens: array[int], ngram: int, count: int) -> list[int]:
         if len(ends):
             return ids[ends[0] + 1 :][:count].tolist()
     return []
+
+
+Function = Callable[[Sequence[Sequence[int]], Sequence[int]], Sequence[Sequence[int]]]
+"""Gets the tokens of some requests, which it must not change, and how many to propose of each."""
 
 
 @dataclass(eq=False)

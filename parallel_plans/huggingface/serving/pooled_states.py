@@ -26,10 +26,6 @@ from parallel_plans.huggingface.states.state_steps import PrefillStates, SingleS
 from parallel_plans.huggingface.states.stateful import LayerCall, RunLayer, first, with_hidden
 
 Chunk = tuple[PooledSequence, int]
-# Tables grow by so many slots at once.
-SPARE_SLOTS = 4
-# Slots, as `StateMemory.indices` returns them, or a range of them.
-Slots = Tensor | slice
 
 
 class PooledStates:
@@ -110,6 +106,13 @@ class PooledStates:
 
     def _slots(self, sequences: Sequence[PooledSequence]) -> list[int]:
         return [self._pool.slot(x) for x in sequences]
+
+
+# Tables grow by so many slots at once.
+SPARE_SLOTS = 4
+
+# Slots, as `StateMemory.indices` returns them, or a range of them.
+Slots = Tensor | slice
 
 
 class StateMemory:

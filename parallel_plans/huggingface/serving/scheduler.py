@@ -16,8 +16,6 @@ from dtensor_ring.extension import BlockCopy, PooledSequence
 from parallel_plans.huggingface.serving.served_request import ServedRequest
 from parallel_plans.huggingface.serving.state_slots import KnownStates
 
-AGE = attrgetter("number")
-
 
 @dataclass
 class ServingCounts:
@@ -41,6 +39,9 @@ class ServingCounts:
     preempted: int = 0
     proposed: int = 0
     accepted: int = 0
+
+
+AGE = attrgetter("number")
 
 
 # Note [Preemption]: a preempted request loses its blocks, not its tokens: it waits again, and its

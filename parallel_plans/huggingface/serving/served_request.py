@@ -18,23 +18,6 @@ from torch import Tensor
 from dtensor_ring.extension import PooledSequence
 from parallel_plans.huggingface.serving.verify import Draft, drawn
 
-# Options of `generate` that choose tokens, beside those of a GenerationConfig.
-CRITERIA, STOPS = "stopping_criteria", "stop_strings"
-FUNCTIONS = ("logits_processor", CRITERIA, "prefix_allowed_tokens_fn", "tokenizer")
-# Options of a GenerationConfig that are for one call of `generate`, and the values that ask for
-# nothing.
-ALLOWED = (
-    ("max_time", (None,)),
-    ("guidance_scale", (None, 1)),
-    ("cache_implementation", (None, "dynamic")),
-    ("token_healing", (None, False)),
-    ("assistant_early_exit", (None,)),
-    ("assistant_ensemble_weight", (None,)),
-    ("speculation_type", (None,)),
-    ("use_mtp", (None, False)),
-)
-
-
 # Processors of transformers that read the scores of a row, and not the tokens before it.
 BY_ROW = ("TemperatureLogitsWarper", "TopKLogitsWarper", "TopPLogitsWarper", "MinPLogitsWarper")
 
@@ -109,6 +92,11 @@ def _copied(processor: Any) -> Any:
         ) from error
 
 
+# Options of `generate` that choose tokens, beside those of a GenerationConfig.
+CRITERIA, STOPS = "stopping_criteria", "stop_strings"
+FUNCTIONS = ("logits_processor", CRITERIA, "prefix_allowed_tokens_fn", "tokenizer")
+
+
 def stop_strings_as_criterion(
     options: dict[str, Any], config: Any, of_model: Any
 ) -> dict[str, Any]:
@@ -136,6 +124,20 @@ def stop_strings_as_criterion(
     criterion = StopStringCriteria(tokenizer, stops)
     # `None` as an option counts more than what configs say.
     return asked | {STOPS: None, CRITERIA: [*(asked.get(CRITERIA) or ()), criterion]}
+
+
+# Options of a GenerationConfig that are for one call of `generate`, and the values that ask for
+# nothing.
+ALLOWED = (
+    ("max_time", (None,)),
+    ("guidance_scale", (None, 1)),
+    ("cache_implementation", (None, "dynamic")),
+    ("token_healing", (None, False)),
+    ("assistant_early_exit", (None,)),
+    ("assistant_ensemble_weight", (None,)),
+    ("speculation_type", (None,)),
+    ("use_mtp", (None, False)),
+)
 
 
 def prepare_choice(

@@ -15,9 +15,6 @@ from typing import Any, NamedTuple
 from dtensor_ring import BlockPool, OutOfBlocks
 from dtensor_ring.extension import PooledSequence
 
-# The slot that no sequence has: its states are those before the first token.
-NO_TOKENS = 0
-
 
 class SlotCopy(NamedTuple):
     """A copy of the states in one slot to another one.
@@ -29,6 +26,10 @@ class SlotCopy(NamedTuple):
 
     source: int
     target: int
+
+
+# The slot that no sequence has: its states are those before the first token.
+NO_TOKENS = 0
 
 
 class StateSlots(BlockPool):

@@ -10,12 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
 from parallel_plans.huggingface.serving.served_request import ServedRequest
 from parallel_plans.huggingface.serving.verify import Draft
-
-NOTHING = -1  # no token has this number
 
 
 class ToldTokens:
@@ -77,9 +74,12 @@ def _longest_draft(request: ServedRequest, share: int) -> int:
     return max(0, min(request.num_drafts + 2, share - 1))  # it may learn to ask for two more
 
 
+NOTHING = -1  # no token has this number
+
+
 def _filled(numbers: Sequence[int], num: int) -> list[int]:
     return [*numbers, *[NOTHING] * (num - len(numbers))]
 
 
-def _told(tokens: Tensor) -> list[int]:
+def _told(tokens: torch.Tensor) -> list[int]:
     return tokens[tokens != NOTHING].tolist()

@@ -47,8 +47,6 @@ from parallel_plans.huggingface.serving.told_tokens import ToldTokens
 from parallel_plans.huggingface.serving.two_pools import TwoPoolScheduler
 from parallel_plans.huggingface.sharding.sharding import Sharding
 
-Chunks = list[tuple[ServedRequest, int]]
-
 
 def install_batches(model: Any, plan_of: Callable[[Any], Any]) -> None:
     """Make continuous batching of this model run over a sharded pool, or over one of each group.
@@ -101,6 +99,9 @@ class RequestsHandedBack(RingError):
         text = f"{error}. Requests that have not started: {', '.join(not_started) or 'none'}"
         super().__init__(text, **place, seconds=error.seconds)
         self.not_started = not_started
+
+
+Chunks = list[tuple[ServedRequest, int]]
 
 
 # Note [Drafts of two groups]: the ranks that decode propose tokens at the end of a step, for

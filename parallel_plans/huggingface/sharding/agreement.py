@@ -13,7 +13,6 @@ from zlib import crc32
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from dtensor_ring import SequenceAxis
@@ -34,9 +33,6 @@ SAME_BATCH = (
     "get the same batch (samplers and the seeds of random collators depend on the data-parallel "
     f"rank only) {SAME_WEIGHTS}"
 )
-
-# By key, for the op: an argument of a graph cannot be a model.
-_AGREEMENTS: WeakValueDictionary[str, Agreement] = WeakValueDictionary()
 
 
 def described(batch: Mapping[str, Any]) -> dict[str, str]:
@@ -101,6 +97,10 @@ class Parts(NamedTuple):
             dict(zip(of_numbers.split(","), numbers, strict=False)),
             {name: x for name, _, x in named},
         )
+
+
+# By key, for the op: an argument of a graph cannot be a model.
+_AGREEMENTS: WeakValueDictionary[str, Agreement] = WeakValueDictionary()
 
 
 # Note [Compared batches]: each forward sends a checksum of its batch, in one small message to all
@@ -292,7 +292,7 @@ def _are_close(one: tuple[float, float], other: tuple[float, float]) -> bool:
     return all(isclose(x, y, abs_tol=limit) or (isnan(x) and isnan(y)) for x, y in pairs)
 
 
-def facts(model: nn.Module, group: ProcessGroup) -> dict[str, str]:
+def facts(model: nn.Module, group: dist.ProcessGroup) -> dict[str, str]:
     """Return the facts that the ranks' models must have in common, for `check_agreement`."""
     buffers = [x for x in model.buffers() if _is_plain(x)]
     numbers = {"config": numbers_of_config(model), "modules": numbers_of_modules(model)}
@@ -341,12 +341,12 @@ def checksum(tensors: Iterable[Tensor]) -> str:
     return f"checksum {crc32(repr(numbers).encode()):08x}"
 
 
-def checksum_of_weights(model: nn.Module, group: ProcessGroup) -> str:
+def checksum_of_weights(model: nn.Module, group: dist.ProcessGroup) -> str:
     """Return the checksum of the weights that are not sharded over the ranks of a group."""
     return checksum(_comparable(model, group))
 
 
-def _comparable(model: nn.Module, group: ProcessGroup) -> list[Tensor]:
+def _comparable(model: nn.Module, group: dist.ProcessGroup) -> list[Tensor]:
     """Return this rank's weights that should be equal on each rank of the group."""
     others, weights = set(dist.get_process_group_ranks(group)) - {dist.get_rank()}, []
     for x in model.parameters():

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from dtensor_ring.extension import IGNORE_INDEX, Layout, check_strided
+from parallel_plans.huggingface.core import whole_rows
 from parallel_plans.huggingface.core.adapters import adapters_of, check_adapters
 from parallel_plans.huggingface.core.attention_function import RingInputs
 from parallel_plans.huggingface.core.documents import DocumentBounds, blocks, has_content
@@ -21,13 +22,6 @@ from parallel_plans.huggingface.core.model_masks import (
 )
 from parallel_plans.huggingface.core.modules import has_axes
 from parallel_plans.huggingface.core.padding import check_ones_and_zeros
-from parallel_plans.huggingface.core.whole_rows import (
-    DOCUMENTS,
-    TOKENS,
-    WHOLE_ROWS,
-    check_one_document,
-    check_whole_rows,
-)
 from parallel_plans.huggingface.losses.loss import LossFunction
 
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
@@ -38,10 +32,6 @@ DOCUMENT_NUMBERS = "seq_idx"
 POSITIONS, NUM_AXES = "position_ids", (1, 3, 4)
 SHAPES = {"inputs_embeds": "(B, S, H)", "per_layer_inputs": "(B, S, num_layers, H)"}
 LOGITS_TO_KEEP = "logits_to_keep"
-# Numbers that are read one by one faster than all at once.
-FEW = 64
-# Which tokens belong to images, `(B, S)`, and what early layers add to these, by layer, `(T, H)`.
-IS_IMAGE, FEATURES = "visual_pos_masks", "deepstack_visual_embeds"
 
 
 @dataclass(frozen=True)
@@ -156,14 +146,14 @@ def check_places(batch: ModelBatch, counted: str) -> None:
         ValueError: saying why.
     """
     is_compiling = torch.compiler.is_compiling()
-    if counted == DOCUMENTS and not is_compiling and batch.seen is None:
+    if counted == whole_rows.DOCUMENTS and not is_compiling and batch.seen is None:
         return  # boundaries say all
     check_undivided(batch)
-    if counted == TOKENS and not is_compiling:
+    if counted == whole_rows.TOKENS and not is_compiling:
         if has_content(batch.mask, batch.positions):
-            check_one_document(batch.mask, batch.positions)
+            whole_rows.check_one_document(batch.mask, batch.positions)
     elif is_compiling or has_content(batch.mask, batch.positions):
-        check_whole_rows(batch.mask, batch.positions)
+        whole_rows.check_whole_rows(batch.mask, batch.positions)
 
 
 def check_undivided(batch: ModelBatch) -> None:
@@ -175,7 +165,7 @@ def check_undivided(batch: ModelBatch) -> None:
     named = {BOUNDARIES[0]: batch.cu_seq_lens_q, DOCUMENT_NUMBERS: batch.seq_idx}
     for name, x in (named | {"a mask of the model's own": batch.seen}).items():
         if x is not None:
-            raise ValueError(f"{name} says where documents are, and {WHOLE_ROWS}")
+            raise ValueError(f"{name} says where documents are, and {whole_rows.WHOLE_ROWS}")
 
 
 def num_labels(batch: ModelBatch) -> Tensor:
@@ -183,6 +173,10 @@ def num_labels(batch: ModelBatch) -> Tensor:
     assert batch.labels is not None
     labels = batch.labels[:, batch.label_shift :]
     return torch.stack([(x != IGNORE_INDEX).sum() for x in blocks(labels)]).sum()
+
+
+# Which tokens belong to images, `(B, S)`, and what early layers add to these, by layer, `(T, H)`.
+IS_IMAGE, FEATURES = "visual_pos_masks", "deepstack_visual_embeds"
 
 
 def shard(batch: ModelBatch, indices: Tensor, sharded_length: int, past: int = 0) -> ModelBatch:
@@ -357,6 +351,10 @@ def _check_range(model: Any, batch: dict[str, Any]) -> None:
                     f"{name} must be from 0 to {count - 1}, as the model has {count} of them, got "
                     f"{wrong[0].item()}"
                 )
+
+
+# Numbers that are read one by one faster than all at once.
+FEW = 64
 
 
 def _is_within(x: Tensor, count: int) -> bool:

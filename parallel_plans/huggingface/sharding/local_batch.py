@@ -19,13 +19,7 @@ from dtensor_ring.extension import (
     check_agreement,
     tokens_of,
 )
-from parallel_plans.huggingface.core.documents import (
-    Starts,
-    find_starts,
-    joined,
-    numbered_positions,
-    text_positions,
-)
+from parallel_plans.huggingface.core import documents
 from parallel_plans.huggingface.core.modules import backbone_of, language_model_of
 from parallel_plans.huggingface.core.whole_rows import WHOLE_ROWS, are_whole
 from parallel_plans.huggingface.losses.loss import LossFunction
@@ -138,7 +132,7 @@ class Shared(NamedTuple):
     """
 
     seq_len: int
-    starts: Starts | None = None
+    starts: documents.Starts | None = None
     largest: Tensor | None = None
     padding: Tensor | None = None
     checksums: Tensor | None = None
@@ -271,16 +265,16 @@ class LocalBatches:
         told: dict[str, Any] = {}
         values, by_positions = padding, padding is None
         if by_positions and batch.cu_seq_lens_q is None:
-            positions, _ = text_positions(batch.positions)
+            positions, _ = documents.text_positions(batch.positions)
             values = None if positions is None else order.contiguous(positions.long())
             if batch.seq_idx is not None:
-                values = numbered_positions(
+                values = documents.numbered_positions(
                     values, order.contiguous(batch.seq_idx.long()), order.begin
                 )
         if values is not None:
             # Whether the first token of a shard begins a document depends on the token before it.
             before = order.of_neighbour(values[:, -1:], -1)
-            told["starts"] = find_starts(values, by_positions, order.begin, before)
+            told["starts"] = documents.find_starts(values, by_positions, order.begin, before)
         if padding is not None:
             told["checksum"] = checksum_of(padding)
         if self._counts_places and values is not None:
@@ -306,8 +300,10 @@ def _joined(seq_len: int, every: list[dict[str, Any]], padding: Tensor | None) -
     """Join what the ranks have told, all of them the same kinds of facts."""
     starts, found = None, every[0]
     if "starts" in found:
-        first: Starts = found["starts"]
-        starts = joined([x["starts"].table for x in every], first.num_rows, first.by_positions)
+        first: documents.Starts = found["starts"]
+        starts = documents.joined(
+            [x["starts"].table for x in every], first.num_rows, first.by_positions
+        )
     largest = torch.tensor(max(x["largest"] for x in every)) if "largest" in found else None
     checksums = torch.tensor([x["checksum"] for x in every]) if "checksum" in found else None
     return Shared(seq_len, starts, largest, padding, checksums)

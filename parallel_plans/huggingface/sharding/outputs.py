@@ -20,9 +20,6 @@ from parallel_plans.huggingface.losses.loss import (
 )
 from parallel_plans.huggingface.sharding.batch import BatchPlan
 
-Made = list[tuple[Tensor, Any]]
-"""Outputs that were joined already: a graph cannot give two DTensors of one tensor."""
-
 
 class OutputSpec(NamedTuple):
     """What joining the outputs of a batch needs.
@@ -56,6 +53,10 @@ def pops_logits(model: Any, arguments: dict[str, Any]) -> bool:
     is_asked = arguments.pop("output_logits", None)
     is_large = arguments.get("labels") is not None and model.get_output_embeddings() is not None
     return bool(is_asked) or not is_large
+
+
+Made = list[tuple[Tensor, Any]]
+"""Outputs that were joined already: a graph cannot give two DTensors of one tensor."""
 
 
 class Outputs:

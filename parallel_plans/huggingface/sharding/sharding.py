@@ -59,11 +59,6 @@ from parallel_plans.huggingface.sharding.local_batch import IN_GRAPH, LocalBatch
 from parallel_plans.huggingface.sharding.outputs import Outputs, OutputSpec, pops_logits
 from parallel_plans.huggingface.states.state_passing import AxisStatePassing
 
-BALANCED_IN_GRAPH = (
-    "the balanced layout shards each batch by its documents, which a graph cannot: compile the "
-    "model with another layout"
-)
-
 
 class Sharding:
     """Shards a batch over the ranks of the axis, and joins their outputs.
@@ -338,6 +333,12 @@ class Sharding:
         """Gather what a head computed for each of this rank's tokens of the last batch."""
         assert self._spec is not None, "nothing was sharded yet"
         return self.outputs.join(local, self._spec.plan)
+
+
+BALANCED_IN_GRAPH = (
+    "the balanced layout shards each batch by its documents, which a graph cannot: compile the "
+    "model with another layout"
+)
 
 
 @torch.compiler.disable(reason=BALANCED_IN_GRAPH)

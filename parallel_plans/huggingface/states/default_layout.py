@@ -24,8 +24,6 @@ from parallel_plans.huggingface.states.stateful import attention_layers
 from parallel_plans.strategies import SUFFIX, kind_of
 
 DEFAULT: str = "zigzag"
-# Sequence length that is compared for a model without a maximum length.
-DEFAULT_SEQ_LEN = 32768
 
 _LOG = logging.getLogger("dtensor_ring")
 
@@ -120,6 +118,10 @@ def _of_layers(masks: list[Mask], model: Any) -> list[Mask]:
     kinds = [x.removesuffix(SUFFIX) for x in getattr(model.config, "layer_types", None) or ()]
     # Each mask once for each of its layers, so that the many weigh more.
     return [mask for mask in masks for _ in range(max(1, kinds.count(kind_of(mask))))]
+
+
+# Sequence length that is compared for a model without a maximum length.
+DEFAULT_SEQ_LEN = 32768
 
 
 def _longest(model: Any) -> int:

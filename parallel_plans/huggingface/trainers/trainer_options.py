@@ -18,8 +18,6 @@ from parallel_plans.huggingface.sharding.agreement import checksum_of_weights
 # The order of accelerate, whose data loaders assume that ranks that share a batch are adjacent.
 AXES = ("dp_replicate", "dp_shard", "cp", "tp")
 DATA_AXES = ("dp_replicate", "dp_shard")
-# The axis over which accelerate shards a model: `dp_shard` and `cp`, flattened.
-SHARDED = "dp_shard_cp"
 
 
 class MeshConfig(ParallelismConfig):
@@ -110,6 +108,10 @@ def flattened(mesh: DeviceMesh, axes: tuple[str, ...], name: str) -> DeviceMesh 
     if len(kept) <= 1:
         return mesh[kept[0]] if kept else None
     return mesh[kept]._flatten(name)
+
+
+# The axis over which accelerate shards a model: `dp_shard` and `cp`, flattened.
+SHARDED = "dp_shard_cp"
 
 
 def mesh_config(mesh: DeviceMesh, is_sharded: bool) -> MeshConfig:

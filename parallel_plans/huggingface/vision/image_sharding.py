@@ -23,10 +23,6 @@ from parallel_plans.huggingface.vision.replicas import told_by_replicas
 # Flops that a device computes while it sends a byte: 400 TFLOP/s, and 50 GB/s to its peers.
 FLOPS_PER_BYTE = 8_000
 FEATURES, HIDDEN = "get_image_features", "last_hidden_state"
-# Outputs that models merge into the text. A model without them merges the last hidden state.
-EMBEDDINGS = ("pooler_output", "deepstack_features")
-# Relative tolerance: above 16-bit rounding, far below the effect of another image.
-TOLERANCE = 0.02
 
 
 class Share(NamedTuple):
@@ -252,6 +248,10 @@ def _patch_size(config: Any) -> int:
     return prod(size) if isinstance(size, (list, tuple)) else size**2
 
 
+# Outputs that models merge into the text. A model without them merges the last hidden state.
+EMBEDDINGS = ("pooler_output", "deepstack_features")
+
+
 def _merged(output: Any) -> dict[str, Any]:
     """Return the outputs that models merge into the text, by name."""
     found = {name: getattr(output, name, None) for name in EMBEDDINGS}
@@ -283,6 +283,10 @@ def _formed(x: Any, parts: Iterator[Tensor], tokens: list[int]) -> Any:
 def _flat(x: Any) -> Tensor:
     parts = [x] if isinstance(x, Tensor) else list(x)
     return torch.cat([part.flatten(0, -2) for part in parts])
+
+
+# Relative tolerance: above 16-bit rounding, far below the effect of another image.
+TOLERANCE = 0.02
 
 
 def _is_part(part: list[Tensor], whole: list[Tensor], share: Share, found: EmbeddingSize) -> bool:

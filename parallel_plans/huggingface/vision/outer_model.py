@@ -41,14 +41,6 @@ from parallel_plans.huggingface.vision.replicas import check_same_inputs
 if TYPE_CHECKING:
     from parallel_plans.huggingface.generation.context_parallel_cache import ContextParallelCache
 
-# Arguments about the sharded tokens; the merge of images before them has no use for these.
-OF_TOKENS = (
-    *("labels", "shift_labels", "num_items_in_batch", "ignore_index", "output_logits"),
-    *(LOGITS_TO_KEEP, *BOUNDARIES),
-)
-# Options of configs: the id of the token that stands for a part of an image.
-IMAGE_TOKENS = ("image_token_id", "image_token_index", "video_token_id", "video_token_index")
-
 
 def install_outer_model(
     model: Any, decoder: Any, sharding: Sharding, deal_images: bool | None
@@ -97,6 +89,13 @@ class OuterCall:
         tokens = self.tokens
         is_given = isinstance(tokens, Tensor) and isinstance(ids, Tensor) and has_content(ids)
         return is_given and ids.shape == tokens.shape and not ids.is_floating_point()
+
+
+# Arguments about the sharded tokens; the merge of images before them has no use for these.
+OF_TOKENS = (
+    *("labels", "shift_labels", "num_items_in_batch", "ignore_index", "output_logits"),
+    *(LOGITS_TO_KEEP, *BOUNDARIES),
+)
 
 
 # Note [Gradients of the vision encoder]: each rank has the embeddings of all images, and uses those
@@ -261,6 +260,10 @@ def _of_last(plain: Any) -> Any:
         return output
 
     return forward
+
+
+# Options of configs: the id of the token that stands for a part of an image.
+IMAGE_TOKENS = ("image_token_id", "image_token_index", "video_token_id", "video_token_index")
 
 
 def image_tokens(config: Any, arguments: dict[str, Any]) -> Tensor | None:

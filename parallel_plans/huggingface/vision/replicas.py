@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
@@ -68,7 +67,7 @@ class ShardedWeight(NamedTuple):
     """
 
     param: Any
-    owner: nn.Module
+    owner: torch.nn.Module
 
 
 def _weights_of(module: Any) -> list[ShardedWeight]:

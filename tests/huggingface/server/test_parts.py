@@ -7,13 +7,13 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
+from parallel_plans.huggingface.server.answers import StreamText
 from parallel_plans.huggingface.server.engine import (
     FRAME,
     AskedTokens,
     StepCommands,
     broadcast_bytes,
 )
-from parallel_plans.huggingface.server.stream_text import StreamText
 from tests.huggingface.server.tiny import byte_tokenizer
 from tests.pool import on_ranks
 

@@ -25,8 +25,7 @@ from dtensor_ring.command.main import main
 from parallel_plans.huggingface.server import launch
 from parallel_plans.huggingface.server.launch import start_rank, watched
 from parallel_plans.huggingface.server.rank import FirstRank, ServerOptions, bound_socket
-from parallel_plans.models import load, read_config
-from parallel_plans.served import serve
+from parallel_plans.models import load, read_config, serve
 from tests.huggingface.server.tiny import OPTIONS, Stock, serving, until, write_tiny
 from tests.pool import Pool, on_ranks, settle, starting
 from tests.scripts import running_launcher, session

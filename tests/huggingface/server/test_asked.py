@@ -49,3 +49,5 @@ def test_prompts() -> None:
         (rows, rows),
     ):
         assert AskedCompletion.model_validate({"prompt": given}).prompts == expected
+    with pytest.raises(ValueError, match="must be a text"):  # half of a character
+        AskedCompletion.model_validate({"prompt": "a\ud800"})

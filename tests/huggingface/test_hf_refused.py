@@ -57,6 +57,7 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("output_attentions", {"output_attentions": True}),
     ("labels need the logits of all .*leave one out", {"logits_to_keep": 1, "labels": TOKENS}),
     ("logits_to_keep must be a number .*got -1", {"logits_to_keep": -1}),
+    ("encoder_hidden_states is what an encoder.*leave it", {"encoder_hidden_states": TOKENS}),
     ("one length.*'labels': 15", {"labels": TOKENS[:, 1:]}),
     ("input_ids or inputs_embeds", {"input_ids": None}),
 ]

@@ -15,6 +15,7 @@ from parallel_plans.huggingface.core import patterns
 from parallel_plans.huggingface.core.bias_tables import TABLE, log_scale, log_scaled, takes_table
 from parallel_plans.huggingface.core.layer_inputs import InputsWithPools, LayerInputs, ScanChunks
 from parallel_plans.huggingface.core.model_masks import ModelMask, PrecomputedMask
+from parallel_plans.huggingface.core.modules import NO_CROSS_ATTENTION
 
 IMPLEMENTATION = "ring"
 BIASES = ("attention_bias", "alibi", "head_mask", "block_mask")
@@ -249,7 +250,7 @@ def _refuse(
     if query.shape[2] != key.shape[2] and inputs.key_runs is None:
         raise ValueError(
             f"{type(module).__name__} attends from {query.shape[2]} to {key.shape[2]} tokens: "
-            "cross attention of Hugging Face models is not supported over a sharded sequence"
+            f"{NO_CROSS_ATTENTION}"
         )
     for name in _BIASES:
         if others.get(name) is None:

@@ -99,6 +99,9 @@ def join_behind(head: nn.Linear, join: Join) -> None:
 # The attribute in which modules keep their `Stock`, so that copies of a model keep it too.
 STOCK = "context_parallel_stock"
 
+NO_CROSS_ATTENTION = (
+    "cross attention of Hugging Face models is not supported over a sharded sequence"
+)
 NO_PICKLE = (
     "a model under context_parallel_plan cannot be pickled, as by torch.save(model): save "
     "model.state_dict() or call model.save_pretrained(folder), whose weights are those of the "

@@ -22,6 +22,7 @@ from transformers.cache_utils import (
 )
 
 from dtensor_ring.extension import MAX_QUERIES, CacheUsage, NotPickled
+from parallel_plans.huggingface.core.modules import NO_CROSS_ATTENTION
 from parallel_plans.huggingface.core.versions import kept_whole
 from parallel_plans.huggingface.generation.cache_memory import CacheMemory
 from parallel_plans.huggingface.generation.saved_parts import Pair
@@ -371,6 +372,12 @@ def _stock_layers(model: Any) -> tuple[list[Any], list[int], list[int], bool]:
     owners: list[int] = []
     of_type: dict[str, int] = {}
     has_states = _has_kept_states(model)
+    crossing: Sequence[int] = getattr(config, "cross_attention_layers", None) or ()
+    if crossing:  # without images such a layer does not run, and appends nothing
+        raise ValueError(
+            f"layer {crossing[0]} attends to what an encoder makes, and {NO_CROSS_ATTENTION}; for "
+            "text alone generate with use_cache=False, or with the stock model"
+        )
     for number, layer in enumerate(layers):
         kind = types[number] if number < len(types) else ""
         known = (*kept_whole(), DynamicSlidingWindowLayer, DummyLayer)

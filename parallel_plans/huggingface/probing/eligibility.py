@@ -11,6 +11,7 @@ from torch import nn
 from parallel_plans.huggingface.core import positions
 from parallel_plans.huggingface.core.adapters import adapters_of, check_adapters
 from parallel_plans.huggingface.core.modules import (
+    NO_CROSS_ATTENTION,
     WHOLE_HEADS,
     backbone_of,
     language_model_of,
@@ -80,8 +81,8 @@ def _reasons(model: Any, config: Any) -> Iterator[str]:
     """Yield the reasons why a model has no plan."""
     if getattr(config, "is_encoder_decoder", False):
         yield (
-            "its decoder attends to what an encoder makes of another sequence, and cross attention "
-            "of Hugging Face models is not supported over a sharded sequence"
+            "its decoder attends to what an encoder makes of another sequence, and "
+            f"{NO_CROSS_ATTENTION}"
         )
         return
     if type(model).__name__ == DRAFTS:

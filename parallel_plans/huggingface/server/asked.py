@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
@@ -14,8 +15,12 @@ def _is(given: Any, value: Any) -> bool:
     return given == value and isinstance(given, bool) == isinstance(value, bool)
 
 
+# Half of a character, which JSON may have, and no tokenizer takes.
+HALF = re.compile("[\ud800-\udfff]")
+
+
 def _is_text(given: Any) -> bool:
-    return isinstance(given, str) and given != ""
+    return isinstance(given, str) and given != "" and not HALF.search(given)
 
 
 def _is_token(given: Any) -> bool:

@@ -20,7 +20,7 @@ from parallel_plans.huggingface.serving.pooled_forward import (
     check_whole_weights,
 )
 from parallel_plans.huggingface.serving.served_request import ServedRequest, processed
-from parallel_plans.huggingface.serving.verify import Draft
+from parallel_plans.huggingface.serving.verify import Draft, probabilities
 from parallel_plans.huggingface.sharding.agreement import facts
 from parallel_plans.huggingface.sharding.sharding import shardings_of
 
@@ -229,7 +229,7 @@ class ModelDrafter(Drafter):
             self._pool.commit(x.sequence)
         last = torch.tensor(ends, device=logits.device).cumsum(0) - 1
         scores = processed(running, logits[last].to(torch.float32, copy=True))
-        weights = scores.softmax(-1)
+        weights, _ = probabilities(scores)
         chosen = weights.argmax(-1)
         for row, x in enumerate(running):
             if x.request.generator is not None:

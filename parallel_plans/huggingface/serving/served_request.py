@@ -16,8 +16,13 @@ import torch
 from torch import Tensor
 
 from dtensor_ring.extension import PooledSequence
-from parallel_plans.huggingface.serving.verify import Draft, drawn
+from parallel_plans.huggingface.serving.verify import Draft, drawn, probabilities
 
+NO_TOKEN = -1  # where none can be drawn
+UNDRAWABLE = (
+    "no token can be drawn, as scores are inf or NaN after the processors; ask for a temperature "
+    "or penalties nearer to 1, or look for NaN in the model's logits"
+)
 # Processors of transformers that read the scores of a row, and not the tokens before it.
 BY_ROW = ("TemperatureLogitsWarper", "TopKLogitsWarper", "TopPLogitsWarper", "MinPLogitsWarper")
 
@@ -221,6 +226,7 @@ class ServedRequest:
         logprobs: the log-probabilities of the new tokens, if they are asked for.
         generator: its random state, `None` for greedy decoding.
         draft: what is proposed for the next step in which it decodes; `None` until then.
+        error: why it ended without all of its tokens. Its last token then stands for none.
         num_drafts: how many tokens are proposed at once.
     """
 
@@ -239,6 +245,7 @@ class ServedRequest:
         self.siblings: list[ServedRequest] = []
         self.is_cancelled = False
         self.draft: Draft | None = None
+        self.error: str | None = None
         self.num_drafts: int = 0 if choice.drafter is None else choice.drafter.num_tokens
         self._tokens = array("q", prompt)
         self._ids = torch.empty(1, 0, dtype=torch.int64, device=device)
@@ -270,7 +277,8 @@ class ServedRequest:
     @property
     def new_tokens(self) -> list[int]:
         """Return the tokens after the prompt."""
-        return self._tokens[len(self.prompt) :].tolist()
+        end = len(self._tokens) - (self.error is not None)
+        return self._tokens[len(self.prompt) : end].tolist()
 
     def tokens_from(self, start: int) -> list[int]:
         """Return the tokens after the prompt, but for the first `start`."""
@@ -298,10 +306,13 @@ class ServedRequest:
         """Add the next token, and return whether the sequence ends.
 
         Args:
-            token: the token.
+            token: the token; `NO_TOKEN` if none can be drawn, which ends it by an error.
             scores: the scores `(1, V)` that it was chosen by, for stopping criteria.
         """
-        self._tokens.append(token)
+        self._tokens.append(max(token, 0))
+        if token == NO_TOKEN:
+            self.error = UNDRAWABLE
+            return True
         if self.choice.ends is None:
             return bool(self.choice.criteria(self.ids, scores).all())
         longest, tokens = self.choice.ends
@@ -323,8 +334,9 @@ class ServedRequest:
 
     def output(self, error: str | None = None) -> Any:
         """Return the result, or why there is none, as transformers' `GenerationOutput`."""
+        tokens = self.new_tokens
         return generation_output(
-            self.request_id, self.prompt, self.new_tokens, self.logprobs, error
+            self.request_id, self.prompt, tokens, self.logprobs[: len(tokens)], error or self.error
         )
 
 
@@ -418,7 +430,7 @@ def _chosen(requests: Sequence[ServedRequest], scores: Tensor, number: int) -> T
     chosen = scores.argmax(-1)
     drawing = [row for row, x in enumerate(requests) if x.generator is not None]
     if drawing:
-        weights = scores.softmax(-1)
+        weights, has_none = probabilities(scores)
         # Each request draws from its own generator, and one launch takes one generator.
         tokens = [
             drawn(weights[row : row + 1], x.generator, x.draft or Draft(), number)
@@ -426,7 +438,8 @@ def _chosen(requests: Sequence[ServedRequest], scores: Tensor, number: int) -> T
             for x in requests[row : row + 1]
             if x.generator is not None
         ]
-        chosen[torch.tensor(drawing, device=scores.device)] = torch.cat(tokens).squeeze(1)
+        where = torch.tensor(drawing, device=scores.device)
+        chosen[where] = torch.cat(tokens).squeeze(1).masked_fill(has_none[where], NO_TOKEN)
     return chosen
 
 
@@ -436,6 +449,7 @@ def _logprobs(
     """Return the log-probabilities of tokens, by the numbers of the requests that want them."""
     if not any(x.choice.returns_logprobs for x in requests):
         return {}
-    found = scores.log_softmax(-1).gather(-1, chosen.unsqueeze(-1)).squeeze(-1).tolist()
+    given = chosen.clamp(min=0).unsqueeze(-1)  # one that cannot be drawn is given out by nobody
+    found = scores.log_softmax(-1).gather(-1, given).squeeze(-1).tolist()
     wanted = zip(requests, found, strict=True)
     return {x.number: [logprob] for x, logprob in wanted if x.choice.returns_logprobs}

@@ -11,8 +11,10 @@ from collections.abc import Sequence
 
 import torch
 
-from parallel_plans.huggingface.serving.served_request import ServedRequest
+from parallel_plans.huggingface.serving.served_request import UNDRAWABLE, ServedRequest
 from parallel_plans.huggingface.serving.verify import Draft
+
+FAILED = 2  # the end of a request that has an error
 
 
 class ToldTokens:
@@ -47,7 +49,11 @@ class ToldTokens:
             # A float64 travels as the int64 of its bits, so that the message has one dtype.
             bits = torch.tensor(logprobs, dtype=torch.float64).view(torch.int64).tolist()
             drafted = [] if is_end else [*request.drafted]
-            numbers += [int(is_end), *_filled(new, num), *_filled(bits, num)]
+            numbers += [
+                int(is_end) + (request.error is not None),
+                *_filled(new, num),
+                *_filled(bits, num),
+            ]
             numbers += _filled(drafted, num_next)
         self.message.copy_(torch.tensor(numbers, dtype=torch.int64))
 
@@ -62,6 +68,8 @@ class ToldTokens:
             request.note(tokens)
             if request.choice.returns_logprobs:
                 request.logprobs += bits[: len(tokens)].view(torch.float64).tolist()
+            if end == FAILED:
+                request.error = UNDRAWABLE
             ends.append(bool(end))
             drafts.append(Draft(_told(drafted)))
         return ends, drafts

@@ -29,6 +29,21 @@ class Draft:
     probabilities: Tensor | None = None
 
 
+def probabilities(scores: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the probabilities of tokens `(B, V)`, and which rows have none `(B,)`.
+
+    Scores that are NaN or inf give none. Such a row is drawn as if all tokens were alike: an error
+    of the draw would be one of all rows, and on a GPU the end of the process.
+
+    >>> probabilities(torch.tensor([[0.0, 0.0], [torch.inf, 0.0]]))
+    (tensor([[0.5000, 0.5000],
+            [0.5000, 0.5000]]), tensor([False,  True]))
+    """
+    weights = scores.softmax(-1)
+    has_none = weights[:, 0].isnan()  # a row of a softmax is NaN in all numbers, or in none
+    return weights.masked_fill_(has_none.unsqueeze(1), 1 / scores.shape[1]), has_none
+
+
 # Note [Exact drafts]: the model computes the scores after each token of a draft at once, and tokens
 # are chosen from them one after another, as without a draft. The draft goes on as long as the
 # chosen token is the proposed one. So a draft costs or saves time, and changes nothing else.

@@ -20,7 +20,7 @@ from parallel_plans.huggingface.core.model_masks import (
     is_precomputed,
     precomputed_masks,
 )
-from parallel_plans.huggingface.core.modules import has_axes
+from parallel_plans.huggingface.core.modules import NO_CROSS_ATTENTION, has_axes
 from parallel_plans.huggingface.core.padding import check_ones_and_zeros
 from parallel_plans.huggingface.losses.loss import LossFunction
 
@@ -32,6 +32,7 @@ DOCUMENT_NUMBERS = "seq_idx"
 POSITIONS, NUM_AXES = "position_ids", (1, 3, 4)
 SHAPES = {"inputs_embeds": "(B, S, H)", "per_layer_inputs": "(B, S, num_layers, H)"}
 LOGITS_TO_KEEP = "logits_to_keep"
+OF_ENCODERS = ("encoder_hidden_states", "cross_attention_states")
 
 
 @dataclass(frozen=True)
@@ -394,6 +395,8 @@ def _check_lengths(model: Any, arguments: dict[str, Any]) -> int:
 
 def _check_shape(model: Any, name: str, x: Tensor) -> None:
     """Refuse an input that has other dims than those of its name, or no tokens."""
+    if name in OF_ENCODERS:
+        raise ValueError(f"{name} is what an encoder makes, and {NO_CROSS_ATTENTION}; leave it out")
     shape = SHAPES.get(name, "(B, S)")
     fits = x.ndim == len(shape.split(","))
     if not fits and name == POSITIONS and has_axes(model):

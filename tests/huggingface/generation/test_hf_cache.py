@@ -263,9 +263,12 @@ def test_a_chat() -> None:
 def test_layers_that_keep_something_else() -> None:
     from parallel_plans.huggingface.generation.context_parallel_cache import _stock_layers
 
-    config = transformers.LlamaConfig(**SMALL, layer_types=["full_attention", "conv"])
-    with pytest.raises(ValueError, match="layer 1 keeps a LinearAttentionLayer"):
-        _stock_layers(transformers.LlamaModel(config))
+    for match, given in (
+        ("layer 1 keeps a LinearAttentionLayer", {"layer_types": ["full_attention", "conv"]}),
+        ("layer 1 attends to what an encoder .* use_cache=False", {"cross_attention_layers": [1]}),
+    ):
+        with pytest.raises(ValueError, match=match):
+            _stock_layers(transformers.LlamaModel(transformers.LlamaConfig(**SMALL, **given)))
 
 
 def loop(goes_on: bool) -> Any:

@@ -152,6 +152,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], int, str | None, str]] = {
     "no prompt": ("completions", {"max_tokens": 3}, 400, "prompt", "Field required"),
     "prompt": ("completions", {"prompt": [[1], "a"]}, 400, "prompt", "must be a text, a row of"),
     "empty": ("completions", {"prompt": ""}, 400, "prompt", "must be a text, a row of"),
+    "cold": ("completions", TEXT | {"temperature": 1e-45}, 400, None, "no token can be drawn"),
     "token": ("completions", {"prompt": [7, 999]}, 400, None, "tokens must be from 0 to 256"),
     "greedy n": ("completions", TEXT | {"temperature": 0, "n": 2}, 400, "n", "one answer only"),
     "usage": ("completions", TEXT | {"stream_options": {}}, 400, "stream_options", "stream=true"),
@@ -292,3 +293,5 @@ def test_prompts() -> None:
         (rows, rows),
     ):
         assert AskedCompletion.model_validate({"prompt": given}).prompts == expected
+    with pytest.raises(ValueError, match="must be a text"):  # half of a character
+        AskedCompletion.model_validate({"prompt": "a\ud800"})

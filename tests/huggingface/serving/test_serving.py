@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
@@ -20,6 +21,7 @@ from tests.huggingface.serving.workloads import (
     alone_on,
     check_pool,
     check_workload,
+    in_groups,
     prompt_of,
     served,
 )
@@ -287,6 +289,30 @@ def test_ranks_whose_queues_differ() -> None:
             call()
         assert list(batch._requests) == ["first"]
     assert len(next(iter(batch)).generated_tokens) == 5
+
+
+def without_numbers(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    """Scores from which nothing can be drawn, after two tokens."""
+    return scores * torch.inf if ids.shape[1] == 11 else scores
+
+
+@pytest.mark.parametrize("groups", [(), ((0,), (1,))], ids=["one group", "two"])
+@on_ranks(2)
+def test_scores_that_give_no_token(groups: tuple[tuple[int, ...], ...]) -> None:
+    """Such a request keeps the tokens before, also where the others are told; the others go on."""
+    with in_groups(*groups) if groups else nullcontext():
+        batch = batch_of_one(sharded("Llama"), return_logprobs=True)
+        asked = {"max_new_tokens": 5, "do_sample": True}
+        wrong = asked | {"logits_processor": [without_numbers]}
+        batch.add_request(prompt_of(1, 9), "drawn", **wrong)
+        batch.add_request(prompt_of(1, 9), "drafted", prompt_lookup_num_tokens=2, **wrong)
+        batch.add_request(prompt_of(2, 9), "cold", temperature=1e-40, **asked)
+        found = {x.request_id: x for x in batch}
+    for name, length in (("drawn", 2), ("drafted", 2), ("cold", 0)):
+        assert found[name].error.startswith("no token can be drawn, as scores are inf or NaN")
+        assert len(found[name].generated_tokens) == len(found[name].logprobs) == length
+    assert len(found["first"].generated_tokens) == 5
+    assert not any(batch.pool.usage().held)
 
 
 class Planted(Exception):

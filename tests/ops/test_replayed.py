@@ -17,7 +17,7 @@ from dtensor_ring import Mask, ZigZag
 from dtensor_ring.ops.options import Batch, flatten
 from dtensor_ring.ops.ring_op import ring_backward_op, ring_op
 from tests.graphs import not_replayed
-from tests.pool import Pool
+from tests.pool import on_ranks
 from tests.rings import Case, Ring, fake_group
 
 pytestmark = pytest.mark.skipif(
@@ -27,11 +27,8 @@ pytestmark = pytest.mark.skipif(
 OPS = ["ring_attention", "ring_attention_backward"]
 
 
-def test_rings_are_replayed_unless_their_documents_are_on_the_cpu(pool: Pool) -> None:
-    assert pool.run(1, _of_rings) == [{"without": [], "with": OPS}]
-
-
-def _of_rings() -> dict[str, list[str]]:
+@on_ranks(1)
+def test_rings_are_replayed_unless_their_documents_are_on_the_cpu() -> None:
     found = {}
     with fake_group(8, rank=3):
         for name, documents in (("without", None), ("with", ((0, 30, 64),))):
@@ -46,7 +43,7 @@ def _of_rings() -> dict[str, list[str]]:
             with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
                 inputs = [torch.empty_like(x, device="cuda") for x in case.shards(3)]
                 found[name] = not_replayed(make_fx(both)(*inputs, *_boundaries(documents)))
-    return found
+    assert found == {"without": [], "with": OPS}
 
 
 def _boundaries(documents: Any) -> list[Tensor]:

@@ -27,7 +27,7 @@ from dtensor_ring.agreement.group_state import FIRST_WARNING, GroupState, Watch
 from dtensor_ring.compute.kernels import KERNELS
 from dtensor_ring.transport.transport import ABORT_TAG, P2P, ProcessGroupTransport, Work
 from tests.faults.breaking import patience
-from tests.pool import Pool, on_ranks
+from tests.pool import on_ranks
 
 Found = tuple[str, dict[str, Any]]
 """The text of an error, and its attributes."""
@@ -44,22 +44,19 @@ def error_of(call: Callable[[], Any]) -> Found:
     return str(caught.value), vars(caught.value)
 
 
-def test_a_difference_is_named_on_every_rank(pool: Pool) -> None:
-    for rank, (first, again) in enumerate(pool.run(3, _differ)):
-        assert "they differ in scale: " in first[0]
-        assert "0.25 on rank 0" in first[0]
-        assert first[1]["ring"] == (0, 1, 2)
-        assert first[1]["direction"] == "forward"
-        assert first[1]["peer"] in {0, 1, 2} - {rank}
-        assert "takes no more calls since" in again[0]
-        assert "they differ in scale" in again[0]
-
-
-def _differ() -> tuple[Found, Found]:
+@on_ranks(3)
+def test_a_difference_is_named_on_every_rank() -> None:
     mesh, scale = init_device_mesh("cpu", (3,)), 0.5 if dist.get_rank() else 0.25
     tensors = inputs()
     call = lambda: ring_attention(*tensors, mesh=mesh, scale=scale, mask=Mask.full())  # noqa: E731
-    return error_of(call), error_of(call)
+    first, again = error_of(call), error_of(call)
+    assert "they differ in scale: " in first[0]
+    assert "0.25 on rank 0" in first[0]
+    assert first[1]["ring"] == (0, 1, 2)
+    assert first[1]["direction"] == "forward"
+    assert first[1]["peer"] in {0, 1, 2} - {dist.get_rank()}
+    assert "takes no more calls since" in again[0]
+    assert "they differ in scale" in again[0]
 
 
 @on_ranks(2)

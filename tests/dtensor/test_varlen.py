@@ -279,14 +279,12 @@ REFUSED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_has_no_room_for_documents(pool: Pool, name: str) -> None:
+@on_ranks(2)
+def test_what_has_no_room_for_documents(name: str) -> None:
     message, of_axis, of_call = REFUSED[name]
-    pool.run(2, _refused, message, {"layout": "zigzag", "kernel": "reference"} | of_axis, of_call)
-
-
-def _refused(message: str, of_axis: dict[str, Any], of_call: dict[str, Any]) -> None:
     mesh = init_device_mesh("cpu", (2,))
-    axis, room = SequenceAxis(mesh, **of_axis), DocumentRoom(mesh, TOKENS, ROOM)
+    axis = SequenceAxis(mesh, **{"layout": "zigzag", "kernel": "reference"} | of_axis)
+    room = DocumentRoom(mesh, TOKENS, ROOM)
     x = torch.zeros(1, 2, TOKENS // 2, HEAD_DIM)
     given = {"mask": CAUSAL, "cu_seqlens": room.cu_seqlens} | of_call
     with pytest.raises((ValueError, RingError), match=message):

@@ -84,13 +84,6 @@ def test_positions_partition_the_sequence_as_torch_chunk_does(
     assert [shard_length(rank, world_size, seq_len) for rank in range(world_size)] == sizes
 
 
-@given(shard_tables())
-def test_no_run_is_empty(sharding: tuple[Layout, int, int]) -> None:
-    layout, world_size, seq_len = sharding
-    for rank in range(world_size):
-        assert all(run.length > 0 for run in layout.runs(rank, world_size, seq_len))
-
-
 @given(
     run=st.builds(Run, st.integers(0, 30), st.integers(1, 12), st.integers(1, 5)),
     begin=st.integers(0, 100),

@@ -17,13 +17,9 @@ import pytest
 import yaml
 
 import dtensor_ring
-from docs import figures, timeline
+from docs import figures, plans, timeline
 from docs.long_table import BEGIN, END, PAGE, by_part, lines
 from docs.marked import parts
-from docs.plans import EXAMPLES as PLANS
-from docs.plans import PICTURE as PICTURE_OF_PLANS
-from docs.plans import SEQ_LEN, computed
-from docs.plans import picture as picture_of_plans
 from docs.slices import EXAMPLES, PICTURE, picture
 from dtensor_ring import Mask, Slices, describe_schedule
 from dtensor_ring.compute.kernels import KERNELS
@@ -73,16 +69,18 @@ def _run_page(page: Path) -> None:
 
 
 def test_the_plans_of_the_concepts() -> None:
-    assert picture_of_plans() == PICTURE_OF_PLANS.read_text(), "run python -m docs.plans --write"
-    assert f"({PICTURE.name})" in (ROOT / "docs" / "concepts.md").read_text()
+    assert plans.picture() == plans.PICTURE.read_text(), "run python -m docs.plans --write"
+    assert f"({plans.PICTURE.name})" in (ROOT / "docs" / "concepts.md").read_text()
 
 
-@pytest.mark.parametrize("title", PLANS)
+@pytest.mark.parametrize("title", plans.EXAMPLES)
 def test_what_is_computed_is_what_counts(title: str) -> None:
-    example = PLANS[title]
-    bounds = example.cu_seqlens or [0, SEQ_LEN]
-    expected = shown(Slices.documents(bounds, example.mask).tables[0], (SEQ_LEN, SEQ_LEN)) > 0
-    ranks = computed(example.schedule)[..., 0]
+    example = plans.EXAMPLES[title]
+    bounds = example.cu_seqlens or [0, plans.SEQ_LEN]
+    expected = (
+        shown(Slices.documents(bounds, example.mask).tables[0], (plans.SEQ_LEN, plans.SEQ_LEN)) > 0
+    )
+    ranks = plans.computed(example.schedule)[..., 0]
     assert np.array_equal(ranks >= 0, expected)
     for rank, positions in enumerate(example.positions):
         is_seen = expected[positions]

@@ -96,12 +96,14 @@ SEAMS = {
         "test_forward_and_backward_are_those_of_one_process",
         "test_without_parallelism_the_stock_attention_runs",
     ],
-    "dtensor/test_cache_tag.py": ["test_ranks_have_graphs_of_their_own"],
+    "dtensor/test_cache_tag.py": ["test_export", "test_ranks_have_graphs_of_their_own"],
     "dtensor/flex/test_flex_attention.py": ["test_built", "test_the_higher_order_op"],
     "dtensor/test_dtensor.py": ["test_compiled"],
-    "dtensor/test_export.py": ["test_export"],
-    "dtensor/test_sdpa.py": ["test_dense_result"],
-    "dtensor/test_sdpa_handlers.py": ["test_as_before", "test_other_handlers_are_called"],
+    "dtensor/test_sdpa.py": [
+        "test_as_before",
+        "test_dense_result",
+        "test_other_handlers_are_called",
+    ],
     "dtensor/test_style.py": ["test_model", "test_one_node_per_attention"],
     "ops/test_compile.py": [
         "test_inductor_equals_eager",
@@ -127,15 +129,12 @@ OLDEST = {
     "all_to_all/test_op.py": ["test_opcheck", "test_ranks_that_differ_are_reported"],
     "ops/test_fakes.py": [
         "test_fake_kernels_promise_what_the_real_ones_return",
-        "test_opcheck[cross]",
-    ],
-    "ops/test_flops.py": ["test_flops_of_dtensors_are_those_of_all_ranks[None]"],
-    "ops/test_gradcheck.py": [
+        "test_flops_of_dtensors_are_those_of_all_ranks[None]",
         "test_forward_mode_is_refused",
+        "test_opcheck[cross]",
         "test_second_derivatives_are_refused",
     ],
-    "ops/test_rows_op.py": ["test_ops"],
-    "ops/test_state.py": ["test_ops"],
+    "ops/test_state.py": ["test_ops", "test_ops_of_rows"],
     "ops/test_transforms.py": [
         "test_transform[module-ulysses]",
         "test_transform[vmap of grad-ring]",
@@ -149,22 +148,22 @@ OLDEST = {
         "test_compiled_calls_are_not_compared",
         "test_every_rank_raises_and_the_ring_still_works[DTensors-3]",
     ],
-    "dtensor/test_cache_tag.py": ["test_ranks_have_graphs_of_their_own", "test_tag"],
+    "dtensor/test_cache_tag.py": ["test_export", "test_ranks_have_graphs_of_their_own", "test_tag"],
     "dtensor/test_choice.py": ["test_a_graph_for_all_lengths"],
     "dtensor/test_dtensor.py": [
         "test_compiled[dp, cp: uneven zigzag, prefix]",
         "test_dense_result[cp]",
         "test_refusals",
     ],
-    "dtensor/test_export.py": ["test_export"],
     "dtensor/test_gather.py": ["test_gradients_average_over_the_axis", "test_sum_over_the_axis"],
     "dtensor/test_merge.py": ["test_compiled", "test_opcheck[dtype0-order0]"],
     "dtensor/test_sdpa.py": [
+        "test_as_before",
         "test_dense_result[dp, cp, grouped]",
         "test_ops_of_gpus[flash]",
+        "test_other_handlers_are_called",
         "test_unfused[causal]",
     ],
-    "dtensor/test_sdpa_handlers.py": ["test_as_before", "test_other_handlers_are_called"],
     "dtensor/test_sequence.py": [
         "test_all_lengths_compile_twice",
         "test_gradients[zigzag]",
@@ -179,11 +178,11 @@ OLDEST = {
     "huggingface/test_families.py": ["test_family_equals_the_stock_model[Gemma 3-4-zigzag]"],
     "huggingface/test_families_trained.py": ["test_steps_of_fsdp_equal_one_process[full-calls1]"],
     "huggingface/generation/test_generate.py": ["test_ways_to_generate[Llama-2]"],
-    "decode/test_decode_compile.py": [
+    "decode/test_decode_op.py": [
         "test_a_hundred_steps_compile_twice_at_most",
+        "test_by_placements[dp, cp]",
         "test_opcheck[runs and rows]",
     ],
-    "decode/test_decode_dtensors.py": ["test_by_placements[dp, cp]"],
     "test_fuzz.py": ["test_fuzz[zigzag-4 ranks, 2]"],
     "test_gpu_check.py": ["test_every_step_of_several_ranks"],
     "test_played.py": [
@@ -195,8 +194,10 @@ OLDEST = {
         "test_a_difference_is_named_on_every_rank",
         "test_two_threads_on_one_group",
     ],
-    "agreement/test_late_records.py": ["test_a_lost_connection_is_told_around_the_ring"],
-    "agreement/test_record_group.py": ["test_made_once_and_ended_with_the_group"],
+    "agreement/test_record_group.py": [
+        "test_a_lost_connection_is_told_around_the_ring",
+        "test_made_once_and_ended_with_the_group",
+    ],
     "transport/test_rotation.py": ["test_rotation[zigzag]"],
 }
 """Those that `.ci/run` has with the oldest torch, by file: each way to a ring, compiled or not.

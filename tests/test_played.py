@@ -1,13 +1,16 @@
-"""Rings whose ranks are threads of one process: so a single GPU runs rings of its kernels."""
+"""Ranks as threads of one process, and the pool of processes that outlive a test."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from dtensor_ring import Balanced, Contiguous, Mask, Striped, ZigZag
@@ -21,6 +24,7 @@ from dtensor_ring.ring import ring_backward, ring_forward
 from dtensor_ring.transport import rotation
 from dtensor_ring.transport.transport import DEFAULT_POLICY, P2P, TransferPolicy, Work
 from tests.played import PlayedTransport, play
+from tests.pool import DROPPED, Pool, RankError
 from tests.rings import Case, Ring
 from tests.tiles import GPU, HUB, sized
 
@@ -193,3 +197,42 @@ def test_a_rank_that_fails() -> None:
 
     with pytest.raises(ValueError, match="no more"):
         play(2, fails)
+
+
+# What the worker processes do with a run that fails.
+
+
+def _fail(marks: Path, num_failures: int, message: str) -> int:
+    """The number of this attempt; rank 1 alone fails the first `num_failures` of them."""
+    mark = marks / f"rank {dist.get_rank()}"
+    attempt = len(mark.read_text()) if mark.exists() else 0
+    mark.write_text("x" * (attempt + 1))
+    if dist.get_rank() == 1 and attempt < num_failures:
+        raise RuntimeError(message)
+    return attempt
+
+
+def test_runs_again_what_gloo_dropped(pool: Pool, tmp_path: Path) -> None:
+    assert pool.run(2, _fail, tmp_path, 1, f"{DROPPED} with: closed by peer") == [1, 1]
+
+
+@pytest.mark.parametrize(("num_failures", "message"), [(2, DROPPED), (1, "another error")])
+def test_raises(pool: Pool, tmp_path: Path, num_failures: int, message: str) -> None:
+    with pytest.raises(RankError, match=f"rank 1:(.|\n)*{message}"):
+        pool.run(2, _fail, tmp_path, num_failures, message)
+    assert (tmp_path / "rank 0").read_text() == "x" * num_failures
+
+
+def _wait_for_nothing() -> None:
+    if dist.get_rank() == 1:
+        time.sleep(60)
+
+
+def test_says_where_a_rank_hangs(pool: Pool) -> None:
+    with pytest.raises(RankError) as caught:
+        pool.run(2, _wait_for_nothing, timeout=2)
+    reported, hangs = caught.value.tracebacks
+    assert reported is None
+    assert hangs is not None
+    assert "gave no answer in time" in hangs
+    assert "in _wait_for_nothing" in hangs

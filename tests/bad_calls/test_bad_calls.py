@@ -32,7 +32,7 @@ IN_WORDS = {"seq_len": "(seq_len|sequence length)"}
 WITHOUT_ARGUMENTS = {"Contiguous", "Striped", "ZigZag", "Transport", "available_kernels"}
 WITHOUT_ARGUMENTS |= {"OutOfBlocks", "RingError"}  # the package raises them, users do not
 WITHOUT_ARGUMENTS |= {"InBlocks"}  # it takes an axis: tests/dtensor/test_in_blocks.py
-WITHOUT_ARGUMENTS |= {"prefer_measured"}  # it takes files: tests/lab/test_preference.py
+WITHOUT_ARGUMENTS |= {"prefer_measured"}  # it takes files: tests/lab/test_machine.py
 WITHOUT_ARGUMENTS |= {"Machine"}  # files have its fields: tests/lab/test_machine.py
 
 

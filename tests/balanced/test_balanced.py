@@ -1,4 +1,4 @@
-"""How evenly the layouts shard what is seen, and the one that is made for a batch to do so."""
+"""How evenly layouts shard what is seen, by closed forms of the work, and by counting."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import random
 from dataclasses import replace
 from itertools import accumulate, chain, pairwise, takewhile
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -22,29 +23,35 @@ from dtensor_ring import (
     describe_schedule,
     sequence_runs,
 )
+from dtensor_ring.balanced import balanced as costs
 from dtensor_ring.balanced.balanced import (
+    TOKEN,
     TOLERANCE,
     _by_blocks,
     balanced_partition,
     busiest_load,
     cost,
     ring_cost,
+    ring_makespan,
 )
-from dtensor_ring.balanced.work import AttentionWork
+from dtensor_ring.balanced.work import AttentionWork, Partition, areas, exact_table, visible_pairs
 from dtensor_ring.lab.schedule import Schedule
 from dtensor_ring.ops.boundaries import run_table
 from dtensor_ring.planning.layout import Run, shard_length
+from dtensor_ring.planning.plan import plan
 from dtensor_ring.planning.run_table import RunTable
+from dtensor_ring.planning.slices import UNBOUNDED, Slices
+from dtensor_ring.planning.tile import FULL
 from tests.planning.test_mask import masks
 from tests.planning.test_plan import documents_of
 from tests.pool import Pool
 from tests.rings import Ring
-from tests.slices import slices
+from tests.slices import shown, slices
 
 CAUSAL = Mask.causal()
 
 
-def areas(ring: Ring) -> list[list[int]]:
+def areas_by_rank(ring: Ring) -> list[list[int]]:
     """By rank, then step."""
     return [[sum(t.area for t in step.tiles) for step in p.steps] for p in ring.plans()]
 
@@ -52,7 +59,7 @@ def areas(ring: Ring) -> list[list[int]]:
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 6, 8])
 @pytest.mark.parametrize("chunk", [1, 2, 5])
 def test_zigzag_is_balanced_under_causal(world_size: int, chunk: int) -> None:
-    by_rank = areas(Ring(ZigZag(), world_size, 2 * world_size * chunk, CAUSAL))
+    by_rank = areas_by_rank(Ring(ZigZag(), world_size, 2 * world_size * chunk, CAUSAL))
     for steps in zip(*by_rank, strict=True):
         assert len(set(steps)) == 1, "all ranks work the same at each step"
 
@@ -60,7 +67,7 @@ def test_zigzag_is_balanced_under_causal(world_size: int, chunk: int) -> None:
 @settings(deadline=None)
 @given(world_size=st.integers(1, 8), seq_len=st.integers(1, 200))
 def test_zigzag_is_near_balance_at_any_length(world_size: int, seq_len: int) -> None:
-    totals = [sum(steps) for steps in areas(Ring(ZigZag(), world_size, seq_len, CAUSAL))]
+    totals = [sum(steps) for steps in areas_by_rank(Ring(ZigZag(), world_size, seq_len, CAUSAL))]
     padded = Contiguous().padded_length(seq_len, world_size)
     # A rank's halves differ by one token at most: W-1 diagonals of a shard. Padding that is not
     # there saves at most one row and column per rank.
@@ -70,7 +77,7 @@ def test_zigzag_is_near_balance_at_any_length(world_size: int, seq_len: int) -> 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("shard", [1, 2, 7])
 def test_striped_is_balanced_within_a_diagonal(world_size: int, shard: int) -> None:
-    by_rank = areas(Ring(Striped(), world_size, world_size * shard, CAUSAL))
+    by_rank = areas_by_rank(Ring(Striped(), world_size, world_size * shard, CAUSAL))
     for steps in zip(*by_rank, strict=True):
         assert max(steps) - min(steps) <= shard, "one diagonal of a tile"
     totals = [sum(steps) for steps in by_rank]
@@ -79,7 +86,7 @@ def test_striped_is_balanced_within_a_diagonal(world_size: int, shard: int) -> N
 
 def test_areas_sum_to_all_visible_pairs() -> None:
     for layout in (Contiguous(), Striped(), ZigZag()):
-        total = sum(chain.from_iterable(areas(Ring(layout, 4, 64, CAUSAL))))
+        total = sum(chain.from_iterable(areas_by_rank(Ring(layout, 4, 64, CAUSAL))))
         assert total == 64 * 65 // 2, layout
 
 
@@ -102,7 +109,7 @@ def positions_of(layout: Balanced | ZigZag, ring: Balanced) -> list[list[int]]:
 
 def loads_of(layout: Balanced | ZigZag, ring: Balanced) -> list[int]:
     """Visible pairs by rank, as the plans count them."""
-    by_rank = areas(Ring(layout, ring.world_size, ring.seq_len, ring.mask, ring.cu_seqlens))
+    by_rank = areas_by_rank(Ring(layout, ring.world_size, ring.seq_len, ring.mask, ring.cu_seqlens))
     return [sum(steps) for steps in by_rank]
 
 
@@ -303,3 +310,191 @@ def test_shards_no_other_batch(world_size: int, seq_len: int) -> None:
     message = f"for 240 tokens on 3 ranks, it cannot shard {seq_len} tokens over {world_size}; make"
     with pytest.raises(ValueError, match=message):
         UNEVEN.runs(0, world_size, seq_len)
+
+
+# Work of ranges of queries, and its closed form, against pairs that are counted one by one.
+
+SEQ_LEN = 16
+
+
+def counted(given: Slices) -> np.ndarray:
+    """Pairs that each query sees, over all rows."""
+    zeros = np.zeros(SEQ_LEN, dtype=np.int64)
+    return sum((shown(table, (SEQ_LEN, SEQ_LEN)).sum(1) for table in given), zeros)
+
+
+@given(st.data())
+def test_areas_of_ranges(data: st.DataObject) -> None:
+    found = data.draw(slices((SEQ_LEN, SEQ_LEN), data.draw(st.integers(0, 3))))
+    edges = np.array(sorted(data.draw(st.lists(st.integers(0, SEQ_LEN), min_size=2))))
+    work, queries = AttentionWork(found), counted(found)
+    expected = [queries[begin:end].sum() for begin, end in pairwise(edges)]
+    assert work.areas(edges[:-1], edges[1:]).tolist() == expected
+    assert work.total == queries.sum()
+
+
+@given(st.data())
+def test_units_see_nothing_of_one_another(data: st.DataObject) -> None:
+    found = data.draw(slices((SEQ_LEN, SEQ_LEN), data.draw(st.integers(0, 2))))
+    units = AttentionWork(found).units(SEQ_LEN, data.draw(st.integers(1, 6)))
+    assert [0, *units.ends] == [*units.begins, SEQ_LEN]
+    queries = counted(found)
+    numbers = np.repeat(np.arange(len(units.ends)), units.ends - units.begins)
+    assert units.areas.tolist() == [queries[numbers == n].sum() for n in range(len(units.ends))]
+    for table in found:
+        query, key = np.nonzero(shown(table, (SEQ_LEN, SEQ_LEN)))
+        assert (numbers[query] == numbers[key]).all()
+
+
+def documents(*ends: int) -> Slices:
+    """Causal ones."""
+    bounds = [0, *ends]
+    return Slices.of_tables([[(a, b, a, b, UNBOUNDED, 0) for a, b in pairwise(bounds)]])
+
+
+UNITS = {
+    "documents": (documents(5, 7, 16), 1, [5, 7, 16]),
+    "short ones that begin in one block": (documents(5, 6, 7, 8, 9, 16), 4, [5, 8, 9, 16]),
+    "what no slice covers": (documents(5, 7), 1, [5, 7, 16]),
+    "a window that reaches less far than its slice": (
+        Slices([(8, 12)], [(0, 12)], [(2, 0)]), 1, [6, 12, 16],
+    ),
+    "rows that differ": (
+        Slices.of_tables([*documents(4, 16), *documents(8)]), 1, [16],
+    ),
+    "nothing": (Slices.of_tables([[]]), 1, [16]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("given_slices", "block", "ends"), UNITS.values(), ids=list(UNITS))
+def test_units(given_slices: Slices, block: int, ends: list[int]) -> None:
+    assert AttentionWork(given_slices).units(SEQ_LEN, block).ends.tolist() == ends
+
+
+@given(st.data())
+def test_parts_have_equal_areas(data: st.DataObject) -> None:
+    found = data.draw(slices((SEQ_LEN, SEQ_LEN), 1))
+    work = AttentionWork(found)
+    units = work.units(SEQ_LEN, 1)
+    num_parts = np.array([data.draw(st.integers(1, 4)) for _ in units.ends])
+    queries = counted(found)
+    rows = zip(units.begins, units.ends, units.areas, work.cuts(units, num_parts), strict=True)
+    for begin, end, area, edges in rows:
+        assert (edges[0], edges[-1]) == (begin, end)
+        for part, edge in enumerate(edges[1:-1], 1):
+            goal = area * part // (len(edges) - 1)
+            assert queries[begin:edge].sum() >= goal, "enough"
+            assert edge == begin or queries[begin : edge - 1].sum() < goal, "and no token more"
+
+
+# The closed form of the cost against plans, and against pairs that are counted one by one.
+
+COST_LEN = 14
+
+
+@st.composite
+def sharded(draw: st.DrawFn) -> tuple[Slices, int, list[int]]:
+    """Slices, ranks, and the owner of each position."""
+    world_size = draw(st.integers(1, 4))
+    owners = [r for r in range(world_size) for _ in range(shard_length(r, world_size, COST_LEN))]
+    found = draw(slices((COST_LEN, COST_LEN), draw(st.integers(1, 2)), 5))
+    return found, world_size, draw(st.permutations(owners))
+
+
+def partition_of(owners: list[int]) -> Partition:
+    return Partition.of([(at, at + 1, owner) for at, owner in enumerate(owners)])
+
+
+def num_received(found: Slices, owners: list[int]) -> int:
+    """Tokens of one row: any row may need them."""
+    pairs = sum(shown(table, (COST_LEN, COST_LEN)) for table in found)
+    held = np.array(owners)
+    return sum(int((pairs[held == rank].any(0) & (held != rank)).sum()) for rank in set(owners))
+
+
+def schedule(found: Slices, world_size: int, partition: Partition) -> Schedule:
+    """Of the plans, around the ring."""
+    runs, seq_len = partition.runs(world_size), int(partition.ends[-1])
+    layout = RunTable(tuple(tuple((run.start, run.length) for run in row) for row in runs))
+    plans = tuple(
+        plan(layout, FULL, rank, world_size, seq_len, strategy="around", slices=found)
+        for rank in range(world_size)
+    )
+    return Schedule(layout, FULL, seq_len, None, plans)
+
+
+@settings(deadline=None)
+@given(sharded())
+def test_cost_is_that_of_the_plans(case: tuple[Slices, int, list[int]]) -> None:
+    found, world_size, owners = case
+    work, partition = AttentionWork(found), partition_of(owners)
+    planned = schedule(found, world_size, partition)
+    loads = [sum(steps) for steps in planned.areas]
+    assert busiest_load(work, partition, world_size) == max(loads)
+    travels = TOKEN * len(found) * num_received(found, owners)
+    makespan = round(planned.makespan * sum(loads) / world_size)
+    assert cost(work, partition, world_size) == world_size * makespan + travels
+    with patch.object(costs, "MAX_PAIRS", -1):
+        assert cost(work, partition, world_size) == world_size * max(loads) + travels
+
+
+WAITS = {
+    "for whom it sends to": ([(2, 2, 4), (2, 0, 1), (1, 2, 2)], 16 + 8),
+    "for whom it receives from": ([(0, 0, 4), (1, 2, 2)], 16 + 8),
+    "for nobody, where nothing is sent": ([(2, 2, 4), (1, 0, 1), (1, 2, 2)], 16),
+}
+"""Three ranks of 4 tokens: who sees whose keys, by how many queries; the makespan, in pairs."""
+
+
+@pytest.mark.parametrize(("seen", "makespan"), WAITS.values(), ids=list(WAITS))
+def test_ranks_wait(seen: list[tuple[int, int, int]], makespan: int) -> None:
+    """Around the ring: what comes from two ranks back passes the rank between, a step later."""
+    ranges = [((4 * q, 4 * q + count), (4 * k, 4 * k + 4)) for q, k, count in seen]
+    found = Slices(*zip(*ranges, strict=True), [(None, None)] * len(ranges))
+    viewers, sources, counts = np.array(seen).T
+    assert ring_makespan(viewers, sources, 4 * counts, 3) == makespan
+    planned = schedule(found, 3, partition_of([0] * 4 + [1] * 4 + [2] * 4))
+    assert round(planned.makespan * sum(map(sum, planned.areas)) / 3) == makespan
+
+
+def test_partition_joins_neighbours() -> None:
+    partition = Partition.of([(4, 6, 0), (0, 2, 1), (2, 4, 1), (3, 3, 0)])
+    assert [x.tolist() for x in partition] == [[0, 4], [4, 6], [1, 0]]
+    assert partition.max_runs == 1
+    assert [x.tolist() for x in Partition.of([])] == [[], [], []]
+    assert Partition.of([]).max_runs == 0
+
+
+# Closed forms against pairs that are counted one by one.
+
+SIZES = (12, 15)
+"""Queries and keys."""
+
+
+@given(st.data(), st.integers(0, 3))
+def test_pairs_are_those_that_are_shown(data: st.DataObject, num_rows: int) -> None:
+    given_slices = data.draw(slices(SIZES, num_rows))
+    begin, end = sorted(data.draw(st.tuples(st.integers(0, 14), st.integers(0, 14))))
+    expected = sum(int(shown(table, SIZES)[begin:end].sum()) for table in given_slices)
+    assert visible_pairs(given_slices, (begin, end)) == expected
+
+
+@given(st.data())
+def test_each_slice_has_a_range_of_its_own(data: st.DataObject) -> None:
+    table = data.draw(slices(SIZES, 1)).tables[0]
+    ends = st.lists(st.integers(0, 14), min_size=len(table), max_size=len(table))
+    begins, ends = (np.array(data.draw(ends), dtype=np.int64) for _ in range(2))
+    found = areas(table, begins, ends)
+    for row, begin, end, area in zip(table, begins, ends, found, strict=True):
+        assert area == shown(row[None], SIZES)[begin:end].sum(), "none if the range is empty"
+
+
+@pytest.mark.parametrize("bits", [20, 28, 29, 30, 31, 40])
+@pytest.mark.parametrize("num_rows", [1, 3])
+def test_no_square_overflows(bits: int, num_rows: int) -> None:
+    n = 2**bits
+    causal = Slices.of_tables([[[0, n, 0, n, UNBOUNDED, 0]]] * num_rows)
+    full = Slices.of_tables([[[0, n, 0, n, UNBOUNDED, UNBOUNDED]]] * num_rows)
+    assert visible_pairs(causal, (0, n)) == num_rows * n * (n + 1) // 2
+    assert visible_pairs(full, (5, 2**40 + 5)) == num_rows * n * (n - 5)
+    assert exact_table(causal).dtype == (object if bits > 28 else np.int64)

@@ -19,7 +19,7 @@ from dtensor_ring.dtensor import call_check
 from dtensor_ring.dtensor.call_check import check_agreement
 from dtensor_ring.transport.transport import P2P, Transport, Work
 from tests.dense import dense_attention
-from tests.pool import Pool, on_ranks
+from tests.pool import on_ranks
 
 SEQ_LEN = 12
 BEGINNING = "the ranks of a ring must make the same call, they differ in "
@@ -106,28 +106,18 @@ DIFFERENCES = {
 
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("as_dtensors", [False, True], ids=["plain", "DTensors"])
-def test_every_rank_raises_and_the_ring_still_works(
-    pool: Pool, as_dtensors: bool, world_size: int
-) -> None:
-    answers = pool.run(world_size, _differ, as_dtensors, timeout=60)
-    for rank, messages in enumerate(answers):
-        for name, difference in DIFFERENCES.items():
-            assert messages[name] == difference.message(world_size), f"rank {rank}"
-
-
-def _differ(as_dtensors: bool) -> dict[str, str]:
-    """What each difference raised on this rank; and whether right calls work after all that."""
+@on_ranks(timeout=60)
+def test_every_rank_raises_and_the_ring_still_works(as_dtensors: bool) -> None:
+    """What each difference raises; and whether right calls work after all that."""
     mesh, is_odd = init_device_mesh("cpu", (dist.get_world_size(),)), dist.get_rank() == 0
-    messages = {}
     for name, difference in DIFFERENCES.items():
         x = torch.ones(2, 4, SEQ_LEN // mesh.size(), 8)
         x = difference.odd_tensors(x) if is_odd else x
         with pytest.raises(ValueError, match=BEGINNING) as caught:
             attend([x] * 3, mesh, as_dtensors, difference.odd if is_odd else difference.usual)
-        messages[name] = str(caught.value)
+        assert str(caught.value) == difference.message(mesh.size()), name
     check_result(mesh, as_dtensors, {})
     check_result(mesh, as_dtensors, {"cu_seqlens": ints(0, 5, SEQ_LEN), "mask": Mask.sliding(3)})
-    return messages
 
 
 def attend(

@@ -1,8 +1,10 @@
-"""An axis configured once: all that runs over it does as it says."""
+"""An axis of a sequence: all that runs over it does as it says, and what it refuses."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -17,10 +19,14 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dtensor_ring import (
     Balanced,
+    BlockCyclic,
     Mask,
     SequenceAxis,
+    Striped,
     TransferPolicy,
+    Transport,
     ring_attention,
+    sequence_layout,
     sequence_runs,
     shard_sequence,
     unshard_sequence,
@@ -29,9 +35,11 @@ from dtensor_ring.dtensor.annotation import group_of
 from dtensor_ring.planning.plan import plan
 from dtensor_ring.planning.route import ROUTES
 from dtensor_ring.planning.slices import Slices
+from dtensor_ring.transport.transport import P2P, ProcessGroupTransport, Work
 from tests.dense import dense_attention
 from tests.meshes import random_inputs
 from tests.pool import on_ranks
+from tests.refusals import Refused, check_refused
 from tests.transport.test_rotation import recorded
 
 SEQ_LEN = 24
@@ -210,3 +218,165 @@ def test_a_mesh_of_a_world_that_is_gone() -> None:
         out = axis.attention(x, x, x)
         assert dist.get_process_group_ranks(group_of(out.device_mesh, 0)) == [0, 1]
         assert out.device_mesh is x.device_mesh
+
+
+# What an axis refuses: its configuration, policies and calls.
+
+
+@on_ranks(2)
+def test_objects_of_one_axis() -> None:
+    """What a new object leaves out is taken from the last one; each keeps its own."""
+    mesh = init_device_mesh("cpu", (2,))
+    axis = SequenceAxis(mesh, BlockCyclic(4), kernel="reference", policy=POLICY)
+    again = SequenceAxis(mesh, "block_cyclic:4")
+    assert (again.kernel, again.policy, again.strategy) == ("reference", POLICY, "ring")
+    assert repr(again) == repr(axis)
+    assert sequence_layout(mesh) == BlockCyclic(4)
+    for name, value in (
+        ("layout", Striped()),
+        ("kernel", "cpu_flash"),
+        ("strategy", "direct"),
+        ("policy", TransferPolicy()),
+    ):
+        other = SequenceAxis(mesh, **({"layout": "block_cyclic:4"} | {name: value}))
+        assert getattr(other, name) == value
+    assert sequence_layout(mesh) == BlockCyclic(4)
+    assert (axis.layout, axis.kernel, axis.strategy) == (BlockCyclic(4), "reference", "ring")
+    assert axis.policy == POLICY
+
+
+@on_ranks(2)
+def test_tensors_of_two_objects() -> None:
+    """Each goes by its own, in any order of the calls; mixed, both are named."""
+    mesh, whole = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)), torch.randn(1, 2, 24, 8)
+    how: list[dict[str, Any]] = [{"layout": "zigzag"}, {"layout": "striped", "policy": POLICY}]
+    axes = [SequenceAxis(mesh, **options) for options in how]
+    inputs = [axis.shard(whole, 2) for axis in axes]
+    for x in inputs[::-1]:
+        out = unshard_sequence(ring_attention(x, x, x), 2)
+        dense = F.scaled_dot_product_attention(whole, whole, whole, is_causal=True)
+        torch.testing.assert_close(out, dense, atol=1e-2, rtol=0)  # keys in bfloat16
+        assert torch.equal(unshard_sequence(x, 2), whole)
+    zigzag, striped = inputs
+    for mix in (lambda: zigzag + striped, lambda: ring_attention(zigzag, striped, striped)):
+        with pytest.raises((ValueError, RuntimeError), match=r"(?s)in zigzag order.*in striped"):
+            mix()
+
+
+REFUSALS: Refused = {
+    ValueError: {
+        "unknown layout 'spiral'; known layouts: contig": {"layout": "spiral"},
+        "unknown strategy 'tree'; known .*ring": {"strategy": "tree"},
+        "do not divide the 1 of the axis; these.*ring": {"strategy": "ulysses:2"},
+        "unknown kernel 'fast'; known kernels: flash_attn": {"kernel": "fast"},
+    },
+    TypeError: {
+        "policy must be a TransferPolicy, such as": {"policy": torch.bfloat16},
+        "mesh must be a DeviceMesh, got str": {"mesh": "cp"},
+        "a subclass of Transport, got 42": {"transport": 42},
+    },
+}
+
+
+@on_ranks(1)
+def test_refusals() -> None:
+    mesh = init_device_mesh("cpu", (1,))
+
+    def run(options: dict[str, Any]) -> None:
+        assert "transport" in options or sequence_layout(mesh) is None, "nothing was recorded"
+        SequenceAxis(**{"mesh": mesh, **options})
+
+    check_refused(REFUSALS, run)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "error", "match"),
+    [
+        ("kv_dtype", torch.uint8, ValueError, "kv_dtype must be floating, 16 bits or more"),
+        ("kv_dtype", torch.float8_e5m2, ValueError, '16 bits or more, "int8" or "fp8", got'),
+        ("grad_dtype", torch.int32, ValueError, r"grad_dtype must be .* got torch\.int32"),
+        ("grad_dtype", None, TypeError, r"grad_dtype must be a torch\.dtype, got None"),
+        ("num_parts", 0, ValueError, r"num_parts must be from 1 to .*, got 0"),
+        ("num_parts", 1.5, TypeError, r"num_parts must be an int, got 1\.5"),
+        ("kv_dtype", "bfloat16", ValueError, 'torch.dtype, "int8" or "fp8", got \'bf'),
+        ("kv_dtype", 8, TypeError, r"kv_dtype must be a torch\.dtype, got 8"),
+    ],
+)
+def test_policies_that_are_none(name: str, dtype: Any, error: type[Exception], match: str) -> None:
+    with pytest.raises(error, match=match):
+        TransferPolicy(**{name: dtype})
+
+
+WRONG: Refused = {
+    TypeError: {
+        "query must be a tensor or a DTensor, got int": (5, {}),
+        r"must be a dtensor_ring\.M": (torch.zeros(1, 1, 2, 2), {"mask": 3}),
+    },
+    ValueError: {r"be \(B, N, L, H\), got shape \(2, 2\)": (torch.zeros(2, 2), {})},
+}
+
+
+@on_ranks(1)
+def test_wrong_calls() -> None:
+    axis = SequenceAxis(init_device_mesh("cpu", (1,)))
+    check_refused(WRONG, lambda x: axis.attention(*[x[0]] * 3, **x[1]))
+    x = axis.shard(torch.zeros(1, 1, 2, 2), 2)
+    with pytest.raises(ValueError, match="seq_len is for local shards"):
+        axis.attention(x, x, x, seq_len=2)
+
+
+# An axis whose transport the user brings.
+
+
+class Loud(ProcessGroupTransport):
+    """Counts hops."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        super().__init__(group)
+        self.num_hops = 0
+
+    def start(self, receives: list[P2P], sends: list[P2P]) -> Sequence[Work]:
+        self.num_hops += bool(receives or sends)
+        return super().start(receives, sends)
+
+
+@on_ranks(3)
+def test_a_transport_of_the_users() -> None:
+    mesh = init_device_mesh("cpu", (3,))
+    transport: Transport = Loud(mesh.get_group())
+    axis = SequenceAxis(mesh, "contiguous", transport=transport)
+    inputs = [axis.shard(x, 2) for x in random_inputs(seq_len=SEQ_LEN)[:3]]
+    axis.attention(*inputs, mask=Mask.full())
+    assert transport.num_hops == 2
+    F.scaled_dot_product_attention(inputs[0], *(x.repeat_interleave(2, 1) for x in inputs[1:]))
+    assert transport.num_hops == 4
+    assert SequenceAxis(mesh, "contiguous", transport=transport).layout == axis.layout
+    with pytest.raises(ValueError, match=r"has the transport .*, it cannot get .*configured once"):
+        SequenceAxis(mesh, "contiguous", transport=Loud(mesh.get_group()))
+
+
+@on_ranks(3)
+def test_strategies_of_calls() -> None:
+    """A call may have another strategy than its axis."""
+    mesh = init_device_mesh("cpu", (3,))
+    transport = Loud(mesh.get_group())
+    axis = SequenceAxis(mesh, "zigzag", strategy="around", transport=transport)
+    sharded = [axis.shard(x, 2) for x in random_inputs(seq_len=SEQ_LEN)[:3]]
+    shards = [x.to_local() for x in sharded]
+    expected = axis.attention(*shards)
+    for attend, given in (
+        (axis.attention, shards),
+        (axis.attention, sharded),
+        (partial(ring_attention, mesh=mesh), shards),
+        (ring_attention, sharded),
+    ):
+        # All at once is one hop with messages, and a ring of three has two.
+        for strategy, num_hops in ((None, 2), ("all_gather", 1)):
+            before = transport.num_hops
+            out = attend(*given, strategy=strategy)
+            assert transport.num_hops == before + num_hops
+            out = out.to_local() if isinstance(out, DTensor) else out
+            torch.testing.assert_close(out, expected)
+        for wrong, match in (("tree", "unknown strategy 'tree'"), ("ulysses:2", "do not divide")):
+            with pytest.raises(ValueError, match=match):
+                attend(*given, strategy=wrong)

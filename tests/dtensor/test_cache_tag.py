@@ -1,4 +1,4 @@
-"""What torch keeps of compiled graphs on disk runs for the axes that it was compiled for only."""
+"""Graphs that were compiled run for the axes and modules that they were made of only."""
 
 from __future__ import annotations
 
@@ -13,18 +13,21 @@ import torch
 import torch.compiler.config as compiler
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import Placement, Replicate
+from torch.distributed.tensor import DTensor, Placement, Replicate
+from torch.distributed.tensor.parallel import parallelize_module
 
 from dtensor_ring import (
+    ContextParallel,
     Mask,
     SequenceAxis,
     TransferPolicy,
     ZigZag,
     decode_attention,
     ring_attention,
+    shard_sequence,
 )
 from dtensor_ring.dtensor.annotation import Annotation, constants_of
 from dtensor_ring.dtensor.axis_config import UNANNOTATED
@@ -82,19 +85,14 @@ def test_ranks_have_graphs_of_their_own() -> None:
 
 
 @pytest.mark.parametrize("layouts", [("zigzag", "contiguous"), (None, "zigzag")], ids=str)
-def test_worlds_have_graphs_of_their_own(
-    pool: Pool, tmp_path: Path, layouts: tuple[str | None, ...]
-) -> None:
-    pool.run(2, _check_worlds, tmp_path, layouts)
-
-
-def _check_worlds(folder: Path, layouts: tuple[str | None, ...]) -> None:
+@on_ranks(2)
+def test_worlds_have_graphs_of_their_own(tmp_path: Path, layouts: tuple[str | None, ...]) -> None:
     """One function compiled once, over groups of one name and the same ranks."""
     rank = dist.get_rank()
     attend = torch.compile(_ring, fullgraph=True, backend="aot_eager")
     for layout in layouts:  # `None` is that of an axis that nobody annotated
         dist.destroy_process_group()
-        store = dist.FileStore(str(folder / str(layout)), 2)
+        store = dist.FileStore(str(tmp_path / str(layout)), 2)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
         if layout:
@@ -169,3 +167,60 @@ def test_without_a_group() -> None:
     out = attend(query, key, value, mask=Mask.full())
     expected = dense_attention(query, key, value, Mask.full()).out
     torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-5)
+
+
+# `torch.export` of modules that attend: one node, with the values of the module.
+
+
+class Calls(nn.Module):
+    """A function of one tensor, and what it has of modules."""
+
+    def __init__(self, function: Callable[..., Any], **parts: nn.Module) -> None:
+        super().__init__()
+        self.function = function
+        for name, part in parts.items():
+            self.add_module(name, part)
+
+    def forward(self, x: Any) -> Any:
+        return self.function(x, **dict(self.named_children()))
+
+
+class Attention(nn.Module):
+    def forward(self, query: Any, key: Any, value: Any) -> Any:
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True)
+
+
+@on_ranks(2)
+def test_export() -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    SequenceAxis(mesh, "zigzag")
+    heads = shard_sequence(torch.randn(1, 4, 8, 4), mesh, 2)
+    multihead = nn.MultiheadAttention(4, 2, batch_first=True)
+    parts = {"attend": parallelize_module(multihead, mesh, ContextParallel())}
+    cases = {
+        "local": (Calls(lambda x: ring_attention(x, x, x, mesh=mesh)), heads.to_local()),
+        "traded": (
+            Calls(lambda x: ring_attention(x, x, x, mesh=mesh, strategy="ulysses")),
+            heads.to_local(),
+        ),
+        "DTensors": (Calls(lambda x: ring_attention(x, x, x)), heads),
+        "SDPA": (Calls(lambda x: Attention()(x, x, x)), heads),
+        "module": (
+            Calls(lambda x, attend: attend(x, x, x, need_weights=False)[0], **parts),
+            heads.to_local()[:, 0],
+        ),
+    }
+    for name, (module, x) in cases.items():
+        program = torch.export.export(module, (x,))
+        nodes = [str(node.target) for node in program.graph.nodes]
+        assert sum("attention.default" in node for node in nodes) == 1, name
+        found, expected = (
+            out.to_local() if isinstance(out, DTensor) else out
+            for out in (program.module()(x), module(x))
+        )
+        torch.testing.assert_close(found, expected, msg=name)
+    styled = parallelize_module(Attention(), mesh, ContextParallel())
+    module = Calls(lambda x, attend: attend(x, x, x), attend=styled)
+    for strict in (False, True):
+        with pytest.raises(Exception, match="cannot make DTensors of local tensors"):
+            torch.export.export(module, (heads.to_local(),), strict=strict)

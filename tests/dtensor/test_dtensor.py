@@ -1,8 +1,9 @@
-"""Ring attention on DTensors over meshes of one to three axes, against the dense result."""
+"""Ring attention on DTensors and on local shards of meshes, against the dense result."""
 
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
@@ -10,12 +11,24 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Shard
 
-from dtensor_ring import Balanced, Mask, ring_attention, sequence_runs
-from dtensor_ring.compute.memory import Order, in_order, order_of, strides
+from dtensor_ring import (
+    Balanced,
+    Mask,
+    SequenceAxis,
+    TransferPolicy,
+    ZigZag,
+    ring_attention,
+    sequence_runs,
+    shard_sequence,
+)
+from dtensor_ring.compute.memory import in_order, order_of, strides
+from dtensor_ring.dtensor.annotation import annotation_of
+from dtensor_ring.planning.run_table import as_layout
 from tests.dense import dense_attention
 from tests.meshes import (
     BATCH,
@@ -24,6 +37,7 @@ from tests.meshes import (
     SEQUENCE,
     annotated_mesh,
     assert_same,
+    eager_and_compiled,
     place,
     random_inputs,
 )
@@ -198,15 +212,13 @@ ORDERS = {"heads first": (0, 1, 2, 3), "token-major": (0, 2, 1, 3)}
 @pytest.mark.parametrize(
     ("order", "backend"), [*product(ORDERS, [""]), ("token-major", "inductor")]
 )
-def test_memory_order_of_the_query_is_kept(pool: Pool, order: str, backend: str) -> None:
-    pool.run(4, _check_order, ORDERS[order], backend)
-
-
-def _check_order(order: Order, backend: str) -> None:
+@on_ranks(4)
+def test_memory_order_of_the_query_is_kept(order: str, backend: str) -> None:
     """Both a DTensor and its local tensor say how the dimensions lie in memory."""
+    memory_order = ORDERS[order]
     mesh = annotated_mesh(*DP_CP, "zigzag")
     query, key, value, grad_out = (
-        place(in_order(x, order, x.dtype), mesh, DP_CP[1]) for x in random_inputs(4, 13)
+        place(in_order(x, memory_order, x.dtype), mesh, DP_CP[1]) for x in random_inputs(4, 13)
     )
     inputs = [x.requires_grad_() for x in (query, key, value)]
     attention = partial(ring_attention, mask=CAUSAL)
@@ -214,7 +226,7 @@ def _check_order(order: Order, backend: str) -> None:
         attention = torch.compile(attention, fullgraph=True, backend=backend)
     out = attention(*inputs)
     grads = torch.autograd.grad(out, inputs, grad_out)
-    assert out.stride() == query.stride() == strides((4, 4, 13, 8), order)
+    assert out.stride() == query.stride() == strides((4, 4, 13, 8), memory_order)
     assert out.to_local().stride() == query.to_local().stride()
     for x in (out, *grads):
         assert order_of(x) == order_of(x.to_local())
@@ -280,3 +292,181 @@ def _check_refusal(mesh: DeviceMesh, case: Refusal) -> None:
     cu_seqlens = None if case.cu_seqlens is None else torch.tensor(case.cu_seqlens).int()
     with pytest.raises(case.error, match=case.message):
         ring_attention(*placed, sinks=sinks, cu_seqlens=cu_seqlens)
+
+
+# Ring attention on local shards and a mesh.
+
+SEQ_LEN = 12
+
+LOCAL_CASES: dict[str, dict[str, Any]] = {
+    "defaults": {},
+    "every option": {
+        "mask": Mask.local(4, 1),
+        "cu_seqlens": torch.tensor([[0, 5, 11], [0, 7, 12]], dtype=torch.int32),
+        "sinks": torch.tensor([0.5, -1.0, 2.0, 0.0]),
+        "scale": 0.4,
+        "softcap": 3.0,
+        "kernel": "reference",
+        "policy": TransferPolicy(grad_dtype=torch.float64),
+    },
+}
+HOW = ("kernel",)
+"""Options that change no result."""
+
+
+@pytest.mark.parametrize(
+    ("world_size", "name", "layout"),
+    [
+        (1, "every option", "zigzag"),
+        (3, "defaults", None),
+        (3, "defaults", "zigzag"),
+        (3, "every option", "contiguous"),
+        (3, "every option", "striped"),
+    ],
+)
+@on_ranks()
+def test_local_shards_equal_the_dense_result(name: str, layout: str | None) -> None:
+    world_size = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (world_size,))
+    options = dict(LOCAL_CASES[name])
+    policy = options.pop("policy", None)
+    if layout:
+        SequenceAxis(mesh, layout, policy=policy)
+    mine = as_layout(layout or "contiguous").positions(dist.get_rank(), world_size, SEQ_LEN)
+    *inputs, grad_out = random_inputs(seq_len=SEQ_LEN)
+    grad_lse = torch.randn(grad_out.shape[:3])
+    scoring = {key: value for key, value in options.items() if key not in HOW}
+    dense = dense_attention(*inputs, **{"mask": Mask.causal(), **scoring})
+    expected = dense.out, dense.lse, *dense.backward(grad_out, grad_lse)[:3]
+
+    def run(query: Tensor, key: Tensor, value: Tensor) -> Any:
+        return ring_attention(query, key, value, mesh=mesh, return_lse=True, **options)
+
+    for attention in eager_and_compiled(run):
+        local = [x[:, :, mine].clone().requires_grad_() for x in inputs]
+        outputs = attention(*local)
+        grads = grad_out[:, :, mine], grad_lse[:, :, mine]
+        results = *outputs, *torch.autograd.grad(outputs, local, grads)
+        for actual, whole in zip(results, expected, strict=True):
+            assert actual.dtype == torch.float32
+            torch.testing.assert_close(actual.double(), whole[:, :, mine], atol=1e-5, rtol=1e-5)
+    assert torch.equal(ring_attention(*local, mesh=mesh, **options), outputs[0])
+
+
+@on_ranks(1)
+def test_float64_takes_larger_numbers() -> None:
+    mesh = init_device_mesh("cpu", (1,))
+    query, key, value = (x.double() for x in random_inputs()[:3])
+    out = ring_attention(query * 1e-300, key, value, mesh=mesh, scale=1e300, softcap=1e200)
+    expected = dense_attention(query, key, value, Mask.causal(), scale=1.0).out
+    torch.testing.assert_close(out, expected)
+
+
+@on_ranks(1)
+def test_a_scale_that_float32_rounds_to_0() -> None:
+    inputs = random_inputs()[:3]
+    out = ring_attention(*inputs, mesh=init_device_mesh("cpu", (1,)), scale=1e-300)
+    expected = dense_attention(*inputs, Mask.causal(), scale=0.0).out
+    torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-5)
+
+
+# What the public function refuses, before the op does: see tests/ops/test_check.py.
+
+X = torch.randn(2, 4, 4, 8)
+TOKEN_MAJOR = dict.fromkeys(("query", "key", "value"), torch.randn(2, 8, 4, 8))
+GROUPED = dict.fromkeys(("key", "value"), torch.randn(2, 8, 2, 8))
+ENDS = torch.tensor([0, 8]).int()
+FINITE = "must be finite in torch.float32, in which scores are computed, got"
+CONTENT = "must have content, with which the ring is planned, got a tensor on meta"
+DENSE = "must be a dense, strided tensor, got a"
+
+# What is passed instead of three local shards and the mesh, and the error.
+TYPES: list[tuple[dict[str, Any], str]] = [
+    ({"strategy": X, "validate": True}, "strategy must be a name, a str, got tensor"),
+    ({"mask": X}, r"must be a dtensor_ring\.Mask"),
+    ({"mask": 3}, r"Mask\.causal\(\), got 3"),
+    ({"key": [1.0]}, "key must be a .* got list"),
+    ({"mesh": "cp"}, "a DeviceMesh, got str"),
+    ({"sinks": 0.0}, "sinks must .* got float; use"),
+    ({"sinks": [0.0] * 4}, "sinks must .* got list"),
+    ({"kernel": 3}, "kernel must be .* got 3"),
+    ({"kernel": b"reference"}, "kernel must be the name of a kernel, a str, got b'reference'"),
+    *(({"scale": wrong}, "scale must be a number, got") for wrong in ("a", "1", torch.ones(2))),
+    ({"softcap": "a"}, "softcap must be a numb"),
+    ({"cu_seqlens": [0, 4, 8]}, r"cu_seqlens must be a plain tensor, .*dtype=torch.int32\), got l"),
+    ({"runs": ZigZag()}, r"runs must be a plain tensor, as sequence_runs\(layout\), got ZigZag"),
+]
+VALUES: list[tuple[dict[str, Any], str]] = [
+    ({"mesh": None}, "needs mesh=.* see shard_sequence"),
+    ({"softcap": -0.1}, "must be 0 .none. or positive"),
+    ({"softcap": None}, "0 .none. or .* got None"),
+    ({"softcap": torch.inf}, "softcap must be finite in .*, got inf"),
+    ({"softcap": 1e300}, rf"softcap {FINITE} 1e\+300"),
+    ({"softcap": 1e-300}, "be 0 .none. or positive and finite, got 1e-300; .* in torch.float32"),
+    ({"scale": torch.inf}, "scale must be finite in .*, got inf"),
+    ({"scale": 10**400}, f"scale {FINITE} 10000"),
+    ({"scale": 1e300}, rf"scale {FINITE} 1e\+300"),
+    ({"sinks": torch.zeros(4).int()}, "sinks must have a floating dtype .*, got torch.int32"),
+    (
+        {"sinks": torch.zeros(4).to(torch.float8_e4m3fn)},
+        "sinks must have a floating dtype of 16 bits or more, got torch.float8_e4m3fn; use .float",
+    ),
+    ({"sinks": torch.zeros(4, device="meta")}, "sinks must be on cpu, got meta"),
+    ({"kernel": ""}, "unknown kernel ''; known"),
+    *(({x: ENDS.to("meta")}, f"^{x} {CONTENT}") for x in ("cu_seqlens", "key_cu_seqlens")),
+    ({"runs": torch.zeros(2, 1, 2, device="meta").int()}, f"^runs {CONTENT}"),
+    ({"cu_seqlens": ENDS.to_sparse()}, rf"cu_seqlens {DENSE} torch.sparse_coo one; use \.to_dense"),
+    ({"query": X.to_sparse()}, f"query {DENSE} torch.sparse_coo one"),
+    ({"key": X.to_mkldnn()}, f"key {DENSE} torch._mkldnn one"),
+    (
+        {"value": torch.nested.nested_tensor(list(X), layout=torch.jagged)},
+        f"value {DENSE} nested one; use torch.nested.to_padded_tens",
+    ),
+    ({"query": X[0]}, r"query must be \(B, N, L, H\), got"),
+    (
+        {"query": X[:, :, :3]},
+        "6 query and 8 key tokens, .*cross attention, which has no diagonal: it takes Mask.full",
+    ),
+    (
+        TOKEN_MAJOR | GROUPED,
+        r"8 query and 4 key tokens, .* got Mask\(.*\); tensors are \(B, N, S, H\): if these are "
+        r"\(B, S, N, H\), as in flash-attn, use transpose\(1, 2\)$",
+    ),
+    (
+        TOKEN_MAJOR | {"cu_seqlens": torch.tensor([0, 5, 16])},
+        r"length 8, got \[0, 5, 16\]; tensors are .*, use transpose\(1, 2\)$",
+    ),
+    # Too long for tokens of either dim.
+    (TOKEN_MAJOR | {"cu_seqlens": torch.tensor([0, 5, 17])}, r"length 8, got \[0, 5, 17\]$"),
+    (
+        {"key_cu_seqlens": ENDS},
+        "documents of their own, are cross attention, which has no diagonal: it takes Mask.full",
+    ),
+]
+
+
+@on_ranks(2)
+def test_refused_arguments() -> None:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "cp"))
+    x = shard_sequence(X, mesh["cp"], 2)
+    sinks = DTensor.from_local(torch.zeros(4), mesh["cp"], run_check=False)
+    types = [
+        ({"query": x, "mesh": None}, "or none, got query DTensor, key Tensor, value Tensor"),
+        ({"key": x}, "all be DTensors or none, got query Tensor, key DTensor, value Tensor"),
+        ({"sinks": sinks}, "beside plain query, key and value must be plain, too, got a DTensor"),
+    ]
+    values = [
+        ({"mesh": mesh}, "a ring runs over one axis"),
+        (dict.fromkeys(TOKEN_MAJOR, x), "query is a DTensor, which has its own; leave it"),
+    ]
+    wrong = []
+    for error, cases in ((TypeError, TYPES + types), (ValueError, VALUES + values)):
+        for changes, message in cases:
+            annotation_of(mesh["cp"].get_group()).config = None  # that a call before has left
+            try:
+                ring_attention(**{"query": X, "key": X, "value": X, "mesh": mesh["cp"], **changes})
+                wrong.append((message, "nothing was raised"))
+            except error as raised:
+                if not re.search(message, str(raised)):
+                    wrong.append((message, str(raised)))
+    assert not wrong

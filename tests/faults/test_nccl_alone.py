@@ -11,9 +11,15 @@ import pytest
 from tests.faults.decoding import CACHES, DECODED, Decoding, decode_as
 from tests.faults.differences import DIFFERENCES, Difference
 from tests.faults.nccl_alone import alone
-from tests.faults.test_differences import check, check_fates
+from tests.faults.test_differences import (
+    LAYERS,
+    ORDERS,
+    check,
+    check_fates,
+    check_two_threads,
+    swap_layers,
+)
 from tests.faults.test_faults import FAULTS, RETRIES, check_fault, check_retries
-from tests.faults.test_orders import LAYERS, ORDERS, check_two_threads, swap_layers
 from tests.faults.worlds import Worlds
 
 

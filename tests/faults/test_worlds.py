@@ -1,8 +1,9 @@
-"""What becomes of a rank is recorded, whatever it is, and the next world has what it needs."""
+"""The suite of failures itself: what becomes of ranks, a short soak, and its page."""
 
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 import time
@@ -12,6 +13,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.faults import soak
+from tests.faults.decoding import DECODED
+from tests.faults.differences import DIFFERENCES
+from tests.faults.page import NOT_TRIED, RIGHT, SAME, SHOWN, rows
+from tests.faults.soak import GROWTH, Tally
+from tests.faults.test_faults import FAULTS
+from tests.faults.test_nccl_alone import SUITED
 from tests.faults.worlds import UNMET, USUAL, Failure, Fate, Log, Terms, Worlds
 from tests.pool import DROPPED
 
@@ -106,3 +114,63 @@ def test_a_process_that_met_nobody_is_replaced(worlds: Worlds) -> None:
     fates = worlds.run(2, do, "return", terms=Terms(timeout=1, deadline=4))
     assert [fate.ended for fate in fates] == ["returned", "returned"], "in another attempt"
     assert not {fate.pid for fate in fates} & set(before)
+
+
+# The soak runs for a moment; what is wrong, and what grows, is told.
+
+HELD = dict.fromkeys(GROWTH, 100.0)
+
+
+def test_soak(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(soak, "CALLS_OF_ROUND", 4)
+    tally = soak.soak(0, num_cases=3)
+    assert not tally.wrong
+    counts = dict(tally.counts)
+    assert counts.pop("calls") == soak.ROUNDS_PER_SAMPLE * soak.CALLS_OF_ROUND
+    assert counts.pop("compared with dense")
+    assert sum(counts.values()) == soak.ROUNDS_PER_SAMPLE
+    assert {*counts} <= {*soak.FAILURES}
+
+
+@pytest.mark.parametrize("what", GROWTH)
+def test_growth(what: str) -> None:
+    steady = [[HELD, HELD]] * 20
+    assert not Tally(samples=steady).problems()
+    leaking = [[HELD, HELD | {what: 100.0 + 5 * time}] for time in range(20)]
+    reported = Tally(samples=leaking).problems()
+    assert reported == [f"process 1 holds 195 {what}, after 170"]
+
+
+def test_growth_while_caches_fill() -> None:
+    filling = [[HELD | {"MB": min(80.0 + 10 * time, 100.0)}, HELD] for time in range(20)]
+    assert not Tally(samples=filling).problems()
+
+
+# The page on failures has the rows of the suite, and says what the suite asks for.
+
+
+def test_differences() -> None:
+    listed = {name: cells for name, *cells in rows("differences")}
+    assert list(listed) == list(DIFFERENCES)
+    for name, (training, inference, alone) in listed.items():
+        reported = training, training if inference == SAME else inference
+        for text, is_training in zip(reported, (True, False), strict=True):
+            pattern = DIFFERENCES[name].expected(is_training)
+            assert text == RIGHT if pattern is None else re.search(pattern, text), (name, text)
+        assert alone == (SAME if name in SUITED else NOT_TRIED), (name, alone)
+
+
+def test_decoding() -> None:
+    listed = {name: cells for name, *cells in rows("decoding")}
+    assert list(listed) == list(DECODED)
+    for name, (text, alone) in listed.items():
+        assert re.search(DECODED[name].reported or "", text), (name, text)
+        assert alone == (SAME if name in SUITED else NOT_TRIED), (name, alone)
+
+
+def test_faults() -> None:
+    listed = {name: cells for name, *cells in rows("faults")}
+    assert list(listed) == list(SHOWN)
+    for name, (_, others, alone) in listed.items():
+        assert re.search(FAULTS[name].reported, others), (name, others)
+        assert alone == SAME, (name, alone)

@@ -1,4 +1,4 @@
-"""Machines that are measured, shown and compared."""
+"""Machines that are measured, shown and compared, and what is shown meanwhile."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ from dtensor_ring.lab.calibrate.calibrate_machine import BETWEEN, BYTES, INSIDE,
 from dtensor_ring.lab.calibrate.stopwatch import QUICK_EFFORT, Effort, Series, Stopwatch
 from dtensor_ring.lab.machine import FORMS, Curve, KernelSpeed, Links, Machine
 from dtensor_ring.lab.presets import as_machine
+from dtensor_ring.lab.report import tracked, untracked
 from parallel_plans.models import load
 from tests.fake_cuda import fake_cuda
 from tests.pool import Pool, on_ranks
@@ -327,3 +328,21 @@ def test_a_series_stops_at_long_calls() -> None:
     assert found["others"] == Series((1.0,), ((0.0, 0.0),))
     assert found["some"] == Series((1.0, 2.0, 4.0), ((1.0, 1.0), (2.0, 2.0), (4.0, 4.0)))
     assert made == [1, 2, 4], "a size that is not timed is not made"
+
+
+# What long commands show while they run.
+
+
+def test_progress_is_shown_on_a_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On stderr, as stdout has the result; elsewhere nothing is shown."""
+    for is_terminal in (False, True):
+        if is_terminal:
+            monkeypatch.setenv("FORCE_COLOR", "1")  # rich takes any stream for a terminal then
+        assert list(tracked(range(3), "steps")) == [0, 1, 2]
+        found = capsys.readouterr()
+        assert not found.out
+        assert ("steps" in found.err) == is_terminal
+        assert list(untracked(range(3), "steps")) == [0, 1, 2]
+        assert not capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Machines in numbers: curves, files, and what is said of files that are wrong."""
+"""Machines in numbers: files, data sheets, and the order of kernels that they say."""
 
 from __future__ import annotations
 
@@ -11,11 +11,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dtensor_ring.lab.machine import Curve, KernelSpeed, Links, Machine
-from dtensor_ring.lab.presets import as_machine
+from dtensor_ring import prefer_measured
+from dtensor_ring.compute.kernels import KERNELS, Problem, select_kernel
+from dtensor_ring.compute.kernels.registry import preferred
+from dtensor_ring.lab.machine import FORMS, Curve, KernelSpeed, Links, Machine
+from dtensor_ring.lab.presets import PRESETS, as_machine
+from tests.lab.machines import round_machine
 from tests.test_public import ROOT
 
 LINE = Curve.line(1e-5, 1e11)
@@ -232,3 +237,155 @@ def test_machines_that_were_measured_can_be_read() -> None:
     machines = {Machine.from_json(x, str(path)) for path, found in texts.items() for x in found}
     assert {x.device for x in machines} == {"cpu", "NVIDIA H200"}
     assert all(x.source == "measured" for x in machines)
+
+
+# Machines from data sheets: marked as such, in files as in code, ordered as their sheets are.
+
+NAMES = list(PRESETS)
+SIZES = np.logspace(3, 13, 60)
+PEAK = {"a100": 312, "h100": 989, "h200": 989, "h800": 989, "b200": 2250, "mi300x": 1307}
+"""TFLOP/s in 16 bits, as data sheets have them."""
+OF_A_LINE = {"a100": 300, "h100": 450, "h200": 450, "h800": 200, "b200": 900, "mi300x": 448}
+"""GB/s to other devices of a host, likewise."""
+NOT_SLOWER = [("h200", "h100"), ("b200", "h200"), ("h100", "a100"), ("h100", "h800")]
+
+
+def _rate(curve: Curve, size: float) -> float:
+    """What a size more adds, in sizes per second: without what the smallest takes."""
+    return size / (curve(2 * size) - curve(size))
+
+
+def test_names_that_machines_are_asked_for() -> None:
+    assert {"a100", "h100", "h200", "b200", "mi300x"} <= set(NAMES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_preset_is_marked_and_comes_back_from_a_file(name: str, tmp_path: Path) -> None:
+    machine = as_machine(name)
+    assert (machine.name, machine.source, machine.ranks_per_host) == (name, "data sheet", 8)
+    (tmp_path / "machine.json").write_text(machine.to_json())
+    assert as_machine(tmp_path / "machine.json") == machine
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_preset_is_faster_than_its_data_sheet(name: str) -> None:
+    machine = PRESETS[name]
+    for speed in machine.kernels:
+        reached = [_rate(x, 1e14) for x in (speed.forward, speed.backward)]
+        reached += [float((SIZES / x(SIZES)).max()) for x in (speed.forward, speed.backward)]
+        assert max(reached) < PEAK[name] * 1e12, speed.form
+    assert machine.gemm["bfloat16"] < PEAK[name] * 1e12
+    for links, line in ((machine.inside, OF_A_LINE[name]), (machine.between, 50)):
+        for curve in (links.p2p, links.all_to_all, links.all_gather, links.reduce_scatter):
+            assert _rate(curve, 2.0**32) < line * 1e9
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_preset_knows_all_forms_and_both_directions(name: str) -> None:
+    machine = PRESETS[name]
+    for form in ("full", "causal", "window"):
+        speed = machine.speed("bfloat16", 128, form)
+        # The same FLOPs are one and a half to six times faster forward than all of both together.
+        assert speed.backward(2.5e12) > 1.5 * speed.forward(1e12)
+        assert speed.backward(2.5e12) < 6 * speed.forward(1e12)
+
+
+@pytest.mark.parametrize(("newer", "older"), NOT_SLOWER)
+def test_newer_machines_are_not_slower(newer: str, older: str) -> None:
+    fast, slow = PRESETS[newer], PRESETS[older]
+    assert fast.memory_rate >= slow.memory_rate
+    assert fast.memory >= slow.memory
+    for form in ("full", "causal"):
+        ours, theirs = (x.speed("bfloat16", 128, form) for x in (fast, slow))
+        assert ours.forward(1e12) <= theirs.forward(1e12)
+        assert ours.backward(2.5e12) <= theirs.backward(2.5e12)
+    for name in ("p2p", "all_to_all", "all_gather", "reduce_scatter"):
+        # Sizes at which rates count, not latencies; measured rates of equal links differ by 1 %.
+        assert getattr(fast.inside, name)(2.0**28) <= 1.02 * getattr(slow.inside, name)(2.0**28)
+
+
+def test_a_machine_is_found_by_a_name_in_any_case() -> None:
+    assert as_machine("H100") is PRESETS["h100"]
+    assert isinstance(as_machine(PRESETS["b200"]), Machine)
+
+
+# Kernels in the order of what machine files say of them.
+
+CAUSAL = Problem("cuda", torch.bfloat16, 128, 128)
+WINDOW, PACKED = replace(CAUSAL, windowed=True), replace(CAUSAL, packed=True)
+
+
+@pytest.fixture(autouse=True)
+def usual_order() -> Iterator[None]:
+    yield
+    prefer_measured()
+
+
+def machine_of(rates: dict[str, tuple[float, float]], dtype: str = "float16") -> Machine:
+    """With FLOPs per second of causal tiles and of windows, 0 for no row."""
+    rows = [
+        KernelSpeed(kernel, dtype, 64, form, Curve.line(1e-6, rate), Curve.line(1e-6, rate))
+        for kernel, of_kernel in rates.items()
+        for form, rate in zip(("causal", "window"), of_kernel, strict=True)
+        if rate
+    ]
+    return round_machine(kernels=tuple(rows))
+
+
+def first(problem: Problem, number: int = 3) -> list[str]:
+    return [x.name for x in preferred(problem)][:number]
+
+
+FLASH = machine_of({"flash_attn2": (350e12, 186e12), "cudnn": (463e12, 0.0)})
+FLEX = machine_of({"cudnn_flex": (400e12, 390e12)})
+
+
+def test_the_fastest_at_a_form_comes_first() -> None:
+    usual = first(WINDOW), first(CAUSAL)
+    assert first(WINDOW, 99)[-3:] == ["cudnn_flex", "cudnn_sdpa", "reference"]
+    prefer_measured(FLASH, FLEX)
+    assert first(WINDOW) == first(PACKED) == ["cudnn_flex", "flash_attn2", "flash_attn3"]
+    assert first(CAUSAL) == ["cudnn", "cudnn_flex", "flash_attn2"]
+    slow = machine_of({"cudnn_flex": (100e12, 100e12)})
+    prefer_measured(FLASH, slow)
+    assert first(WINDOW) == ["flash_attn2", "cudnn_flex", "flash_attn3"]
+    prefer_measured()
+    assert (first(WINDOW), first(CAUSAL)) == usual
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [replace(WINDOW, fleeting=True), replace(CAUSAL, dtype=torch.float32)],
+    ids=["a cache", "another dtype"],
+)
+def test_what_keeps_the_usual_order(problem: Problem) -> None:
+    usual = first(problem, len(KERNELS))
+    prefer_measured(FLASH, FLEX)
+    assert first(problem, len(KERNELS)) == usual
+
+
+def test_rows_of_any_kernel_say_nothing() -> None:
+    others = [x for x in first(WINDOW, 99) if x != "flash_attn2"]
+    prefer_measured(machine_of({"flash_attn2": (1e12, 1e12), "any": (1e15, 1e15)}))
+    assert first(WINDOW, 99) == ["flash_attn2", *others]
+    assert FORMS[0] == "window"
+
+
+def test_the_reference_stays_last_and_choices_are_made_again() -> None:
+    problem = Problem("cpu", torch.float32, 64, 64)
+    assert select_kernel(None, problem).name == "cpu_flash"
+    prefer_measured(machine_of({"reference": (1e15, 1e15)}, "float32"))
+    assert first(problem, 99)[-1] == "reference"
+    assert select_kernel(None, problem).name == "cpu_flash"
+
+
+def test_files(tmp_path: Path) -> None:
+    """As `calibrate` writes them, a kernel each; the first one counts."""
+    paths = [tmp_path / name for name in ("flash.json", "flex.json")]
+    for path, machine in zip(paths, (FLASH, FLEX), strict=True):
+        path.write_text(machine.to_json())
+    prefer_measured(*paths, machine_of({"flash_attn2": (9e14, 9e14)}))
+    assert first(WINDOW, 2) == ["cudnn_flex", "flash_attn2"]
+    with pytest.raises(ValueError, match="neither a file that can be read"):
+        prefer_measured(tmp_path / "none.json")
+    assert first(WINDOW, 2) == ["cudnn_flex", "flash_attn2"], "as before"

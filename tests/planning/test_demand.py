@@ -23,6 +23,7 @@ from dtensor_ring.planning.demand import (
 )
 from dtensor_ring.planning.mask import as_documents
 from dtensor_ring.planning.plan import checked_slices
+from dtensor_ring.planning.ranges import Span, length, moved
 from dtensor_ring.planning.run_table import RunTable, shard_table
 from dtensor_ring.planning.slices import Slices
 from dtensor_ring.planning.sweep import SortedDemand, WaveletMatrix
@@ -315,3 +316,27 @@ def test_order_statistics_of_ranges(data: st.DataObject, num_values: int) -> Non
     for k in range(3):
         found = matrix.kth(begin, end, np.minimum(k, end - begin - 1)).tolist()
         assert found == [sorted(values[i:j])[min(k, j - i - 1)] for i, j in ranges]
+
+
+# Columns as spans, against columns one by one.
+
+spans = st.tuples(st.integers(0, 30), st.integers(0, 5)).map(lambda x: (x[0], x[0] + x[1]))
+
+
+@given(st.lists(spans))
+def test_columns(some: list[Span]) -> None:
+    indices = [i for span in some for i in range(*span)]
+    cols = Cols.union(some)
+    assert cols == cols_of(indices)
+    assert hash(cols) == hash(cols_of(indices))
+    assert len(cols) == len(set(indices))
+    held = indices_of(cols)
+    for span in some:
+        if length(span):
+            assert held[slice(*cols.packed(span))] == list(range(*span))
+
+
+@given(st.lists(spans))
+def test_spans(some: list[Span]) -> None:
+    assert [length(span) for span in some] == [len(range(*span)) for span in some]
+    assert all(list(range(*moved(x, 3))) == [i + 3 for i in range(*x)] for x in some)

@@ -1,9 +1,10 @@
-"""Layouts shard every position once, in the shard sizes of DTensor."""
+"""Layouts and their names: each position is sharded once, and broken promises are refused."""
 
 from __future__ import annotations
 
 import re
-from itertools import chain
+from dataclasses import dataclass
+from itertools import chain, pairwise
 from typing import Any
 
 import numpy as np
@@ -12,20 +13,24 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dtensor_ring import Balanced, Mask
 from dtensor_ring.planning.layout import (
     BlockCyclic,
     Contiguous,
+    Joined,
     Layout,
     Run,
     Striped,
     ZigZag,
     shard_length,
 )
-from dtensor_ring.planning.run_table import RunTable, as_layout
+from dtensor_ring.planning.plan import plan
+from dtensor_ring.planning.run_table import PerBatch, RunTable, as_layout, shard_table
 from tests.layouts import LAYOUTS
-from tests.planning.test_layout_spec import SPECS
 
 NUM_RUNS = {"contiguous": 1, "striped": 1, "zigzag": 2}  # of equal length, at a padded length
+
+SPECS = [layout.spec for layout in LAYOUTS]
 
 
 @st.composite
@@ -77,13 +82,6 @@ def test_positions_partition_the_sequence_as_torch_chunk_does(
     sizes += [0] * (world_size - len(sizes))
     assert [len(shard) for shard in sharded] == sizes
     assert [shard_length(rank, world_size, seq_len) for rank in range(world_size)] == sizes
-
-
-@given(shard_tables())
-def test_no_run_is_empty(sharding: tuple[Layout, int, int]) -> None:
-    layout, world_size, seq_len = sharding
-    for rank in range(world_size):
-        assert all(run.length > 0 for run in layout.runs(rank, world_size, seq_len))
 
 
 @given(
@@ -190,3 +188,177 @@ def test_runs_of_another_sequence_or_ring(world_size: int, seq_len: int) -> None
 def test_blocks_are_integers(wrong: Any) -> None:
     with pytest.raises(TypeError, match=f"block counts tokens, an int, got {wrong!r}"):
         BlockCyclic(wrong)
+
+
+# Layouts by their names, and what names none.
+
+BELONGS_TO_BATCH = "the balanced layout belongs to one batch, so it is passed with it"
+
+
+@dataclass(frozen=True)
+class Impostor(Contiguous):
+    """Not a layout of ours, in spite of its name."""
+
+    shift: int = 1
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=SPECS)
+def test_as_layout(layout: Layout) -> None:
+    assert as_layout(layout) is layout
+    assert as_layout(layout.spec) == layout
+
+
+def test_specs() -> None:
+    assert SPECS[:4] == ["contiguous", "striped", "zigzag", "block_cyclic:2"]
+    assert not any(layout.per_batch for layout in LAYOUTS)
+    assert RunTable.per_batch
+    assert Balanced.per_batch
+
+
+def test_layouts_of_a_batch() -> None:
+    """By name they stand for any of them, which shards nothing; by value they are themselves."""
+    layout = as_layout("balanced")
+    assert (layout, layout.per_batch, layout.spec) == (PerBatch(), True, "balanced")
+    with pytest.raises(ValueError, match=BELONGS_TO_BATCH):
+        layout.runs(0, 2, 8)
+    for made in (Balanced(Mask.causal(), 8, 2), RunTable((((0, 4),), ((4, 4),)))):
+        assert as_layout(made) is made
+
+
+KNOWN = "known layouts: contiguous, striped, zigzag, block_cyclic:<block>, whole_blocks:<block>$"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error", "message"),
+    [
+        ("ring", ValueError, f"unknown layout 'ring'; {KNOWN}"),
+        (Impostor(), ValueError, rf"unknown layout Impostor\(shift=1\); {KNOWN}"),
+        (2, TypeError, "a layout is a Layout or its name, got int"),
+        (None, TypeError, "a layout is a Layout or its name, got NoneType"),
+        ("block_cyclic", ValueError, f"'block_cyclic' .*takes 1 parameters, got 0.; {KNOWN}"),
+        ("block_cyclic:", ValueError, f"'block_cyclic:' has wrong parameters .*; {KNOWN}"),
+        ("block_cyclic:2,3", ValueError, f"takes 1 parameters, got 2.; {KNOWN}"),
+        ("block_cyclic:two", ValueError, f"invalid literal for int.*; {KNOWN}"),
+        ("block_cyclic:0", ValueError, f"a block holds at least one token, got 0.; {KNOWN}"),
+        ("zigzag:2", ValueError, f"'zigzag:2' .*takes 0 parameters, got 1.; {KNOWN}"),
+    ],
+)
+def test_as_layout_refuses(wrong: object, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        as_layout(wrong)  # type: ignore[arg-type]
+
+
+# Layouts are sharded as they promise: broken promises are refused.
+
+
+@dataclass(frozen=True)
+class Written(Layout):
+    """Whatever runs one writes down."""
+
+    shards: tuple[tuple[Run, ...], ...]
+    name = "written"
+
+    def runs(self, rank: int, world_size: int, seq_len: int) -> tuple[Run, ...]:
+        return self.shards[rank]
+
+
+@given(shard_tables())
+def test_shard_table_has_all_runs(sharding: tuple[Layout, int, int]) -> None:
+    layout, world_size, seq_len = sharding
+    sharded = shard_table(layout, world_size, seq_len)
+    assert shard_table(layout, world_size, seq_len) is sharded, "once"
+    columns = zip(sharded.starts, sharded.lengths, sharded.owners, sharded.cols, strict=True)
+    for start, run_length, owner, col in columns:
+        expected = [start + i * sharded.stride for i in range(run_length)]
+        held = layout.positions(owner, world_size, seq_len)
+        assert held[col : col + run_length] == expected
+    assert sum(sharded.lengths) == seq_len
+    assert [sharded.num_local(rank) for rank in range(world_size)] == [
+        shard_length(rank, world_size, seq_len) for rank in range(world_size)
+    ]
+
+
+BROKEN = [
+    ([[(2, 2), (0, 2)], [(4, 4)]], "the runs of rank 0 do not ascend, Run(start=0"),
+    ([[(0, 2), (1, 2)], [(4, 4)]], "the runs of rank 0 do not ascend, Run(start=1"),
+    ([[(0, 3, 2), (3, 1, 2)], [(1, 4, 2)]], "the runs of rank 0 do not ascend, Run(start=3"),
+    ([[(0, 0), (0, 4)], [(4, 4)]], "rank 0 has an empty run, Run(start=0, length=0"),
+    ([[(0, 4)], [(4, 4, 0)]], "rank 1 has an empty run, Run(start=4, length=4, stride=0"),
+    ([[(0, 3)], [(3, 5)]], "rank 0 has 3 tokens, but its shard has 4"),
+    ([[], [(0, 8)]], "rank 0 has 0 tokens, but its shard has 4"),
+    ([[(0, 4)], [(3, 4)]], "rank 1 has Run(start=3, length=4, stride=1), so that position 3 is"),
+    ([[(1, 4)], [(5, 3), (8, 1)]], "rank 1 has Run(start=8, length=1, stride=1), outside of the"),
+    ([[(0, 3), (7, 1)], [(4, 4)]], "rank 1 has Run(start=4, length=4, stride=1), so that posit"),
+    ([[(0, 4)], [(5, 4)]], "rank 1 has Run(start=5, length=4, stride=1), outside of the sequence"),
+    ([[(-1, 4)], [(3, 4)]], "rank 0 has Run(start=-1, length=4, stride=1), outside of the seq"),
+    ([[(0, 4, 2)], [(1, 4)]], "rank 1 has a run of stride 1, others have stride 2"),
+    ([[(0, 4, 2)], [(0, 4, 2)]], "rank 1 has Run(start=0, length=4, stride=2), so that position"),
+    ([[(0, 4, 2)], [(3, 3, 2), (9, 1, 2)]], "rank 1 has Run(start=9, length=1, stride=2), outs"),
+]
+
+
+@pytest.mark.parametrize(("shards", "message"), BROKEN)
+def test_broken_promises(shards: list[list[tuple[int, ...]]], message: str) -> None:
+    layout = Written(tuple(tuple(Run(*run) for run in shard) for shard in shards))
+    for refuse in (lambda: shard_table(layout, 2, 8), lambda: plan(layout, Mask.causal(), 0, 2, 8)):
+        with pytest.raises(ValueError, match=re.escape(message)) as caught:
+            refuse()
+        prefix = f"{layout!r} breaks the promise of Layout.runs for 8 tokens on 2 ranks: rank "
+        assert str(caught.value).replace("the runs of rank", "rank").startswith(prefix)
+
+
+@given(st.data())
+def test_no_broken_promise_passes(data: st.DataObject) -> None:
+    """Runs drawn at random either shard every position once, in order, or are refused."""
+    stride = data.draw(st.integers(1, 3))
+    run = st.builds(Run, st.integers(-1, 9), st.integers(0, 4), st.just(stride))
+    shards = data.draw(st.lists(st.lists(run, max_size=3).map(tuple), min_size=2, max_size=2))
+    layout = Written(tuple(shards))
+    sharded = positions(layout, 2, 6)
+    lasts = [(a.last, b.start) for shard in shards for a, b in pairwise(shard)]
+    keeps = (
+        sorted(chain.from_iterable(sharded)) == list(range(6))
+        and [len(shard) for shard in sharded] == [3, 3]
+        and all(run.length for shard in shards for run in shard)
+        and all(last < start for last, start in lasts)
+    )
+    assert is_accepted(layout) == keeps
+
+
+def is_accepted(layout: Layout) -> bool:
+    try:
+        shard_table(layout, 2, 6)
+    except ValueError:
+        return False
+    return True
+
+
+# What groups hold together: all tokens of their ranks, in the order of positions.
+
+
+@given(shard_tables(), st.integers(1, 4), st.booleans())
+def test_groups_hold_what_their_ranks_hold(
+    sharding: tuple[Layout, int, int], heads: int, balanced: bool
+) -> None:
+    layout, num_groups, seq_len = sharding
+    world_size = num_groups * heads
+    if isinstance(layout, Striped):
+        seq_len *= heads
+    if balanced:
+        layout = Balanced(Mask.causal(), seq_len, world_size, None, 3)
+    joined = Joined(layout, heads)
+    for group in range(num_groups):
+        ranks = range(group * heads, (group + 1) * heads)
+        held = sorted(x for rank in ranks for x in layout.positions(rank, world_size, seq_len))
+        assert joined.positions(group, num_groups, seq_len) == held
+        assert joined.num_tokens(group, num_groups, seq_len) == len(held)
+    # The planner finds no fault with the runs, of which it promises that neighbours are one.
+    sharded = shard_table(joined, num_groups, seq_len)
+    assert sharded.shards == tuple(
+        joined.runs(group, num_groups, seq_len) for group in range(num_groups)
+    )
+
+
+@pytest.mark.parametrize("layout", [ZigZag(), Striped()])
+def test_a_group_of_all_ranks_has_one_run(layout: Layout) -> None:
+    assert Joined(layout, 4).runs(0, 1, 32) == (Run(0, 32),)

@@ -164,15 +164,12 @@ def test_tensors_of_a_hop_stay_until_it_is_waited_for() -> None:
     assert not hop._messages
 
 
-def test_processes(pool: Pool, tmp_path: Path) -> None:
-    pool.run(3, _attend, tmp_path)
-
-
-def _attend(folder: Path) -> None:
+@on_ranks(3)
+def test_processes(tmp_path: Path) -> None:
     """The public calls over an axis, between processes."""
     mesh = init_device_mesh("cpu", (3,), mesh_dim_names=("cp",))
     group = mesh.get_group()
-    transport = SymmetricTransport(group, FileMemory(folder, group.rank(), 3, is_late=True), 1000)
+    transport = SymmetricTransport(group, FileMemory(tmp_path, group.rank(), 3, is_late=True), 1000)
     axis = SequenceAxis(mesh, "zigzag", policy=None, transport=transport)
     again = SequenceAxis(mesh, "zigzag", transport=transport)
     assert again.policy == axis.policy

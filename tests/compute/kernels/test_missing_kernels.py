@@ -1,4 +1,4 @@
-"""Which kernels a machine can run, best first, and why the others are missing."""
+"""Which kernels a machine can run, best first, why others are missing, what is downloaded."""
 
 from __future__ import annotations
 
@@ -14,20 +14,26 @@ from typing import Any
 import pytest
 import torch
 
-from dtensor_ring import available_kernels
+from dtensor_ring import available_kernels, register_kernel
 from dtensor_ring.compute.kernels import (
     KERNELS,
     Problem,
+    check_kernel,
     clear_kernel_cache,
     cudnn_flex,
     cudnn_sdpa,
     flash_attn2,
     flash_attn3,
     flash_attn4,
-    packages,
+    missing_kernel,
+    select_kernel,
 )
+from dtensor_ring.compute.kernels import packages as installed
+from dtensor_ring.compute.kernels.reference import Reference
 from tests import flex_package, sdpa_package
-from tests.tiles import GPU
+from tests.hub import REPOSITORIES, Hub
+from tests.packages import packages
+from tests.tiles import GPU, HUB, TILES, check_tile
 
 NEWER = ["flash_attn4", "cudnn", "flash_attn2", "cuda_flash", "cpu_flash"]
 NEWER += ["cudnn_flex", "cudnn_sdpa"]
@@ -124,7 +130,7 @@ def check_versions(
     """Versions that are too old, or too new, stand before the bar, those that serve after it."""
     others, serve = (x.split() for x in known.split("|"))
     for version in others + serve:
-        monkeypatch.setattr(packages, "version", lambda _, version=version: version)
+        monkeypatch.setattr(installed, "version", lambda _, version=version: version)
         expected = f"it needs {needs}, found {version}" if version in others else None
         assert reason() == expected, version
 
@@ -136,13 +142,13 @@ def test_missing_flash_attn2(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setattr(flash_attn2, "load", lambda module: None)
-    monkeypatch.setattr(packages, "version", not_installed)
+    monkeypatch.setattr(installed, "version", not_installed)
     assert KERNELS["flash_attn2"].missing() == "the flash-attn package is not installed"
     known = "2.6.3 3.0.0 | 2.7.0 2.10.0.post1"
     check_versions(
         monkeypatch, KERNELS["flash_attn2"].missing, "flash-attn 2.7 or a later 2.x", known
     )
-    monkeypatch.setattr(packages, "version", lambda _: "2.8.0")
+    monkeypatch.setattr(installed, "version", lambda _: "2.8.0")
     monkeypatch.setattr(flash_attn2, "load", not_loading)
     assert "does not load: flash_attn.flash_attn_interface was" in KERNELS["flash_attn2"].missing()
 
@@ -156,11 +162,11 @@ def test_missing_flash_attn4(monkeypatch: pytest.MonkeyPatch) -> None:
 
     function = SimpleNamespace(_flash_attn_fwd=lambda q, return_lse, max_seqlen_q: None)
     monkeypatch.setattr(flash_attn4, "load", lambda module: function)
-    monkeypatch.setattr(packages, "version", not_installed)
+    monkeypatch.setattr(installed, "version", not_installed)
     assert reason() == "the flash-attn-4 package is not installed"
     known = "4.0.0b9 4.0.0b27 5.0.0 | 4.0.0b28 4.0.0b36.dev1+g12 4.0.0 4.1.2"
     check_versions(monkeypatch, reason, "flash-attn-4 4.0.0b28 or a later 4.x", known)
-    monkeypatch.setattr(packages, "version", lambda _: "4.0.0")
+    monkeypatch.setattr(installed, "version", lambda _: "4.0.0")
     monkeypatch.setattr(flash_attn4, "load", not_loading)
     assert "does not load: flash_attn.cute.interface needs another" in (reason() or "")
 
@@ -178,10 +184,10 @@ def test_missing_cudnn_flex(monkeypatch: pytest.MonkeyPatch) -> None:
         for module in flex_package.FUNCTIONS
     }
     monkeypatch.setattr(cudnn_flex, "load", modules.__getitem__)
-    monkeypatch.setattr(packages, "version", not_installed)
+    monkeypatch.setattr(installed, "version", not_installed)
     assert cudnn_flex._missing_package() == "the nvidia-cudnn-frontend package is not installed"
     check_versions(monkeypatch, cudnn_flex._missing_package, FRONTEND, FRONTENDS)
-    monkeypatch.setattr(packages, "version", lambda _: "1.40.0")
+    monkeypatch.setattr(installed, "version", lambda _: "1.40.0")
     execution = modules[flex_package.EXECUTION]
     for function, lacks in ((lambda q: None, "dlse_tensor"), (None, "dlse_tensor")):
         monkeypatch.setattr(execution, "_flex_attention_backward", function)
@@ -206,7 +212,7 @@ def test_missing_cudnn_sdpa(monkeypatch: pytest.MonkeyPatch) -> None:
     modules = versions | {sdpa_package.OPS: SimpleNamespace(thd_lse_to_padded=None)}
     monkeypatch.setattr(cudnn_sdpa, "cudnn", ops)
     monkeypatch.setattr(cudnn_sdpa, "load", modules.__getitem__)
-    monkeypatch.setattr(packages, "version", not_installed)
+    monkeypatch.setattr(installed, "version", not_installed)
     assert reason() == "the nvidia-cudnn-frontend package is not installed"
     check_versions(monkeypatch, reason, FRONTEND, FRONTENDS)
     versions["cudnn"].backend_version = lambda: 91400
@@ -250,7 +256,7 @@ def test_missing_flash_attn3(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_flash_attn_that_has_overwritten_flash_attn4(monkeypatch: pytest.MonkeyPatch) -> None:
     """The version says nothing of it."""
     older = SimpleNamespace(_flash_attn_fwd=lambda q, k, v, cu_seqlens_q=None: None)
-    monkeypatch.setattr(packages, "version", lambda _: "4.0.0b36")
+    monkeypatch.setattr(installed, "version", lambda _: "4.0.0b36")
     monkeypatch.setattr(flash_attn4, "load", lambda module: older)
     reason = flash_attn4._missing_package() or ""
     assert "takes no max_seqlen_q, return_lse" in reason
@@ -325,3 +331,85 @@ def test_builds_of_flash_attn3_that_no_ring_can_use(
     gpu(9, 0)
     monkeypatch.setattr(flash_attn3, "load", lambda module: flags(**{feature: True}))
     assert f"DISABLE_{feature}; build" in (KERNELS["flash_attn3"].missing() or "")
+
+
+# Prebuilt kernels: what is downloaded when, and what is said where it cannot be.
+
+__all__ = ["gpu", "packages"]  # fixtures
+
+ON_GPU = Problem("cuda", torch.bfloat16, 64, 64)
+
+
+@pytest.fixture
+def hopper(packages: Hub, gpu: Callable[..., None]) -> Hub:
+    """A GPU that both kernels run on, and what was asked of the Hub."""
+    gpu(9, 0)
+    return packages
+
+
+def test_one_that_is_named_is_loaded_once(hopper: Hub) -> None:
+    for name in HUB:
+        for _ in range(2):
+            assert select_kernel(name, ON_GPU).name == name
+            check_tile(select_kernel(name, ON_GPU), TILES["causal"], "cpu")
+    assert hopper.asked == [name.removeprefix("hub:") for name in HUB]
+
+
+def test_nothing_is_downloaded_unless_it_is_named(hopper: Hub) -> None:
+    assert not set(available_kernels()) & set(HUB)
+    select_kernel(None, ON_GPU)
+    for name in HUB:
+        check_kernel(name)
+        with pytest.raises(ValueError, match="it runs on CUDA, the tensors are on cpu"):
+            select_kernel(name, Problem("cpu", torch.bfloat16, 64, 64))
+    assert not hopper.asked
+
+
+def test_nothing_is_downloaded_without_a_gpu(packages: Hub) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    for name in HUB:
+        assert missing_kernel(name) == "no CUDA device"
+    assert not packages.asked
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (
+            ValueError("Cannot find a build\n\n  torch29-cu128"),
+            "of kernels-community/flash-attn. does not load: Cannot find a build torch29-cu128$",
+        ),
+        (OSError("offline"), "version . of kernels-community/flash-attn. does not load: offline"),
+        (ModuleNotFoundError("No module named 'einops'", name="einops"), "load: .*'einops'"),
+        (ModuleNotFoundError(name="kernels"), "is not installed: pip install kernels$"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("name", HUB)
+def test_one_that_does_not_load(name: str, error: Exception, reason: str, hopper: Hub) -> None:
+    hopper.error = error
+    said = missing_kernel(name) or ""
+    assert re.search(reason, said)
+    with pytest.raises(ValueError, match=re.escape(said)):
+        select_kernel(name, ON_GPU)
+
+
+def test_the_package_is_not_installed(hopper: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "kernels", None)
+    assert missing_kernel(HUB[0]) == "the kernels package is not installed: pip install kernels"
+
+
+class Named(Reference):
+    def __init__(self, name: str) -> None:
+        self.name: Any = name
+
+
+def test_names(packages: Hub) -> None:
+    assert {f"hub:{repository}" for repository in REPOSITORIES} == set(HUB)
+    with pytest.raises(ValueError, match=f"known kernels: .*reference, {HUB[0]}, {HUB[1]}"):
+        check_kernel("hub:somebody/flash-attn3")
+    with pytest.raises(ValueError, match=f"unknown kernel '{HUB[0]}' in before"):
+        register_kernel(Named("mine"), before=HUB[0])
+    with pytest.raises(ValueError, match=f"the kernel name '{HUB[0]}' of .* is taken by"):
+        register_kernel(Named(HUB[0]))

@@ -22,22 +22,6 @@ def causal(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
     return q >= k
 
 
-def sliding(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    return (q >= k) & (q - k <= 5)
-
-
-def local(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    return (q - k <= 6) & (k - q <= 3)
-
-
-def chunked(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    return (q >= k) & (q // 10 == k // 10)
-
-
-def prefix(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    return (q >= k) | (k < 13)
-
-
 def packed(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
     return DOCUMENTS[q] == DOCUMENTS[k]
 
@@ -46,20 +30,16 @@ def by_row(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
     return (BY_ROW[b, q] == BY_ROW[b, k]) & (q >= k)
 
 
-def late(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    return q > k + 20  # most queries see nothing
-
-
 FUNCTIONS: dict[str, MaskMod | None] = {
     "causal": causal,
     "full": None,
-    "sliding": sliding,
-    "local": local,
-    "chunked": chunked,
-    "prefix": prefix,
+    "sliding": lambda b, h, q, k: (q >= k) & (q - k <= 5),
+    "local": lambda b, h, q, k: (q - k <= 6) & (k - q <= 3),
+    "chunked": lambda b, h, q, k: (q >= k) & (q // 10 == k // 10),
+    "prefix": lambda b, h, q, k: (q >= k) | (k < 13),
     "packed": and_masks(causal, packed),
     "rows": by_row,
-    "rows that see nothing": late,
+    "rows that see nothing": lambda b, h, q, k: q > k + 20,  # most queries see nothing
 }
 """Masks as users write them; without one everything is seen."""
 

@@ -16,7 +16,7 @@ from dtensor_ring import Mask
 from dtensor_ring.lab.training.model_shape import ModelShape
 from parallel_plans.huggingface.core.patterns import LayerMask, read_patterns
 from tests.families import FAMILIES, SMALL, VOCABULARY, small_model
-from tests.lab.training.test_layer_states import ALIGNED, READ
+from tests.lab.training.test_layer_run import ALIGNED, READ
 
 TOKENS = 16
 LLAMA = SMALL | {"model_type": "llama", "intermediate_size": 24}

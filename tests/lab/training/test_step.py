@@ -1,4 +1,4 @@
-"""Simulated training steps: their parts, what changes them, and what is refused."""
+"""Simulated training steps: their parts, meshes and sweeps, and what is refused."""
 
 from __future__ import annotations
 
@@ -11,11 +11,21 @@ from dtensor_ring import Mask
 from dtensor_ring.lab.machine import Curve, Machine
 from dtensor_ring.lab.presets import as_machine
 from dtensor_ring.lab.simulated_attention import simulate_attention
-from dtensor_ring.lab.training.collectives import COLLECTIVE, COMPUTE
+from dtensor_ring.lab.training.collectives import COLLECTIVE, COMPUTE, RankGroup
+from dtensor_ring.lab.training.model_shape import ModelShape
 from dtensor_ring.lab.training.step import SimulatedStep, simulate_step
+from dtensor_ring.lab.training.step_request import StepMesh
+from dtensor_ring.lab.training.step_sweep import (
+    link_rate,
+    parse_sweep,
+    sweep_steps,
+    winner_map,
+    with_rate,
+)
 from dtensor_ring.planning.layout import ZigZag
 from dtensor_ring.planning.plan import plan
-from tests.lab.machines import links
+from dtensor_ring.planning.strategy import every_strategy
+from tests.lab.machines import links, round_machine
 
 LLAMA = {"model_type": "llama", "hidden_size": 1024, "intermediate_size": 2816, "head_dim": 64}
 LLAMA |= {"num_hidden_layers": 3, "num_attention_heads": 16, "num_key_value_heads": 4}
@@ -252,3 +262,151 @@ def test_collectives_take_what_their_bytes_take() -> None:
         found = [x.end - x.begin for x in step.spans if x.label == label]
         assert found == pytest.approx([seconds] * len(found)), label
         assert len(found) >= 3
+
+
+# Meshes of simulated steps: their axes, and what they divide.
+
+CONFIG = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "vocab_size": 32}
+CONFIG |= {"num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 4}
+
+
+def test_axes() -> None:
+    mesh = StepMesh.of({"dp": 2, "cp": 4, "tp": 2})
+    assert mesh == StepMesh(1, 2, 4, 2) == StepMesh.of({"dp_shard": 2, "cp": 4, "tp": 2}, 16)
+    machine = round_machine(ranks_per_host=8)
+    assert mesh.shards(machine) == RankGroup(8, 4)  # every second rank, of two hosts
+    assert mesh.replicas(machine).ranks == 1
+    assert StepMesh(4, 1, 2, 2).replicas(machine) == RankGroup(4, 2)
+
+
+@pytest.mark.parametrize(
+    ("axes", "world_size", "message"),
+    [
+        ({"pp": 2}, None, "a mesh has axes of dp_replicate, dp_shard, cp, tp and dp"),
+        ({"dp": 2, "dp_shard": 2}, None, "each once; got dp, dp_shard"),
+        ({"cp": 0}, None, "cp of mesh must be from 1 to 4,096, got 0"),
+        ({"dp": 2**20}, None, "dp_shard of mesh must be from 1 to 65,536, got 1048576"),
+        ({"dp": 2, "cp": 4}, 16, "mesh dp 2 x cp 4 has 8 ranks, and world_size is 16"),
+    ],
+)
+def test_bad_axes(axes: dict[str, Any], world_size: int | None, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        StepMesh.of(axes, world_size)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "seq_len", "message"),
+    [
+        (StepMesh(tp=16), 64, "8 heads of llama cannot be divided over the 16 ranks of tp"),
+        (StepMesh(tp=8), 64, "4 key heads of llama cannot be divided over the 8 ranks of tp"),
+        (StepMesh(cp=5), 64, "64 tokens cannot be divided over the 5 ranks of cp"),
+    ],
+)
+def test_what_does_not_divide(mesh: StepMesh, seq_len: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        mesh.check(ModelShape.of(CONFIG), seq_len)
+
+
+def test_inner_sizes_divide() -> None:
+    odd = ModelShape.of(CONFIG | {"intermediate_size": 98})
+    with pytest.raises(
+        ValueError, match="intermediate_size of llama is 98, which cannot be divided over the 4"
+    ):
+        StepMesh(tp=4).check(odd, 64)
+    StepMesh(tp=2, cp=4).check(odd, 64)
+
+
+# Sweeps of simulated steps, and which strategy wins where.
+
+SWEPT = {"model_type": "llama", "hidden_size": 512, "intermediate_size": 1024, "vocab_size": 4096}
+SWEPT |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+ASKED: dict[str, Any] = {"config": SWEPT, "seq_len": 16384, "mesh": {"cp": 8}, "machine": "h100"}
+
+
+def test_ranks_stay_and_dp_takes_the_rest() -> None:
+    rows = sweep_steps({"cp": [1, 2, 4, 8, 3]}, **ASKED).rows
+    for row, dp in zip(rows, (8, 4, 2, 1), strict=False):
+        cp = row.values["cp"]
+        expected = simulate_step(**(ASKED | {"mesh": {"dp": dp, "cp": cp}}))
+        assert row.step is not None
+        assert row.step.as_json() == expected.as_json()
+    assert rows[4].step is None
+    assert rows[4].why_not == "3 ranks of the other axes do not divide 8"
+
+
+def test_all_strategies() -> None:
+    found = sweep_steps({"strategy": ["all"], "cp": [1, 8]}, **ASKED)
+    specs = [row.values["strategy"] for row in found.rows]
+    assert specs == ["ring", *(x.spec for x in every_strategy(8))]
+    lines = str(found).splitlines()
+    assert lines[0].split() == ["strategy", "cp", "ms", "MFU", "tokens/s", "waits,", "ms", "GiB"]
+    assert len(lines) == len(specs) + 1
+    for line, row in zip(lines[1:], found.rows, strict=True):
+        if row.why_not is None:
+            assert row.step is not None
+            assert f"{row.step.seconds * 1e3:,.1f}" in line
+    assert lines[-1].endswith(
+        "4 query heads cannot be sharded over the 8 ranks of a group, each has to get one"
+    )
+
+
+def test_machines_and_sizes() -> None:
+    rows = sweep_steps({"machine": ["h100", "b200"], "batch": [1, 2]}, **ASKED).rows
+    steps = [row.step for row in rows]
+    assert [x.machine for x in steps if x] == ["h100", "h100", "b200", "b200"]
+    seconds = [x.seconds for x in steps if x]
+    assert seconds[2] < seconds[0] < seconds[1]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (["pp=2"], "'pp=2' cannot be swept: cp=1,2,4 or one of dp_replicate"),
+        (["cp"], "'cp' cannot be swept"),
+        (["cp=1", "cp=2"], "'cp=2' cannot be swept"),
+        (["cp=1,x"], "cp=x is not a number"),
+    ],
+)
+def test_what_cannot_be_swept(text: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        parse_sweep(text)
+
+
+def test_links_of_another_speed() -> None:
+    assert link_rate(H100.between) == pytest.approx(48e9, rel=1e-3)
+    slower = with_rate(H100.inside, link_rate(H100.inside) / 4)
+    for name in ("p2p", "all_to_all", "all_gather", "reduce_scatter"):
+        before, after = getattr(H100.inside, name), getattr(slower, name)
+        assert after(0.0) == before(0.0)
+        assert after(2**28) - after(0.0) == pytest.approx(4 * (before(2**28) - before(0.0)))
+
+
+def test_winners() -> None:
+    """Each cell has the strategy of the shortest step, and how much shorter it is in attention."""
+    tokens, rates = (1024, 16384), (10e9, 400e9)
+    found = winner_map(SWEPT, {"cp": 4}, "h100", tokens, rates)
+    assert found.level == "inside"
+    assert found.strategies == tuple(x.spec for x in every_strategy(4))
+    for count, winners, gains in zip(tokens, found.winners, found.gains, strict=True):
+        for rate, winner, gain in zip(rates, winners, gains, strict=True):
+            from dataclasses import replace
+
+            machine = replace(H100, inside=with_rate(H100.inside, rate))
+            seconds = []
+            for strategy in found.strategies:
+                step = simulate_step(SWEPT, 4 * count, {"cp": 4}, machine, strategy=strategy)
+                seconds.append(sum(step.parts[x] for x in ("attention", "ring")))
+            assert seconds[winner] == pytest.approx(min(seconds))
+            assert gain == pytest.approx(seconds[0] / min(seconds))
+
+
+def test_links_between_hosts_decide_across_them() -> None:
+    found = winner_map(SWEPT, {"cp": 8, "tp": 2}, "h100", (1024,), (50e9,))
+    assert found.level == "between"
+    # Two query heads of a rank are too few for groups of four and eight.
+    assert found.strategies[found.winners[0][0]] not in ("ulysses:4", "ulysses:8")
+
+
+def test_without_an_axis_there_is_nothing_to_choose() -> None:
+    with pytest.raises(ValueError, match="without cp in the mesh, there are no strategies"):
+        winner_map(SWEPT, {"tp": 2}, "h100", (1024,), (50e9,))

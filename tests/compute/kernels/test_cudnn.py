@@ -1,4 +1,4 @@
-"""The adapter of cuDNN's attention to intervals, with stand-ins, and their signatures."""
+"""The adapters of cuDNN's attention, with stand-ins and their signatures."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import ast
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from random import Random
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -14,23 +15,24 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from dtensor_ring import Mask, ZigZag
+from dtensor_ring import Contiguous, Mask, ZigZag
 from dtensor_ring.compute import capture
-from dtensor_ring.compute.kernels import KERNELS, Problem, Saved, cudnn_flex
+from dtensor_ring.compute.kernels import KERNELS, Problem, Saved, cudnn_flex, cudnn_sdpa
 from dtensor_ring.compute.kernels.kernel import Intervals
 from dtensor_ring.compute.kernels.reference import Reference
 from dtensor_ring.planning.intervals import intervals_of
 from dtensor_ring.planning.plan import Step
-from dtensor_ring.planning.tile import CAUSAL
-from tests import flex_package
+from dtensor_ring.planning.tile import CAUSAL as CAUSAL_TILE
+from tests import flex_package, sdpa_package
 from tests.flex_package import Plan
 from tests.intervals import CASES, OPTIONS, IntervalsCase, check_intervals
 from tests.package_sources import arguments_of, parsed, plain_arguments
 from tests.packages import packages
 from tests.rings import Case as RingCase
 from tests.rings import Ring
+from tests.segments import PACKED, SegmentsCase, check_segments
 from tests.test_played import Played, check_ring
-from tests.tiles import TILES, Case, check_tile
+from tests.tiles import CAUSAL, TILES, Case, check_tile
 
 __all__ = ["packages"]  # a fixture
 
@@ -103,8 +105,8 @@ def test_memory_that_is_not_aligned_is_copied() -> None:
             wide = torch.randn(self.batch, heads, length, head_dim + 8)
             return wide[..., :head_dim].to(self.dtype)
 
-    check_tile(FLEX, Odd(200, 200, CAUSAL), "cpu")
-    check_tile(FLEX, Wide(200, 200, CAUSAL, head_dims=(256, 256), scale=0.05), "cpu")
+    check_tile(FLEX, Odd(200, 200, CAUSAL_TILE), "cpu")
+    check_tile(FLEX, Wide(200, 200, CAUSAL_TILE, head_dims=(256, 256), scale=0.05), "cpu")
 
 
 def test_a_plan_is_made_once(made: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -273,3 +275,80 @@ def test_what_is_served_has_gradients(head_dim: int, value_head_dim: int, groupe
         assert not grouped or head_dim == value_head_dim
     else:
         assert dims not in flex_package.EQUAL
+
+
+# cuDNN's ops with windows and packed sequences: what the tests of all adapters leave open.
+
+SDPA = KERNELS["cudnn_sdpa"]
+
+
+@pytest.mark.parametrize(
+    ("case", "is_served"),
+    [
+        (Case(9, 8, Mask(2, 1)), False),
+        (Case(9, 8, Mask(None, 1)), True),
+        (Case(8, 8, Mask(2, 1)), True),
+        (Case(8, 9, Mask(2, 1)), True),
+        (Case(1, 9), False),
+        (Case(9, 1), False),
+    ],
+)
+def test_tiles_that_cudnn_does_not_take(
+    case: Case, is_served: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of a single query or key, and windows of more queries than keys."""
+    called: list[object] = []
+
+    def others(query: Any, value: Any) -> Reference:
+        called.append(query)
+        return Reference()
+
+    monkeypatch.setattr(cudnn_sdpa, "flash_or_reference", others)
+    check_tile(SDPA, case, "cpu")
+    assert len(called) == (0 if is_served else 2)
+
+
+@pytest.fixture
+def graphs() -> Iterator[set[tuple[Any, ...]]]:
+    """Those that packed sequences would need."""
+    sdpa_package.GRAPHS.clear()
+    yield sdpa_package.GRAPHS
+    sdpa_package.GRAPHS.clear()
+
+
+def test_other_documents_need_few_other_graphs(graphs: set[tuple[Any, ...]]) -> None:
+    """Forward and backward have one each; one takes cuDNN a tenth of a second or more."""
+    generator = Random(0)
+    for _ in range(40):
+        cuts = (0, *sorted(generator.sample(range(1, 512), generator.randint(9, 15))), 512)
+        check_segments(SDPA, SegmentsCase(cuts, cuts, CAUSAL), "cpu")
+    assert len(graphs) <= 2 * 10
+
+
+def test_segments_are_rounded_once() -> None:
+    segments = PACKED["gaps"].launch.segments
+    assert segments is not None
+    assert cudnn_sdpa._rounded(segments) is cudnn_sdpa._rounded(segments)
+    assert cudnn_sdpa._rounded(segments).rows == (0, 4, 4, 9, 15, 15, 15, 15, 15)
+
+
+@pytest.mark.parametrize("layout", [Contiguous(), ZigZag()])
+def test_rings_of_windows(layout: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SDPA.__class__, "missing", lambda self: None)
+    ring = Ring(layout, 2, 256, Mask.sliding(40))
+    for case in (RingCase(ring), RingCase(replace(ring, documents=((0, 50, 51, 180, 256),)))):
+        check_ring(case, Played("cudnn_sdpa", "cpu", torch.float32), monkeypatch)
+
+
+def test_schemas_are_those_of_the_package() -> None:
+    tree = parsed("cudnn", "sdpa/fwd/torch_op.py", "nvidia-cudnn-frontend")
+    calls = [x for x in ast.walk(tree) if isinstance(x, ast.Call)]
+    defined = [x.args[0] for x in calls if ast.unparse(x.func) == "_lib.define"]
+    found = [ast.literal_eval(x) for x in defined]
+    assert found == [f"{name}{schema}" for name, schema in sdpa_package.SCHEMAS.items()]
+    (function,) = [
+        x.args
+        for x in ast.walk(tree)
+        if isinstance(x, ast.FunctionDef) and x.name == cudnn_sdpa.PADDED
+    ]
+    assert plain_arguments(function) == arguments_of(sdpa_package.PADDED)

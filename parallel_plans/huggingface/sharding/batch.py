@@ -288,7 +288,7 @@ def check_batch(model: Any, arguments: dict[str, Any]) -> int:
     seq_len = _check_lengths(model, arguments)
     if "attention_mask" in given:
         check_ones_and_zeros(given["attention_mask"])
-    _check_range(model, arguments)
+    _check_range(model, given)
     return seq_len
 
 
@@ -329,7 +329,7 @@ def _check_dtype(name: str, x: Tensor) -> None:
         raise ValueError(f"{name} must be ones and zeros, got {x.dtype}; use .bool()")
 
 
-def _check_range(model: Any, batch: dict[str, Any]) -> None:
+def _check_range(model: Any, given: dict[str, Tensor]) -> None:
     """Refuse tokens and labels that the model has no row for, on all ranks alike.
 
     Raises:
@@ -338,8 +338,7 @@ def _check_range(model: Any, batch: dict[str, Any]) -> None:
     # Later, only the rank that holds the token would fail, and the others would wait for it.
     # Tensors on a GPU are not checked, as reading them would synchronize.
     sides = {"input_ids": model.get_input_embeddings, "labels": model.get_output_embeddings}
-    given = {name: batch[name] for name in sides if batch.get(name) is not None}
-    read = {name: x for name, x in given.items() if x.is_cpu}
+    read = {name: x for name, x in given.items() if name in sides and x.is_cpu}
     if not has_content(*read.values()):
         return
     for name, x in read.items():

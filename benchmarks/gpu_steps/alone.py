@@ -19,6 +19,7 @@ from dtensor_ring.compute.accumulate import RunningOutput
 from dtensor_ring.compute.kernels import KERNELS, Launch, Problem, Saved, Scores
 from dtensor_ring.compute.kernels.registry import preferred
 from dtensor_ring.compute.memory import WHOLE
+from dtensor_ring.compute.trace import Label
 from dtensor_ring.ops.options import default_scale
 from dtensor_ring.planning.demand import Cols
 from dtensor_ring.planning.layout import Layout
@@ -120,7 +121,7 @@ def link_of(
         if cols not in arriving:
             buffer = torch.empty(key.nbytes + value.nbytes, dtype=torch.uint8, device=key.device)
             arriving[cols] = Packet.within(buffer, (key, value), cols, key.dtype)
-            arriving[cols].fill((key, value), cols)
+            arriving[cols].fill((key, value), cols, Label("forward", 0, 0))
         is_first = transfer.source == transfer.peer
         messages += arriving[cols].messages(is_first and goes_apart(arriving[cols].num_bytes))
     return Link(messages, sums, rate)

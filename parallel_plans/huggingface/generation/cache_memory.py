@@ -74,11 +74,18 @@ class NewTokens:
 
         Ranks compare the new tokens if they are ids.
         """
-        documents, mesh = self.documents(0), self.axis.mesh
+        documents, axis = self.documents(0), self.axis
         if self.sharded_length:
-            return ShardedInputs(self.axis, None, documents, cache.query_runs, cache.key_runs)
-        num_columns = cache.table.num_local[rank]
-        return DecodeInputs(documents, cache.key_runs, num_columns, mesh, compared(tokens))
+            return ShardedInputs(axis, None, documents, cache.query_runs, cache.key_runs)
+        # The plan of another model may have annotated the mesh with another kernel since.
+        return DecodeInputs(
+            documents=documents,
+            key_runs=cache.key_runs,
+            num_columns=cache.table.num_local[rank],
+            mesh=axis.mesh,
+            agree=compared(tokens),
+            kernel=axis.kernel,
+        )
 
     def window(self, num_held: int) -> LayerInputs:
         """Return how layers attend that hold the last tokens of the cache on each rank.

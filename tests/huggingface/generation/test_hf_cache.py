@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import DynamicCache, EncoderDecoderCache, LlamaModel, MaxTimeCriteria, StaticCache
 
 from dtensor_ring import ShardedCache
+from dtensor_ring.compute.kernels import KERNELS
 from parallel_plans.huggingface import ContextParallelCache
 from parallel_plans.huggingface.core.versions import cache_name, parameter_of_cache, with_cache
 from parallel_plans.huggingface.generation import cache_memory as window
@@ -186,6 +187,17 @@ def test_half_done() -> None:
         with mock.patch.object(owner, name, fails), pytest.raises(ZeroDivisionError):
             call(ours, cache)
         assert torch.equal(ours(tokens(2), cache=cache).logits, expected), name
+
+
+@on_ranks(2)
+@torch.no_grad()
+def test_models_with_kernels_of_their_own() -> None:
+    """The plan of another model over the same ranks names another kernel, which is not used."""
+    ours, _ = sharded("Gemma 3", kernel="reference"), sharded("Gemma 3", kernel="cpu_flash")
+    cache = ContextParallelCache(ours)
+    with mock.patch.object(KERNELS["cpu_flash"], "forward", _fail):
+        for number in (13, 1):
+            assert ours(tokens(number), cache=cache).logits.isfinite().all()
 
 
 @on_ranks(2)

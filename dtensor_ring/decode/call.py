@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from operator import attrgetter
+from types import FrameType
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -20,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
-from dtensor_ring.agreement.call_record import MAX_BYTES, CallRecord, CallSite
+from dtensor_ring.agreement.call_record import MAX_BYTES, CallRecord
 from dtensor_ring.agreement.checked_transport import (
     CheckedTransport,
     TransportContext,
@@ -261,11 +262,13 @@ class BoundDecode:
         step, kernel = self.step(key.shape[2]), self.kernel(query, key, value)
         return Ready(step, kernel, self.sole(step, query, key, kernel))
 
-    def checked(self, query: Tensor, site: CallSite) -> AbstractContextManager[Combine | None]:
+    def checked(
+        self, query: Tensor, frame: FrameType | None
+    ) -> AbstractContextManager[Combine | None]:
         """Return the context of the call, which gives the merge of the partial results."""
         # That of the call's name, as `is_alive` has found.
         group = None if self._group is None else self._group()
-        return _within_round(group, self.request, self.round, query, site)
+        return _within_round(group, self.request, self.round, query, frame)
 
 
 _BOUND: ByteStore[BoundDecode] = ByteStore(max_bytes=8 << 20, size_of=attrgetter("num_bytes"))
@@ -349,7 +352,7 @@ def checked_decode(
         value: this rank's values.
     """
     found = _round_of(call, request, query, value)
-    return _within_round(call.group, request, found, query, CALLER.site)
+    return _within_round(call.group, request, found, query, CALLER.frame)
 
 
 def _round_of(
@@ -395,11 +398,12 @@ def _within_round(
     request: DecodeRequest,
     found: DecodeRound | None,
     query: Tensor,
-    site: CallSite,
+    frame: FrameType | None,
 ) -> AbstractContextManager[Combine | None]:
     if found is None or group is None:
-        return _ALONE
+        return _ALONE  # nobody compares the line of the frame, so nobody looks for it
     record, merge, size = found
+    site = CALLER.site_at(frame)
     agreed = checked_transport(
         group, record, "decode", query.device, call_site=site, first_bytes=size
     )

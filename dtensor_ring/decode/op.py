@@ -45,7 +45,7 @@ from dtensor_ring.planning.plan import Step
 def forward(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
     """Run the decode op on plain tensors."""
     bound = bound_decode(options, query, key, value)
-    round = bound.checked(query, CALLER.site)
+    round = bound.checked(query, CALLER.frame)
     out, lse = run_bound(bound, round, None, query, key, value, options[SINKS])
     assert lse is not None
     return out, lse

@@ -152,7 +152,7 @@ class SharedDecode:
             return None
         ready = call.ready(query, key, value)
         # The line of the caller is that of all layers.
-        round = call.checked(query, CALLER.site_at(sys._getframe()))
+        round = call.checked(query, sys._getframe())
         found = self._bound[kind] = _Bound(call, ready, round)
         return found
 

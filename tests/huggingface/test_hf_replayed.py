@@ -1,4 +1,4 @@
-"""A planned model under `torch.compile(mode="reduce-overhead")`: what CUDA graphs are made of."""
+"""What graphs of a planned model take, and what CUDA graphs are made of in "reduce-overhead"."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from torch.fx import GraphModule
 from parallel_plans.huggingface import context_parallel_plan
 from tests.families import small_model
 from tests.graphs import not_replayed
-from tests.pool import Pool
+from tests.huggingface.planned import under_plan
+from tests.pool import Pool, on_ranks
 from tests.rings import fake_group
 
 
@@ -44,6 +45,24 @@ def _graphs() -> list[list[str]]:
             batch = {"input_ids": tokens, "labels": tokens}
             packed = batch | {"position_ids": torch.empty_like(tokens)}
             return [not_replayed(_traced(model, given)) for given in (batch, packed)]
+
+
+@on_ranks(1)
+@torch.no_grad()
+def test_the_rank_is_no_number_of_a_graph() -> None:
+    """A graph with dynamic shapes takes numbers that it reads, and a rank is none of them."""
+    numbers: list[int] = []
+
+    def compiled(graph: GraphModule, given: list[Any]) -> Any:
+        numbers.extend(int(x) for x in given if isinstance(x, (int, torch.SymInt)))
+        return graph.forward
+
+    with fake_group(8, rank=5):
+        model = under_plan(small_model("Llama", num_hidden_layers=1), "contiguous")
+        tokens = torch.zeros(1, 64, dtype=torch.int64)
+        torch.compile(model, backend=compiled, dynamic=True)(input_ids=tokens, use_cache=False)
+    assert 64 in numbers
+    assert 5 not in numbers
 
 
 def on_gpus(number: int) -> Any:

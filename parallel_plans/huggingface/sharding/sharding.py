@@ -85,7 +85,7 @@ class Sharding:
         self._not_pickled = NotPickled(NO_PICKLE)  # first: pickle reads attributes in order
         self.cache_dtype, self.local_batch, self.drops = cache_dtype, local_batch, drops
         self.axis, self.layer_masks, self.loss, self.passing = axis, layer_masks, loss, passing
-        self.counts_places, self.rank = counts_places, axis.mesh.get_local_rank()
+        self.counts_places = counts_places
         self.outputs = Outputs(axis, unshard_outputs, is_even=passing is not None)
         self.agreement = Agreement(axis, model)
         self.largest, self.tokenwise = LargestPosition(model), TokenwiseCheck(nn.Linear, LossHead)
@@ -107,6 +107,12 @@ class Sharding:
         )
         self._names = list(signature(model.forward).parameters)
         self._spec: OutputSpec | None = None
+
+    @property
+    def rank(self) -> int:
+        """This rank on the axis."""
+        # Of the mesh, which is a constant of a graph: a number here may become a symbol of it.
+        return self.axis.mesh.get_local_rank()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Sharding:
         """Return itself: copies of a model share the forward that calls it."""

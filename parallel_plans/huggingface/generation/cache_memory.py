@@ -78,14 +78,8 @@ class NewTokens:
         if self.sharded_length:
             return ShardedInputs(axis, None, documents, cache.query_runs, cache.key_runs)
         # The plan of another model may have annotated the mesh with another kernel since.
-        return DecodeInputs(
-            documents=documents,
-            key_runs=cache.key_runs,
-            num_columns=cache.table.num_local[rank],
-            mesh=axis.mesh,
-            agree=compared(tokens),
-            kernel=axis.kernel,
-        )
+        how: dict[str, Any] = {"mesh": axis.mesh, "kernel": axis.kernel, "agree": compared(tokens)}
+        return DecodeInputs(documents, cache.key_runs, cache.table.num_local[rank], **how)
 
     def window(self, num_held: int) -> LayerInputs:
         """Return how layers attend that hold the last tokens of the cache on each rank.

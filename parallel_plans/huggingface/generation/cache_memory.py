@@ -78,8 +78,8 @@ class NewTokens:
         if self.sharded_length:
             return ShardedInputs(axis, None, documents, cache.query_runs, cache.key_runs)
         # The plan of another model may have annotated the mesh with another kernel since.
-        how: dict[str, Any] = {"mesh": axis.mesh, "kernel": axis.kernel, "agree": compared(tokens)}
-        return DecodeInputs(documents, cache.key_runs, cache.table.num_local[rank], **how)
+        kernel, runs, cols = axis.kernel, cache.key_runs, cache.table.num_local[rank]
+        return DecodeInputs(documents, runs, cols, axis.mesh, compared(tokens), kernel=kernel)
 
     def window(self, num_held: int) -> LayerInputs:
         """Return how layers attend that hold the last tokens of the cache on each rank.

@@ -299,7 +299,8 @@ def _check_model(model: Any) -> None:
             "torch.export takes one process, and a context-parallel model sends messages; export "
             "within `with stock_model(model):`"
         )
-    check_adapters(adapters_of(model))
+    if adapters := adapters_of(model):
+        check_adapters(adapters)
 
 
 def _check_kept(arguments: dict[str, Any]) -> None:

@@ -159,8 +159,9 @@ class Combine:
         sent[self._rank][:, :-1], sent[self._rank][:, -1] = merged, lse
         self._exchange(*self._messages(flat, [flat[self._rank]] * self._size))
         self._transport.free(buffer)
-        rows = parts[self._rank]
-        return rows[:, :-1].contiguous(), rows[:, -1].contiguous()
+        # Clones, as a single row is contiguous, and the buffer is that of the next call.
+        rows, copied = parts[self._rank], torch.contiguous_format
+        return rows[:, :-1].clone(memory_format=copied), rows[:, -1].clone(memory_format=copied)
 
     def _messages(
         self, received: Sequence[Tensor], sent: Sequence[Tensor]

@@ -1,7 +1,7 @@
 """The shapes of a rank's shards, for operations that are told the shape of the whole.
 
 DTensor computes such a shape from the place of a rank, as if the sequence were cut into equal
-pieces in rank order. Of a padded sequence, whose shards have other lengths, its mesh refuses that,
+pieces in rank order. Of an uneven layout, whose shards have other lengths, its mesh refuses that,
 see Note [Token meshes]. Here the shard of the input tells its length. Backward has many of these
 operations: that of a sum over features expands, that of an index fills a tensor of zeros.
 """
@@ -19,16 +19,16 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from dtensor_ring.compute.memory import strides
 from dtensor_ring.dtensor.annotation import tokens_of
 from dtensor_ring.dtensor.sequence_order import own_tokens, refusal, same_order, sequence_dim
-from dtensor_ring.planning.layout import Padded
+from dtensor_ring.planning.layout import UNEVEN
 
 aten = torch.ops.aten
 
 
 def of_own_shard(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Compute an operation of `SHAPED` on a padded sequence; on others, return `NotImplemented`."""
+    """Compute an operation of `SHAPED` on uneven shards; on others, return `NotImplemented`."""
     sharded = (x for x in args if isinstance(x, DTensor) and x.placements[0].is_shard())
     dtensor = next(sharded, None)
-    if dtensor is None or not _is_padded(dtensor) or sequence_dim(dtensor) < 0:
+    if dtensor is None or not _is_uneven(dtensor) or sequence_dim(dtensor) < 0:
         return NotImplemented
     shaped = SHAPED[op](dtensor, sequence_dim(dtensor), *args)
     if shaped is None:
@@ -42,9 +42,9 @@ def of_own_shard(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     return DTensor(local, spec, requires_grad=False)
 
 
-def _is_padded(x: DTensor) -> bool:
+def _is_uneven(x: DTensor) -> bool:
     tokens = tokens_of(x._spec.mesh)
-    return tokens is not None and isinstance(tokens.layout, Padded)
+    return tokens is not None and isinstance(tokens.layout, UNEVEN)
 
 
 def _without_content(arg: Any) -> Any:

@@ -9,7 +9,7 @@ from torch.distributed import DeviceMesh, ProcessGroup
 
 from dtensor_ring.dtensor.annotation import annotation_of, axis_group
 from dtensor_ring.dtensor.axis_config import TOKENS, AxisConfig, Tokens, nothing
-from dtensor_ring.planning.layout import Layout, Padded
+from dtensor_ring.planning.layout import UNEVEN, Layout
 
 REFUSED = (
     "this operation needs tokens of other ranks, or to know where those of a rank are, and the "
@@ -78,7 +78,7 @@ def _made(group: ProcessGroup, name: str, tokens: Tokens) -> DeviceMesh:
     # A mesh that outlives the group, in a cache of DTensor, must not keep its connections open.
     made._pg_registry.clear()
     vars(made)[TOKENS] = tokens
-    if isinstance(tokens.layout, Padded):
+    if isinstance(tokens.layout, UNEVEN):
         # Shards have other lengths than those that DTensor computes from the coordinate.
         vars(made)["_sym_get_coordinate"] = _Refusal(why)
     return made

@@ -493,3 +493,7 @@ class Padded(Layout):
 
     def num_tokens(self, rank: int, world_size: int, seq_len: int) -> int:
         return sum(run.length for run in self.runs(rank, world_size, seq_len))
+
+
+# Layouts whose shards may have other lengths than those into which DTensor cuts a tensor.
+UNEVEN = Padded, WholeBlocks

@@ -27,7 +27,7 @@ from dtensor_ring.decode.call import (
     bound_decode,
     flatten_decode,
 )
-from dtensor_ring.decode.run import Combine
+from dtensor_ring.decode.run import MERGES, Combine
 from dtensor_ring.decode.shared import SharedDecode
 from dtensor_ring.extension import name_layer, within_layer
 from dtensor_ring.ops import checks
@@ -357,6 +357,19 @@ def test_layers_hold_one_buffer() -> None:
         assert torch.equal(merged, out)
     assert len(transport.made) == 5
     assert sum(buffer() is not None for buffer in transport.made) == 1
+
+
+@on_ranks(2)
+def test_results_stay_after_the_next_call() -> None:
+    """A single row of a buffer is contiguous, so a copy that is made for strides would be none."""
+    mesh, last = mesh_of(), torch.tensor([1], dtype=torch.int32)
+    for merge in MERGES:
+        how: dict[str, Any] = {"merge": merge, "mesh": mesh, "query_starts": last}
+        key, value = torch.ones(1, 1, 1, 4), torch.full((1, 1, 1, 4), float(dist.get_rank()))
+        found = decode_attention(key, key, value, return_lse=True, **how)
+        kept = [x.clone() for x in found]
+        decode_attention(2 * key, key, value + 5, **how)
+        assert all(map(torch.equal, found, kept)), merge
 
 
 @on_ranks(2)

@@ -327,3 +327,16 @@ def test_policies_that_round_are_refused() -> None:
         TransferPolicy(order="sorted")
     with pytest.raises(ValueError, match="block=8 is for order"):
         TransferPolicy(block=8)
+
+
+@on_ranks(3)
+def test_gradients_of_uneven_whole_blocks() -> None:
+    """Ranks hold 24, 24 and 16 of 64 tokens, where DTensor would cut them into 22, 22 and 20."""
+    axis = SequenceAxis(init_device_mesh("cpu", (3,)), "whole_blocks:8")
+    whole = [torch.randn(1, 2, 64, 8, dtype=torch.float64) for _ in range(4)]
+    *inputs, grad_out = (axis.shard(x, 2).detach().requires_grad_() for x in whole)
+    ring_attention(*inputs).backward(grad_out.detach())
+    dense = [x.requires_grad_() for x in whole[:3]]
+    F.scaled_dot_product_attention(*dense, is_causal=True).backward(whole[3])
+    for x, y in zip(inputs, dense, strict=True):
+        torch.testing.assert_close(unshard_sequence(x.grad, 2), y.grad)

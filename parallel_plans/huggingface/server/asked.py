@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from parallel_plans.huggingface.server.open_requests import HttpError
 
@@ -43,22 +43,29 @@ class StreamOptions(Strict):
     include_usage: bool = False
 
 
+def _whole(given: str) -> str:
+    if HALF.search(given):
+        raise ValueError("must be a text of whole characters, got half of a surrogate pair")
+    return given
+
+
+AnyText = Annotated[str, AfterValidator(_whole)]
+Text = Annotated[AnyText, Field(min_length=1)]
+
+
 class TextPart(Strict):
     """A text within a message."""
 
     type: Literal["text"]
-    text: str
-
-
-Text = Annotated[str, Field(min_length=1)]
+    text: AnyText
 
 
 class Message(Strict):
     """A message of a chat."""
 
     role: Text
-    content: str | list[TextPart]
-    name: str | None = None
+    content: AnyText | list[TextPart]
+    name: AnyText | None = None
 
     def to_template(self) -> dict[str, str]:
         """Return it as chat templates take it."""

@@ -293,5 +293,16 @@ def test_prompts() -> None:
         (rows, rows),
     ):
         assert AskedCompletion.model_validate({"prompt": given}).prompts == expected
-    with pytest.raises(ValueError, match="must be a text"):  # half of a character
-        AskedCompletion.model_validate({"prompt": "a\ud800"})
+
+
+def test_halves_of_characters() -> None:
+    """JSON may have them, and no tokenizer takes them."""
+    half = "a\ud800"
+    for kind, given in (
+        (AskedCompletion, {"prompt": half}),
+        (AskedCompletion, {"prompt": "a", "stop": [half]}),
+        (AskedChat, {"messages": [{"role": "user", "content": half}]}),
+        (AskedChat, {"messages": [{"role": "user", "content": [{"type": "text", "text": half}]}]}),
+    ):
+        with pytest.raises(ValueError, match="must be a text"):
+            kind.model_validate(given)

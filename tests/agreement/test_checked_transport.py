@@ -288,7 +288,7 @@ def test_tags_differ() -> None:
         for forward_call in range(50)
     ]
     assert len(set(tags)) == len(tags)
-    assert all(0 <= tag < ABORT_TAG for tag in tags), "records and aborts have tags of their own"
+    assert all(0 <= tag < ABORT_TAG for tag in tags), "no record has the tag of an abort"
     assert CallRecord(FIELDS).tag(3, 1) == record_works[0].tag(3, 1), "those of one call are alike"
 
 

@@ -230,7 +230,7 @@ CASES = {
     "the longest last": (*SHORT, 12288),
     "in the middle": (*SHORT, *range(12288, SEQ_LEN, 8)),
     "two of them": (*SHORT, 8192, 12288, *range(12296, SEQ_LEN, 8)),
-    "a gap is none": (*SHORT,),
+    "no long one": (*SHORT,),
 }
 
 

@@ -206,7 +206,7 @@ def test_the_largest_message_that_a_record_carries(pool: Pool) -> None:
             assert [record_works for record_works, _, _ in sent] == [record_works] * 3
 
 
-# Layers that share a bound decode call attend as by calls of their own, and ranks compare each.
+# Layers that share a bound call return what separate calls return, and ranks compare each layer.
 
 SHARED_RUNS = torch.tensor([[[0, 5]], [[5, 4]]])
 TOKENS = torch.tensor([[7]])

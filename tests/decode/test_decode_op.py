@@ -320,7 +320,7 @@ def test_a_hundred_steps_compile_twice_at_most() -> None:
     whole = torch.randn(2, 1, 2, NUM_STEPS + 8, 8)
     cache = ShardedCache(mesh, 1, "zigzag", block=16)
     with torch.no_grad():
-        cache.begin(8, dealt=True)  # compilers take no and one column for lengths of their own
+        cache.begin(8, dealt=True)  # a compiler specialises on 0 and 1 columns
         cache[0].append(*whole[:, :, :, ZigZag().positions(mesh.get_local_rank(), 2, 8)])
 
         @torch.compile(backend=counter, fullgraph=True)

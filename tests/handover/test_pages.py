@@ -215,7 +215,7 @@ def test_blocks_that_would_be_cut(cols: list[list[int]], num_cols: tuple[int, in
 
 @given(st.integers(1, 4), st.integers(1, 4), st.lists(st.integers(1, 30), min_size=1, max_size=4))
 def test_each_block_moves_once(one: int, other: int, lengths: list[int]) -> None:
-    """Both pools begin with sequences of their own, so indices differ."""
+    """The second pool holds a sequence before, so the indices of blocks differ."""
     pools = BlockPool(99, 4, one), BlockPool(99, 4, other)
     pools[1].add([9] * 11)
     memories = [[Memory(pool, rank) for rank in range(pool.dealing.world_size)] for pool in pools]

@@ -50,7 +50,7 @@ def _graphs() -> list[list[str]]:
 @on_ranks(1)
 @torch.no_grad()
 def test_the_rank_is_no_number_of_a_graph() -> None:
-    """A graph with dynamic shapes takes numbers that it reads, and a rank is none of them."""
+    """The rank is a constant of a graph with dynamic shapes, and the length is an input."""
     numbers: list[int] = []
 
     def compiled(graph: GraphModule, given: list[Any]) -> Any:

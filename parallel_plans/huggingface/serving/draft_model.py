@@ -130,7 +130,7 @@ class BegunDraft:
         return Draft(self.tokens, torch.cat(self.rows) if self.rows else None)
 
 
-# Missing tokens up to so many are computed in the first step of a draft.
+# The first step of a draft computes up to this many missing tokens.
 MOST_MISSING = 32
 
 

@@ -108,7 +108,7 @@ class PooledStates:
         return [self._pool.slot(x) for x in sequences]
 
 
-# Tables grow by so many slots at once.
+# A table grows by this many slots at a time.
 SPARE_SLOTS = 4
 
 # Slots, as `StateMemory.indices` returns them, or a range of them.

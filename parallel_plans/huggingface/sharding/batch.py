@@ -344,7 +344,9 @@ def _check_range(model: Any, given: dict[str, Tensor]) -> None:
         return
     for name, x in read.items():
         count = _num_entries(model, sides[name]())
-        for part in () if _is_within(x, count) else blocks(x):
+        if _are_few_and_within(x, count):
+            continue
+        for part in blocks(x):
             is_wrong = (part < 0) | (part >= count)
             wrong = part[is_wrong & ((part != IGNORE_INDEX) | (name != "labels"))]
             if wrong.numel():
@@ -358,7 +360,7 @@ def _check_range(model: Any, given: dict[str, Tensor]) -> None:
 FEW = 64
 
 
-def _is_within(x: Tensor, count: int) -> bool:
+def _are_few_and_within(x: Tensor, count: int) -> bool:
     """Return whether numbers are few, which Python reads faster, and from 0 to `count - 1`."""
     if x.numel() > FEW:
         return False
@@ -394,7 +396,7 @@ def _check_lengths(model: Any, arguments: dict[str, Any]) -> int:
 
 
 def _check_shape(model: Any, name: str, x: Tensor) -> None:
-    """Refuse an input that has other dims than those of its name, or no tokens."""
+    """Refuse an input with other dims than those of its name, no tokens, or an encoder's tokens."""
     if name in OF_ENCODERS:
         raise ValueError(f"{name} is what an encoder makes, and {NO_CROSS_ATTENTION}; leave it out")
     shape = SHAPES.get(name, "(B, S)")

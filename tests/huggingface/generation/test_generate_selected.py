@@ -135,8 +135,8 @@ def test_what_pools_are_made_of_is_counted() -> None:
 
 LOOP = "Inkling 2, loop"
 OTHERS = ("MiniMax-01", "Zamba", "Granite 4, attention only", LOOP)
-"""A cache of its own and attention without a number, which are not served; no state; and layers
-that run several times, which are served without a cache."""
+"""Families without a case here: the first two are not served (one has its own cache, one has
+attention without a layer number), the third has no state, the last runs layers several times."""
 FAMILIES = tuple(x for x in HYBRIDS if x not in OTHERS)
 WAYS = ("greedy", "sampled beams", "left padded", "chunked prefill", "two of each", "stops")
 SAMPLE = [("Qwen3-Next", 2), ("Granite 4", 3), ("Mamba 2", 2), ("Inkling 2", 2)]

@@ -257,7 +257,7 @@ FAILED = {
 
 @on_ranks(2)
 def test_requests_that_fail() -> None:
-    """The others end, in order of their own."""
+    """A request that fails ends at once, and the other requests end as usual."""
     batch = batch_of_one(sharded("Llama"))
     for name, (prompt, _) in FAILED.items():
         batch.add_request(prompt, name, max_new_tokens=2, **GREEDY)
